@@ -146,7 +146,7 @@ LINES: dict[str, int] = {
     "server/swarm": 725,
     "server/tasks": 1443,
     "simulate": 1471,
-    "store": 3317,
+    "store": 3322,
     "tensors": 2229,
     "testing": 468,
     "transport": 2881,

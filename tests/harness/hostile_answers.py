@@ -177,15 +177,26 @@ def just(*given: Any) -> st.SearchStrategy[tuple[Any, ...]]:
 # A value is drawn as a short description, which `expand` turns into JSON: a list of a million elements is drawn as
 # ("repeat", element, 1_000_000).
 
+NAMES = (
+    f"{CANARY}:run",
+    f"{THIS_FILE}:Answer",
+    "../../../../tmp/outside.py:run",
+    "subprocess:getoutput",
+    THIS_FILE,
+    f"{CANARY}.part",
+    "../../../../tmp/outside",
+    "file:///etc/passwd",
+    "$(touch outside)",
+    "http://127.0.0.1:9/elsewhere",
+    f"x\r\n{FORGED} line",
+)
+"""Texts that import, open or start something, each in another way, if they are used as a name or a path."""
+REF = "atoll-ref://127.0.0.1:9/00000000000000000000000000000000?expires=9999999999#" + "0" * 32 + "." + "0" * 64
 TEXTS = (
     "",
-    "subprocess:getoutput",
-    f"{CANARY}:run",
-    f"{CANARY}.part",
-    f"{THIS_FILE}:Answer",
-    THIS_FILE,
+    *NAMES,
+    REF,
     "os:system",
-    "../../../../tmp/outside",
     "/tmp/outside/absolute",
     "..",
     ".",
@@ -193,11 +204,7 @@ TEXTS = (
     "C:\\outside",
     "~",
     "con",
-    "file:///etc/passwd",
-    "http://127.0.0.1:9/elsewhere",
     "https://192.0.2.1/elsewhere",
-    "atoll-ref://127.0.0.1:9/00000000000000000000000000000000?expires=9999999999#" + "0" * 32 + "." + "0" * 64,
-    f"x\r\n{FORGED} line",
     f"x\n{FORGED} line",
     f"a:1:p:{'0' * 32}\r\nX-Injected: 1",
     "\x00",
@@ -210,7 +217,6 @@ TEXTS = (
     "\U0001f600",
     "%s%n%d{0}{x}",
     "{__class__}",
-    "$(touch outside)",
     "`touch outside`",
     "nan",
     "1e400",
@@ -390,6 +396,12 @@ def unwrapped(annotation: Any) -> Any:
             return annotation
 
 
+def is_table(annotation: Any) -> bool:
+    """Return whether a type is a message or a mapping."""
+    kind = unwrapped(annotation)
+    return get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
 def example(annotation: Any) -> Any:
     """Return a small value of a type, for a place that the true answer leaves empty."""
     kind = unwrapped(annotation)
@@ -413,8 +425,13 @@ def drawn_for(place: Place) -> st.SearchStrategy[tuple[Any, ...]]:
         return st.one_of(st.sampled_from(get_args(kind)).map(lambda each: ("is", each)), anything)
     if kind is bool:
         return st.one_of(_plain([True, False]), others)
-    is_container = get_origin(kind) in (list, dict, tuple) or (isinstance(kind, type) and issubclass(kind, BaseModel))
-    fitting = containers if is_container else numbers if kind in (int, float) else texts
+    fitting = (
+        containers
+        if is_table(kind) or get_origin(kind) in (list, tuple)
+        else numbers
+        if kind in (int, float)
+        else texts
+    )
     return st.one_of(fitting, fitting, anything)
 
 
@@ -529,7 +546,7 @@ SKELETONS = (
     {"$": "bytes", "base64": "é"},
     {"$": "bytes", "base64": "A"},
     {"$": "bytearray", "base64": None},
-    {"$": "ref", "text": TEXTS[18]},
+    {"$": "ref", "text": REF},
     {"$": "ref", "text": "atoll-ref://[::1]:99999/x"},
     {"$": "ref", "text": "file:///etc/passwd"},
     {"$": "pickle", "base64": "gASVAAAAAAAAAAA="},
@@ -617,7 +634,7 @@ def swapped(truth: Truth, others: Sequence[Truth], name: str, number: int) -> It
 
 @fault(
     st.tuples(
-        st.sampled_from([*sorted(BY_CODE), "unknown", "", "\x00", *TEXTS[:4]]),
+        st.sampled_from([*sorted(BY_CODE), "unknown", "", "\x00", *NAMES[:4]]),
         st.sampled_from([*sorted({*STATUS_OF.values()}), 400, 500, 502, 503, 504, 599, 300, 399]),
         st.one_of(_plain([None, 0, 0.001, 1e-300, -1, 1e308, "raw:NaN", "raw:Infinity", 2**70, 1e9, 3600]), anything),
         st.one_of(_plain(["The server says so."]), texts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import signal
@@ -32,7 +33,17 @@ from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation
 from atoll.tensors.reference import TensorRef
 from atoll.testing.run import serve
 from harness import hostile_site
-from harness.hostile_answers import FORGED, OPERATION_NAMED, Truth, answers
+from harness.hostile_answers import (
+    FORGED,
+    NAMES,
+    OPERATION_NAMED,
+    Answer,
+    Truth,
+    answers,
+    has_message,
+    is_table,
+    places,
+)
 from harness.hostile_lies import Lie, about_object, about_schema, object_lies, schema_lies
 from harness.hostile_server import PATIENCE_S, HostileServer, Recorder, Strike, Tape
 from harness.processes import Nursery, Process, wait_until
@@ -211,6 +222,18 @@ def plans(recordings: dict[str, Recorded], operation: str) -> st.SearchStrategy[
         answers(OPERATION_NAMED[operation]),
         st.sampled_from([False] * 5 + [True]),
     )
+
+
+def naming_plans(recordings: dict[str, Recorded]) -> Iterator[Plan]:
+    """Yield runs with a name of code, a path or an address in each place of each answer, and as a key of each table."""
+    names = itertools.cycle(NAMES)
+    for operation in map(OPERATION_NAMED.__getitem__, operations_of(recordings)):
+        program = next(name for name, recorded in recordings.items() if recorded.tape.count(operation.name))
+        for place in places(operation.reply) if has_message(operation) else ():  # type: ignore[arg-type]
+            name = next(names)
+            for value in (name, {name: name}) if is_table(place.annotation) else (name,):
+                answer = Answer("field", (place.keys, ("is", value)))
+                yield Plan(program, (Strike(operation.name, 0, answer),))
 
 
 AT_ONCE = 20

@@ -11,6 +11,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from kit.halfway import ask_journal
+
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
     """Flip one bit of the byte at `offset`; a negative offset counts from the end."""
@@ -19,6 +21,13 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def damage_head(folder: Path, fragment: int = 0) -> None:
+    """Flip one bit of the last value of a fragment's newest version, in a run's folder."""
+    heads = "SELECT slot FROM versions JOIN heads USING (fragment, version)"
+    ((slot,),) = ask_journal(folder, f"{heads} WHERE fragment = {fragment}")
+    flip_bit(folder / "state" / "slots" / f"version-{fragment}-{slot}.safetensors", -1)
 
 
 def flip_value(value: Any) -> Any:

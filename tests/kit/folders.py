@@ -37,6 +37,12 @@ def copy_folder(source: Path, target: Path) -> Path:
     return target
 
 
+def put_back(backup: Path, folder: Path) -> None:
+    """The folder has what the backup has; what it had is gone."""
+    shutil.rmtree(folder)
+    copy_folder(backup, folder)
+
+
 def _copy_sparse(source: Path, target: Path) -> None:
     """Copy data, not holes."""
     with source.open("rb") as reader, target.open("wb") as writer:

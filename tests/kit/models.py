@@ -43,6 +43,15 @@ class TiedHead(nn.Module):
         self.register_buffer("scale", torch.ones(1))
 
 
+class Weights(nn.Module):
+    """These parameters, by name, and nothing else."""
+
+    def __init__(self, **values: torch.Tensor) -> None:
+        super().__init__()
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value.clone()))
+
+
 def train_(model: nn.Module, site: str, number: int) -> None:
     """Change every tensor in a way that depends on its value, on the site and on the round."""
     generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))

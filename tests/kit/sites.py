@@ -18,7 +18,6 @@ import atoll
 from atoll.testing.run import Threads, together, wait_until
 from kit.manual_site import ManualSite
 from kit.models import SITES, build_model, local_step, train_
-from kit.servers import plain_server
 
 __all__ = [
     "DiLoCoSites",
@@ -221,24 +220,6 @@ def diloco(
     given = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer is None else optimizer
     url = server if isinstance(server, str) else server.url
     return atoll.DiLoCo(model, given, server=url, site=site, folder=folder / "workers", **options)
-
-
-def train_diloco_alone(
-    folder: Path, start: nn.Module, model: nn.Module, optimizer: Any, train: Callable[[], object], **settings: Any
-) -> None:
-    """Run DiLoCo with one site, in this thread, until the run is finished.
-
-    Args:
-        start: the initial model.
-        model: the site's model.
-        train: makes the local steps.
-        settings: of the run, also by short names.
-    """
-    with plain_server(folder, start, sites=1, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w") as loop:
-            while not loop.finished:
-                train()
-        server.run()
 
 
 def take_steps(

@@ -24,10 +24,11 @@ import atoll
 from atoll.protocol.status_messages import Status
 from atoll.testing.run import free_port, wait_until
 from kit.digests import exported
+from kit.folders import copy_folder, put_back
 from kit.manual_site import ManualSite
 from kit.results import Result, saved_model
 from kit.servers import PLAIN, long, new_server
-from kit.sites import DiLoCoSites, FederatedSites, finish, run_to_end
+from kit.sites import DiLoCoSites, FederatedSites, diloco, finish, run_to_end
 
 State = dict[str, Tensor]
 Change = float | Tensor | Callable[[str, int, State], Any]
@@ -66,9 +67,13 @@ class World:
 
     # -- do
 
+    def set(self, **changes: Any) -> None:
+        """Let the next servers have other settings."""
+        self._settings |= long(changes)
+
     def start(self, **changes: Any) -> Self:
         """Start a server; with other settings than before, if any are given."""
-        self._settings |= long(changes)
+        self.set(**changes)
         with contextlib.ExitStack() as logged:
             logger, handler = logging.getLogger("atoll"), _Handler(self.log)
             logged.callback(logger.removeHandler, handler)
@@ -92,6 +97,14 @@ class World:
         finally:
             self.stop()
 
+    def backup(self) -> Path:
+        """A copy of the state directory."""
+        return copy_folder(self.folder / "state", self.folder / "backup")
+
+    def put_back(self, backup: Path) -> None:
+        """Let the next server start on this copy."""
+        put_back(backup, self.folder / "state")
+
     def restart(self, **changes: Any) -> None:
         self.stop()
         self.start(**changes)
@@ -113,6 +126,32 @@ class World:
             sites = self.begin(**loops)
             run_to_end(self.server, sites)
         return sites
+
+    def worker(self, site: str = "a", **options: Any) -> Any:
+        """A site that has joined, for a loop in the test; `options` go to `atoll.join`, such as another `server`."""
+        return atoll.join(**{"server": self.url, "site": site, "folder": self.workers} | options)
+
+    def diloco(self, *model_and_optimizer: Any, site: str = "a", **options: Any) -> atoll.DiLoCo:
+        """A site's `atoll.DiLoCo` with these options, not started; by default around `build_model()` and SGD."""
+        return diloco(self.server, self.folder, site, *model_and_optimizer, **options)
+
+    def train_steps(self, model: Any, optimizer: Any, step: Callable[[], object]) -> None:
+        """The whole run of DiLoCo with the site a, in this thread; `step` makes a local step."""
+        with self:
+            with self.diloco(model, optimizer) as loop:
+                while not loop.finished:
+                    step()
+            self.server.run()
+
+    def train_rounds(self, model: Any, train: Callable[[Any], object]) -> None:
+        """The whole federated run with the site a, in this thread; `train` gets each round, whose model is loaded."""
+        with self:
+            with self.worker() as worker:
+                for fl_round in worker:
+                    fl_round.load_into(model)
+                    train(fl_round)
+                    fl_round.submit(model)
+            self.server.run()
 
     def join(self, *names: str, **options: Any) -> None:
         """These sites, by default all, join, so that the test can move them; `options` go to `atoll.join`."""
@@ -141,10 +180,11 @@ class World:
             trained = {key: value + change for key, value in state.items()}
         site.submit(trained, **{"weight": self.weights.get(name, 1.0)} | about)
 
-    def move(self, name: str, number: int, change: Change, **about: Any) -> None:
-        """This site's part in the round with this number."""
+    def move(self, name: str, number: int, change: Change, **about: Any) -> State:
+        """This site's part in the round with this number; what it pulled."""
         self.pull(name, number=number)
         self.submit(name, change, **about)
+        return self._pulled[name]
 
     def rounds(self, change: Change, *numbers: int, **about: Any) -> None:
         """Rounds with these numbers: all sites pull its version, and then each submits."""

@@ -28,9 +28,9 @@ from atoll.protocol.messages import Report
 
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
-    *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds"),
+    *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds", "events"),
 )
-"""Tables with a column `row_check`. The audit log has hashes instead. Counters and events are only displayed."""
+"""Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
@@ -588,7 +588,12 @@ CREATE TABLE workflows (
     {ROW_CHECK}
 ) STRICT;
 
-CREATE TABLE events (number INTEGER PRIMARY KEY, event_json TEXT NOT NULL) STRICT;
+CREATE TABLE events (
+    number INTEGER PRIMARY KEY,
+    event_json TEXT NOT NULL,
+    {ROW_CHECK}
+) STRICT;
+
 CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
 

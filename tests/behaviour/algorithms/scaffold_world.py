@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.servers import plain_server
+from kit.world import World
 from torch import nn
-
-import atoll
 
 ETA, STEPS = 0.1, 3
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
@@ -30,10 +28,10 @@ class One(nn.Module):
 @contextmanager
 def first_round(folder: Path, algorithm: str = "scaffold", model: Any = None, **settings: Any) -> Iterator[Any]:
     """The first of two rounds of a run of one site. What the worker refuses, the server does not hear of."""
-    with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2, **settings) as server:
-        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            yield next(iter(worker))
-        assert server.status().refused == 0
+    with World(folder, model or One(), "a", algorithm=algorithm, rounds=2, **settings) as world:
+        world.ask()
+        yield world.sites["a"].round
+        assert world.status.refused == 0
 
 
 def sgd(model: nn.Module, lr: float = ETA) -> torch.optim.SGD:

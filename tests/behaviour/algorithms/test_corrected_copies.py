@@ -13,74 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from kit import exported
 from kit.corrections import Scaffold, fedprox
-from kit.optimizers import ScheduleFree
-from kit.servers import plain_server
+from kit.models import Weights
+from kit.optimizers import Flat, InList, InState, Masters, Outside, Padded, ScheduleFree
+from kit.world import World
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-import atoll
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
 
 SMALL = 1 / 1024
 
 
-class Two(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        super().__init__()
-        self.w, self.b = (nn.Parameter(torch.full((3,), value, dtype=dtype)) for value in (1.0, 2.0))
+def two(dtype: torch.dtype = torch.bfloat16) -> Weights:
+    return Weights(w=torch.full((3,), 1.0, dtype=dtype), b=torch.full((3,), 2.0, dtype=dtype))
 
 
-class InState(Optimizer):
-    """Steps fp32 copies of the weights, made at the first step."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    def copies(self) -> list[Tensor]:
-        values = self.param_groups[0]["params"]
-        return [self.state[value].setdefault("master", value.detach().float().clone()) for value in values]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for value, master in zip(self.param_groups[0]["params"], self.copies(), strict=True):
-            master -= value.grad
-            value.copy_(master)
-
-
-class InList(InState):
-    """Has its copies from the start, outside of its state."""
-
+class FlatFromTheStart(Flat):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.masters = [value.detach().float().clone() for value in self.param_groups[0]["params"]]
-
-    def copies(self) -> list[Tensor]:
-        return self.masters
-
-
-class Flat(InState):
-    """Has one flat copy of all weights."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.flat = torch.cat([value.detach().float() for value in self.param_groups[0]["params"]])
-
-    def copies(self) -> list[Tensor]:
-        return list(self.flat.split(3))
-
-
-class Padded(InState):
-    """Has one flat copy of all weights, with padding at its end."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.flat = torch.cat([*(value.detach().float() for value in self.param_groups[0]["params"]), torch.zeros(2)])
-
-    def copies(self) -> list[Tensor]:
-        return list(self.flat[:6].split(3))
+        self.copies()
 
 
 class Aligned(Padded):
@@ -88,8 +41,8 @@ class Aligned(Padded):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        one, other = self.flat[:6].split(3)
-        self.state[self.param_groups[0]["params"][0]]["flat"] = torch.cat([one, torch.ones(1), other, torch.ones(1)])
+        one, other = super().copies()
+        self.state[self.weights[0]]["flat"] = torch.cat([one, torch.ones(1), other, torch.ones(1)])
         del self.flat
 
     def copies(self) -> list[Tensor]:
@@ -102,19 +55,19 @@ class Buckets(Padded):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.buckets = [torch.cat([each, torch.zeros(1)]) for each in self.flat[:6].split(3)]
+        self.buckets = [torch.cat([each, torch.zeros(1)]) for each in super().copies()]
         del self.flat
 
     def copies(self) -> list[Tensor]:
         return [each[:3] for each in self.buckets]
 
 
-class InOptimizer(InState):
+class InOptimizer(Masters):
     """Has an optimizer of the copies inside, to which it gives the gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.param_groups[0]["params"]], lr=1.0)
+        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.weights], lr=1.0)
 
     def copies(self) -> list[Tensor]:
         masters: list[Tensor] = self.inner.param_groups[0]["params"]
@@ -122,29 +75,10 @@ class InOptimizer(InState):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        values = self.param_groups[0]["params"]
-        for value, master in zip(values, self.copies(), strict=True):
+        for value, master in zip(self.weights, self.copies(), strict=True):
             master.grad = value.grad.float()
         self.inner.step()
-        for value, master in zip(values, self.copies(), strict=True):
-            value.copy_(master)
-
-
-class Outside:
-    """As in Apex: the optimizer has the copies alone, and the wrapper copies gradients and weights."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.values = list(parameters)
-        self.optimizer = SGD([nn.Parameter(value.detach().float()) for value in self.values], lr=1.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        masters = self.optimizer.param_groups[0]["params"]
-        for value, master in zip(self.values, masters, strict=True):
-            assert value.grad is not None
-            master.grad = value.grad.float()
-        self.optimizer.step()
-        for value, master in zip(self.values, masters, strict=True):
+        for value, master in zip(self.weights, self.copies(), strict=True):
             value.copy_(master)
 
 
@@ -180,7 +114,7 @@ class WithMoment(SGD):
 
 
 def controls(shift: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Control variates c and c_i of `Two`, with c − c_i = `shift`."""
+    """Control variates c and c_i of `two()`, with c − c_i = `shift`."""
     return {name: torch.full((3,), shift) for name in "wb"}, {name: torch.zeros(3) for name in "wb"}
 
 
@@ -204,7 +138,9 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
     return [each[0] for each in values]
 
 
-MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat, Padded, Aligned, Buckets])
+MASTERS = pytest.mark.parametrize(
+    "kind", [InState, InList, InOptimizer, Flat, FlatFromTheStart, Padded, Aligned, Buckets]
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -212,7 +148,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 @MASTERS
 @DTYPES
 def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
-    model = Two(dtype)
+    model = two(dtype)
     optimizer = kind(model.parameters())
     train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
@@ -223,7 +159,7 @@ def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -
 @DTYPES
 def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
     """c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
-    model = Two(dtype)
+    model = two(dtype)
     optimizer = kind(model.parameters())
     scaffold = Scaffold(model, *controls(-0.25))
     train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
@@ -247,7 +183,7 @@ class FromMainGrad(Optimizer):
 @pytest.mark.parametrize("left_over", [False, True])
 @pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
 def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with hooks_of(algorithm, model).attach(optimizer) as hooks:
         for _ in range(3):
@@ -261,7 +197,7 @@ def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: flo
 
 @pytest.mark.covers("X11")
 def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with fedprox(model, mu=0.5).attach(optimizer):
         for _ in range(3):
@@ -276,7 +212,7 @@ def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
 @MASTERS
 def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
-    model = Two()
+    model = two()
     optimizer = kind(model.parameters())
     train(model, Scaffold(model, *controls(-SMALL)).attach(optimizer), optimizer.step, 0.0, steps=8)
     assert first(optimizer.copies()) == [1 + 8 * SMALL, 2 + 8 * SMALL]
@@ -287,7 +223,7 @@ def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
 @pytest.mark.covers("X11")
 def test_scaffold_leaves_what_no_step_starts_from() -> None:
     """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = WithMoment(model.parameters(), lr=1.0)
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == [2.5, 3.5]
@@ -300,7 +236,7 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
 def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: str) -> None:
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = kind(model.parameters())
     scaffold = Scaffold(model, *controls(-0.25))
     with pytest.raises(UsageError, match=rf"a copy of the weights, {named}, .*scaffold changes .* undo a part"):
@@ -310,7 +246,7 @@ def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: st
 @pytest.mark.covers("X11")
 def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = Lookahead(model.parameters())
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer.inner), optimizer.step, -0.25)
     assert first(model.parameters()) == [2.0, 3.0]
@@ -325,7 +261,7 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
     are 1.25; with g = −1/8, of which y gets 3/4, they are 1.34375 and 1.375; with g = −0.078125, y moves by 1/3 of 1/32
     and by 2/3 of −g.
     """
-    model = Two(torch.float32)
+    model = two(torch.float32)
     optimizer = kind(model.parameters())
     train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == pytest.approx([result, result + 1])
@@ -334,7 +270,7 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
-    model = Two()
+    model = two()
     optimizer: Any = Outside(model.parameters())
     with pytest.raises(
         UsageError, match=r"SGD trains copies of the model's parameters, for example of 'b'.*in its state"
@@ -345,13 +281,8 @@ def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorith
 @pytest.mark.covers("X11")
 def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
     """Two rounds of three steps of 1/4, with one optimizer."""
-    model = Two()
+    model = two()
     optimizer: Any = Outside(model.parameters())
-    with plain_server(tmp_path, Two(), algorithm="fednova", sites=1, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                train(model, fl_round.correct(model, optimizer), optimizer.step, -0.25)
-                fl_round.submit(model)
-        server.run()
-    assert first(exported(tmp_path)[name] for name in "wb") == [2.5, 3.5]
+    world = World(tmp_path, two(), "a", algorithm="fednova", rounds=2)
+    world.train_rounds(model, lambda fl_round: train(model, fl_round.correct(model, optimizer), optimizer.step, -0.25))
+    assert first(world.result[name] for name in "wb") == [2.5, 3.5]

@@ -258,8 +258,11 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("refused", [False, True])
-def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(by_closure: bool, refused: bool) -> None:
-    """Whether weights have moved is not known until a step has ended again: w = 0 + 0.1 − 0.1·4, Δc = 0.3/0.1 − 4."""
+def test_refuses_a_last_step_that_broke_off(by_closure: bool, refused: bool) -> None:
+    """If a whole step follows it, nothing is refused.
+
+    Whether weights have moved is not known until a step has ended again: w = 0 + 0.1 − 0.1·4, Δc = 0.3/0.1 − 4.
+    """
     model = One()
     optimizer = BreaksOff(model.parameters(), lr=ETA)
     scaffold = Scaffold(model, controls(4.0), controls(0.0))
@@ -299,7 +302,7 @@ def test_another_optimizer_may_take_the_place_of_one_with_a_failed_step() -> Non
 
 
 @pytest.mark.covers("S8")
-def test_a_step_is_none_if_its_closure_fails_before_it_gives_a_gradient() -> None:
+def test_a_step_with_a_failed_closure_is_none() -> None:
     """As at the end of the data: no weight has moved."""
     model = One()
     optimizer = sgd(model)

@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery
-from kit import ForkedSite, diloco
+from kit import ForkedSite
+from kit.models import Weights
 from kit.packages import install
-from kit.servers import new_simulation, plain_server
+from kit.servers import new_simulation
+from kit.world import World
 from safetensors.torch import load_file
 from torch import nn
 
@@ -41,17 +43,15 @@ RESULT = 0.3186625
 SETTINGS: dict[str, Any] = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
+def one() -> Weights:
+    return Weights(w=torch.zeros(1))
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def two_steps(model: One, optimizer: torch.optim.Optimizer) -> None:
+def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         ((model.w - 1) ** 2 / 2).sum().backward()
@@ -60,7 +60,7 @@ def two_steps(model: One, optimizer: torch.optim.Optimizer) -> None:
 
 def train(worker: Iterable[atoll.Round]) -> None:
     """Also in the processes of a simulation."""
-    model = One()
+    model = one()
     for fl_round in worker:
         fl_round.load_into(model)
         with fl_round.correct(model, optimizer := sgd(model)):
@@ -77,8 +77,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-def new_server(folder: Path, **settings: Any) -> atoll.Server:
-    return plain_server(folder, One(), sites=1, **SETTINGS | settings)
+def new_world(folder: Path, **settings: Any) -> World:
+    return World(folder, one(), "a", **SETTINGS | settings)
 
 
 def by_the_loop(url: str, folder: Path) -> None:
@@ -89,7 +89,7 @@ def by_the_loop(url: str, folder: Path) -> None:
 
 
 def by_functions(url: str, folder: Path) -> None:
-    local = One()
+    local = one()
     functional.init(url, site="a", folder=folder)
     while functional.is_running():
         received = functional.receive(into=local)
@@ -100,16 +100,15 @@ def by_functions(url: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("train", [by_the_loop, by_functions])
 def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
-    with new_server(tmp_path) as server:
-        train(server.url, tmp_path / "sites")
-        assert server.wait(60)
-        exported = load_file(server.exports / "model.safetensors")
-    assert exported["w"].item() == pytest.approx(RESULT, rel=1e-6)
+    with new_world(tmp_path) as world:
+        train(world.url, tmp_path / "sites")
+        assert world.server.wait(60)
+    assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
     settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS
-    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
@@ -117,7 +116,7 @@ def test_trains_plainly_alone() -> None:
     """0.1 = 0 + 0.1·1, 0.19 = 0.1 + 0.1·0.9."""
     with atoll.join() as worker:
         fl_round = next(iter(worker))
-        local = fl_round.load_into(One())
+        local = fl_round.load_into(one())
         with fl_round.correct(local, optimizer := sgd(local)) as steps:
             two_steps(local, optimizer)
         fl_round.submit(local)
@@ -125,25 +124,25 @@ def test_trains_plainly_alone() -> None:
 
 
 def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: Nursery) -> None:
-    with new_server(tmp_path) as server:
+    with new_world(tmp_path) as world:
         without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
-        process = ForkedSite(nursery, tmp_path, server.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
+        process = ForkedSite(nursery, tmp_path, world.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
         assert process.wait(60) != 0
         said = process.output()
         assert "algorithm 'feddyn_local' corrects local training, but it is not installed at this site" in said
         assert "Install feddyn-local 1.0 at this site." in said
-        assert server.status().workers == []
+        assert world.status.workers == []
 
 
 def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has it in a file; a site with the package takes its own, and one without is refused."""
     own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
-    with new_server(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
+    with new_world(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as world:
+        with world.worker() as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
             with pytest.raises(ConfigError, match=r"Install feddyn-local 1\.0 at this site"):
-                atoll.join(server.url, site="b", folder=tmp_path / "sites")
+                world.worker("b")
 
 
 @pytest.mark.covers("X8")
@@ -152,13 +151,13 @@ def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, mo
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
     own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    with new_server(tmp_path, **own) as server:
+    with new_world(tmp_path, **own) as world:
         with pytest.raises(ConfigError, match=r"call atoll.register\('algorithms', 'feddyn_local', …\) in the script"):
-            atoll.join(server.url, site="a", folder=tmp_path / "sites")
+            world.worker()
         atoll.register("algorithms", "feddyn_local", import_module("feddyn_local").feddyn_local)
-        by_the_loop(server.url, tmp_path / "sites")
-        assert server.wait(60)
-        assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(RESULT, rel=1e-6)
+        by_the_loop(world.url, tmp_path / "sites")
+        assert world.server.wait(60)
+    assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +167,12 @@ def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
     own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
     settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS | own
-    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_its_file_is_the_page_on_own_algorithms_and_at_most_60_lines() -> None:
+def test_the_example_is_on_its_page_and_short() -> None:
+    """At most 60 lines."""
     code = (EXAMPLE / "feddyn_local.py").read_text()
     page = (EXAMPLE.parents[1] / "docs" / "algorithms" / "own.md").read_text()
     assert f"```python\n{code}```" in page
@@ -188,16 +188,16 @@ drift = Algorithm(
     outer_options={"lr": 1.0, "momentum": 0.0},
     reduce={"params": "mean", "buffers": "mean", "control": "share"},
 )
-OWN: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{__name__}:drift", "sites": 1, "rounds": 2}
+OWN: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{__name__}:drift", "rounds": 2}
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
 def test_refuses_an_update_without_its_control_difference(tmp_path: Path, corrected: bool) -> None:
     seen = []
-    with plain_server(tmp_path, One(), **OWN) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+    with World(tmp_path, one(), "a", **OWN) as world:
+        with world.worker() as worker:
             for fl_round in worker:
-                model = fl_round.load_into(One())
+                model = fl_round.load_into(one())
                 seen.append(fl_round.global_state("control")["w"].tolist())
                 if corrected:
                     fl_round.correct(model, sgd(model))
@@ -205,19 +205,19 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
                 with pytest.raises(UsageError, match="groups="):
                     fl_round.submit(model)
                 fl_round.submit(model, groups={"control": {"w": torch.tensor([-2.0])}}, steps=1)
-        server.run()
-        assert [summary.workers for summary in server.status().history] == [["a"], ["a"]]
+        world.server.run()
+        assert [summary.workers for summary in world.status.history] == [["a"], ["a"]]
     assert seen == [[0.0], [-2.0]]
 
 
 def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
-    with plain_server(tmp_path, One(), **OWN) as server:
+    with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"
         with pytest.raises(UsageError, match=words):
-            diloco(server, tmp_path, "a", One(), sync_every=1).start()
+            world.diloco(one(), sync_every=1).start()
 
 
 def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
-    with plain_server(tmp_path, One(), algorithm="fedprox", sites=1, **{"algorithm.mu": 0.1}) as server:
+    with World(tmp_path, one(), "a", algorithm="fedprox", **{"algorithm.mu": 0.1}) as world:
         with pytest.raises(UsageError, match=r"'fedprox'.* corrects local steps; atoll.DiLoCo does not"):
-            diloco(server, tmp_path, "a", One()).start()
+            world.diloco(one()).start()

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import free_port
 from kit import ask_journal
-from kit.manual_site import ManualSite
-from kit.servers import plain_server
-from kit.sites import finish, manual_sites
+from kit.models import Weights
+from kit.world import World
 from scaffold_world import ETA, STEPS, TARGETS, One, first_round, local_part, one_round, sgd, train
-from torch import nn
 
 import atoll
 from atoll.errors import UsageError
@@ -54,45 +51,43 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
     Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
     """
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
-    with plain_server(tmp_path, One(), algorithm="scaffold", sites=2, rounds=3) as server:
-        sites = manual_sites(server, tmp_path, TARGETS)
+    with World(tmp_path, One(), "ab", algorithm="scaffold", rounds=3) as world:
         for number in (1, 2, 3):
             before = c
             x, c, own, y = one_round(x, c, own)
-            for site, target in TARGETS.items():
-                assert sites[site].next_round() == number
-                assert part(sites[site].round, target).w.item() == pytest.approx(y[site], rel=1e-5)
-                assert sites[site].round.global_state("control")["w"].item() == pytest.approx(before, rel=1e-5)
-        for client in sites.values():
-            assert client.next_round() is None
-            assert client.worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
-        assert finish(server, sites).keys() == {"w", "frozen", "count"}  # no controls
+            world.ask(number=number)
+            for name, target in TARGETS.items():
+                fl_round = world.sites[name].round
+                assert part(fl_round, target).w.item() == pytest.approx(y[name], rel=1e-5)
+                assert fl_round.global_state("control")["w"].item() == pytest.approx(before, rel=1e-5)
+        for site in world.sites.values():
+            assert site.next_round() is None
+            assert site.worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+        assert world.finish().keys() == {"w", "frozen", "count"}  # no controls
 
 
 @pytest.mark.covers("S7", "S12")
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Path) -> None:
-    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=3) as server:
-        sites = manual_sites(server, tmp_path, "a")
+    with World(tmp_path, One(), "a", algorithm="scaffold", rounds=3) as world:
         for part, told in ((by_itself, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
-            sites["a"].next_round()
-            part(sites["a"].round, 1.0, **told)
-        finish(server, sites)
+            world.ask()
+            part(world.sites["a"].round, 1.0, **told)
+        world.finish()
     counted = "SELECT report ->> '$.steps' FROM tickets WHERE state = 'counted' ORDER BY ticket"
     assert ask_journal(tmp_path, counted) == [(STEPS,), (STEPS,), (70,)]
 
 
 def test_the_controls_given_out_are_copies(tmp_path: Path) -> None:
     """Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3."""
-    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=2) as server:
-        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
-            client.next_round()
-            with_the_round(client.round, 1.0)
-            client.next_round()
-            client.pull()
-            for _ in range(2):
-                for state in (client.round.global_state("control"), client.round.own_state("control")):
-                    assert state["w"].item() == pytest.approx(-0.271 / 0.3)
-                    state["w"].fill_(7.0)
+    with World(tmp_path, One(), "a", algorithm="scaffold", rounds=2) as world:
+        world.ask()
+        with_the_round(world.sites["a"].round, 1.0)
+        world.pull()
+        for _ in range(2):
+            fl_round = world.sites["a"].round
+            for state in (fl_round.global_state("control"), fl_round.own_state("control")):
+                assert state["w"].item() == pytest.approx(-0.271 / 0.3)
+                state["w"].fill_(7.0)
 
 
 def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
@@ -109,17 +104,14 @@ POINTS = {"a": 1.0, "b": -3.0, "c": 5.0}
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 8.0}
 
 
-class Point(nn.Module):
+def point(size: int = 1) -> Weights:
     """A model of one vector, in fp64."""
-
-    def __init__(self, size: int = 1) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+    return Weights(x=torch.zeros(size, dtype=torch.float64))
 
 
 def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps: int, lr: float, weight: float) -> None:
     """Local steps on ½·Σ curvature·(x − target)²."""
-    model = fl_round.load_into(Point(len(target)))
+    model = fl_round.load_into(point(len(target)))
     optimizer = sgd(model, lr)
     with fl_round.correct(model, optimizer):
         for _ in range(steps):
@@ -128,10 +120,10 @@ def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps:
     fl_round.submit(model, weight=weight)
 
 
-def one_step(client: ManualSite, site: str, weight: float | None = None) -> tuple[float, float, float]:
+def one_step(world: World, site: str, weight: float | None = None) -> tuple[float, float, float]:
     """Local part with one step at rate ½ on ½·(x − target)²; x, c and the site's c_i, as the round begins."""
-    fl_round, one = client.round, torch.ones(1, dtype=torch.float64)
-    x = fl_round.load_into(Point()).x.item()
+    fl_round, one = world.sites[site].round, torch.ones(1, dtype=torch.float64)
+    x = fl_round.load_into(point()).x.item()
     known = x, fl_round.global_state("control")["x"].item(), fl_round.own_state("control")["x"].item()
     descend(fl_round, one, POINTS[site] * one, 1, 0.5, WEIGHTS[site] if weight is None else weight)
     return known
@@ -146,13 +138,12 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
     generator = torch.Generator().manual_seed(3)
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
     targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
-    with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=25) as server:
-        sites = manual_sites(server, tmp_path, weights)
+    with World(tmp_path, point(6), weights, algorithm="scaffold", rounds=25) as world:
         for _ in range(25):
-            for site, client in sites.items():
-                client.next_round()
-                descend(client.round, curvatures[site], targets[site], steps[site], 0.1, weights[site])
-        x = finish(server, sites)["x"]
+            world.ask()
+            for site, weight in weights.items():
+                descend(world.sites[site].round, curvatures[site], targets[site], steps[site], 0.1, weight)
+        x = world.finish()["x"]
     above = sum(weights[site] * curvatures[site] * targets[site] for site in weights)
     below = sum(weights[site] * curvatures[site] for site in weights)
     torch.testing.assert_close(x, above / below, rtol=0, atol=1e-6)
@@ -168,43 +159,37 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
     Round 3, all three:  W = 12.  g = −2.5, 1.5, −6.5;  Δ = −0.5, −0.5, −6.5;  x − y = 1/12, 1/12, −35/12.
         x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
     """
-    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=2, rounds=4) as server:
-        sites = manual_sites(server, tmp_path, "ab")
-        for site, client in sites.items():
-            client.next_round()
-            assert one_step(client, site) == (0.0, 0.0, 0.0)
-        for client in sites.values():
-            assert client.next_round() == 2
-        sites |= manual_sites(server, tmp_path, "c")  # the second round is open, for two
-        assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
-        assert one_step(sites["b"], "b") == (-1.0, 2.0, 3.0)
+    with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=4) as world:
+        world.ask(number=1)
+        assert [one_step(world, site) for site in "ab"] == [(0.0, 0.0, 0.0)] * 2
+        world.ask(number=2)
+        world.join("c")  # the second round is open, for two
+        assert one_step(world, "a") == (-1.0, 2.0, -1.0)
+        assert one_step(world, "b") == (-1.0, 2.0, 3.0)
+        world.ask(number=3)
         for site, own in (("a", -2.0), ("b", 2.0), ("c", 0.0)):
-            assert sites[site].next_round() == 3
-            assert one_step(sites[site], site) == pytest.approx((-1.5, 2 / 3, own), abs=1e-15)
-        sites["a"].next_round()
-        assert one_step(sites["a"], "a")[:2] == pytest.approx((5 / 12, -25 / 6), abs=1e-15)
-        for client in sites.values():
-            client.close()
+            assert one_step(world, site) == pytest.approx((-1.5, 2 / 3, own), abs=1e-15)
+        world.ask("a")
+        assert one_step(world, "a")[:2] == pytest.approx((5 / 12, -25 / 6), abs=1e-15)
 
 
-def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Path) -> None:
+def test_sitting_out_keeps_the_weight_in_the_total(tmp_path: Path) -> None:
     """Weights 1, 2 and 4, Σ = 7. Round 2 is without c: W stays (1 + 2 + 4)·3/3, whatever a and b say anew; not 3·3/2.
 
     A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
     """
-    run = {"sites": 3, "rounds": 3, "rounds.min_sites": 2}
-    with plain_server(tmp_path, One(), algorithm="scaffold", **run) as server:
-        sites = manual_sites(server, tmp_path, "abc")
+    with World(tmp_path, One(), "abc", algorithm="scaffold", rounds=3, **{"rounds.min_sites": 2}) as world:
         for number, weights in enumerate([{"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 8.0, "b": 8.0}, {"a": 1.0, "b": 1.0}]):
             for site, weight in weights.items():
-                sites[site].next_round()
+                world.ask(site)
                 if (site, number) == ("a", 2):
-                    ManualSite(server.url, "d", folder=tmp_path / "w").join().close()
-                with_the_round(sites[site].round, 1.0, weight=weight)
+                    world.join("d")
+                    world.sites.pop("d").close()
+                with_the_round(world.sites[site].round, 1.0, weight=weight)
             if number == 0:
-                sites.pop("c").close()
-        finish(server, sites)
-        history = server.status().history
+                world.sites.pop("c").close()
+        world.finish()
+        history = world.status.history
     assert [(len(each.workers), each.population) for each in history] == [(3, 3), (2, 3), (2, 4)]
     assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
 
@@ -216,12 +201,11 @@ def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
     """
     weights, x, c, total = {"a": 2.0, "b": 6.0}, 0.0, 0.0, 2.0
     own = dict.fromkeys(TARGETS, 0.0)
-    with plain_server(tmp_path, One(), algorithm="scaffold", sites=2, rounds=4) as server:
-        sites = manual_sites(server, tmp_path)
+    with World(tmp_path, One(), "ab", algorithm="scaffold", rounds=4) as world:
         for number, (trains, total_now) in enumerate([("a", 2.0), ("ab", 8.0), ("a", 8.0)], 1):
             y, change = {}, {}
-            for site, client in sites.items():
-                assert client.next_round() == number
+            world.ask(number=number)
+            for site, client in world.sites.items():
                 if site in trains:
                     y[site], plus = local_part(x, c, own[site], TARGETS[site])
                     change[site] = plus - own[site]
@@ -229,32 +213,29 @@ def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
             c = c * total / total_now + sum(weights[site] / total_now * change[site] for site in trains)
             x = sum(weights[site] * y[site] for site in trains) / sum(weights[site] for site in trains)
             total, own = total_now, {site: own[site] + change.get(site, 0.0) for site in own}
-        for site, client in sites.items():
-            assert client.next_round() == 4
+        world.ask(number=4)
+        for site, client in world.sites.items():
             assert client.round.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
             assert client.round.global_state("control")["w"].item() == pytest.approx(c, rel=1e-5)
             assert client.round.own_state("control")["w"].item() == pytest.approx(own[site], rel=1e-5)
-            client.close()
-        assert [each.total_weight for each in server.status().history] == [2.0, 8.0, 8.0]
+        assert [each.total_weight for each in world.status.history] == [2.0, 8.0, 8.0]
 
 
 def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
-    settings = {"algorithm": "scaffold", "sites": 2, "rounds": 3, "network.port": free_port()}
-    with plain_server(tmp_path, Point(), **settings) as server:
-        sites = manual_sites(server, tmp_path, "ab")
-        for site, client in sites.items():
-            client.next_round()
-            one_step(client, site)
-        assert [client.next_round() for client in sites.values()] == [2, 2]
-    with plain_server(tmp_path, Point(), **settings) as server:
-        assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
-        assert one_step(sites["b"], "b", 500.0) == (-1.0, 2.0, 3.0)
-        assert [client.next_round() for client in sites.values()] == [3, 3]
+    with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=3) as world:
+        world.ask()
+        for site in "ab":
+            one_step(world, site)
+        world.ask(number=2)
+        world.restart()
+        assert one_step(world, "a") == (-1.0, 2.0, -1.0)
+        assert one_step(world, "b", 500.0) == (-1.0, 2.0, 3.0)
+        world.ask(number=3)
         # W = 4:  x = −1 − ½ = −1.5;  c = 2 + ¼·(−1) + ¾·(−1) = 1
-        assert one_step(sites["a"], "a") == (-1.5, 1.0, -2.0)
-        assert one_step(sites["b"], "b", 500.0) == (-1.5, 1.0, 2.0)
-        finish(server, sites)
+        assert one_step(world, "a") == (-1.5, 1.0, -2.0)
+        assert one_step(world, "b", 500.0) == (-1.5, 1.0, 2.0)
+        world.finish()
     said = [record.getMessage() for record in caplog.records if "500" in record.getMessage()]
     assert len(said) == 1  # once a site
     assert {"b", "500", "3"} <= set(re.findall(r"\w+", said[0]))
@@ -262,15 +243,12 @@ def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, capl
 
 def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
     """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target."""
-    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=3, rounds=2) as server:
-        sites = manual_sites(server, tmp_path, POINTS)
-        for site, client in sites.items():
-            client.next_round()
-            one_step(client, site, 1.0)
-        sites["a"].next_round()
-        _, c, _ = one_step(sites["a"], "a", 1.0)
-        for client in sites.values():
-            client.close()
+    with World(tmp_path, point(), "abc", algorithm="scaffold", rounds=2) as world:
+        world.ask()
+        for site in "abc":
+            one_step(world, site, 1.0)
+        world.ask("a")
+        _, c, _ = one_step(world, "a", 1.0)
     wanted = -torch.tensor([POINTS["a"]], dtype=torch.float64) * (1 / 3)
     for site in "bc":
         wanted.add_(-torch.tensor([POINTS[site]], dtype=torch.float64), alpha=1 / 3)
@@ -358,6 +336,6 @@ def test_what_scaffold_cannot_use_has_a_remedy(tmp_path: Path, rates: list[float
 def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', but names that begin with 'atoll\.control\.' are"):
-        plain_server(tmp_path, model, algorithm="scaffold").start()
-    with plain_server(tmp_path / "other", model):  # there are none here
+        World(tmp_path, model, algorithm="scaffold").start()
+    with World(tmp_path / "other", model):  # there are none here
         pass

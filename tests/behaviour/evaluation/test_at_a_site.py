@@ -66,9 +66,9 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     ],
     ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
-def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
-    tmp_path: Path, register: Callable[[Any], None], words: str
-) -> None:
+def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Callable[[Any], None], words: str) -> None:
+    """Its row is empty."""
+
     def both(worker: Any) -> None:
         worker.evaluates(measure, model=NET)
         register(worker)
@@ -232,8 +232,11 @@ def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("by_hand", [False, True], ids=["left out of the sites", "with a handler of its own"])
-def test_a_site_trains_that_is_not_evaluated_or_has_a_handler_of_its_own(tmp_path: Path, by_hand: bool) -> None:
-    """Site a evaluates; site b is left out of `sites`, or answers the task by a handler."""
+def test_a_site_that_is_not_evaluated_trains(tmp_path: Path, by_hand: bool) -> None:
+    """So does one with a handler of its own.
+
+    Site a evaluates; site b is left out of `sites`, or answers the task by a handler.
+    """
     evaluation: dict[str, Any] = {"kind": "cross_site_evaluation", "site_models": False}
     workflows = [{"kind": "train"}, evaluation if by_hand else {**evaluation, "sites": ["a"]}]
 

@@ -87,9 +87,8 @@ def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nurser
 
 
 @pytest.mark.covers("P9")
-def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_failed_measurement_leaves_a_reason_in_its_cell(nursery: Nursery, tmp_path: Path) -> None:
+    """The site fails, refuses, or measures what is no number."""
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -129,7 +128,8 @@ def no_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.covers("P9")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_that_is_killed_leaves_its_cells_empty_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) -> None:
+    """The others go on."""
 
     def during(_: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -164,9 +164,8 @@ def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, t
 
 
 @pytest.mark.covers("P9", "P12")
-def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_train_again(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path: Path) -> None:
+    """It does not train again."""
     save_file({"weight": torch.zeros(1, 1)}, tmp_path / "zero.safetensors")
     with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
@@ -183,7 +182,7 @@ def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_trai
 
 
 @pytest.mark.covers("P9")
-def test_a_site_that_is_started_again_still_has_the_model_that_it_submitted(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
     """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
@@ -359,10 +358,11 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
 
 
 @pytest.mark.covers("P9")
-def test_versions_of_a_finished_run_are_evaluated_beside_it_and_its_own_matrix_stays(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was."""
+def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_path: Path) -> None:
+    """The run's own matrix stays.
+
+    w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was.
+    """
     trained(nursery, tmp_path, 5)
     own = tmp_path / "state" / "exports" / "cross_site_evaluation.md"
     own.write_text("the matrix of the run")

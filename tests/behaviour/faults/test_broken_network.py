@@ -77,9 +77,10 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
     ],
 )
 @pytest.mark.covers("F14", "F16", "L10")
-def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
+def test_sends_a_broken_upload_again_from_that_part(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
+    """So it is with a damaged one."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -100,9 +101,10 @@ def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
     ],
 )
 @pytest.mark.covers("F15", "F16", "L10")
-def test_a_download_that_breaks_or_is_damaged_is_fetched_again_from_that_part(
+def test_fetches_a_broken_download_again_from_that_part(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
+    """So it is with a damaged one."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -132,7 +134,8 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
 
 
 @pytest.mark.covers("F17", "F18")
-def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
+def test_a_repeated_submission_gets_the_same_receipt(tmp_path: Path) -> None:
+    """Other bytes get a conflict."""
     with serve_wide(tmp_path) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")  # the round waits for b meanwhile
         update = a.train(1.0).push()
@@ -147,7 +150,8 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
 
 
 @pytest.mark.covers("F19")
-def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
+def test_the_newer_process_of_a_site_wins(tmp_path: Path) -> None:
+    """The older one is told."""
     with serve_wide(tmp_path, sites=1, rounds=1) as server:
         older, newer = (ManualSite(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
@@ -163,9 +167,8 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
 
 
 @pytest.mark.covers("F23")
-def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with_the_head(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refuses_a_stale_update_after_a_partition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The worker goes on with the newest version."""
     far, near = Gate(1, "a"), Gate(2, "b")
 
     def during(site: str, number: int) -> None:
@@ -196,7 +199,8 @@ TIMEOUT_S = 2.0
 
 
 @pytest.mark.covers("F21", "L9")
-def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_path: Path) -> None:
+def test_parallel_parts_make_up_for_a_slow_connection(tmp_path: Path) -> None:
+    """No site is lost."""
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
     network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
     settings = ONE | {f"network.{name}": value for name, value in network.items()}

@@ -92,14 +92,16 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
         for damage in damages
     ],
 )
-def test_a_damaged_note_of_a_site_is_said_and_what_it_told_of_is_pulled_or_trained_again(
+def test_a_site_warns_of_a_damaged_note_and_goes_on(
     tmp_path: Path,
     images: dict[str, Halfway],
     caplog: pytest.LogCaptureFixture,
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits.
+    """What the note described is pulled or trained again.
+
+    A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits.
 
     For the outbox, the server has nothing of round 2: the site has its update for it.
     """
@@ -209,9 +211,10 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
-def test_a_damaged_note_of_held_versions_is_said_and_a_missing_one_is_not(
+def test_warns_of_a_damaged_note_of_held_versions(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A missing note is no damage."""
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 
@@ -257,9 +260,10 @@ def truncate(path: Path) -> None:
 
 @pytest.mark.parametrize(("which", "damage"), [(0, flip), (1, flip), (0, truncate), (0, Path.unlink)])
 @pytest.mark.covers("F41")
-def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
+def test_falls_back_to_the_version_before_a_damaged_one(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
+    """The run goes on."""
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)
     damage(slots_of_head(tmp_path)[which])
@@ -272,10 +276,13 @@ def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
 
 @pytest.mark.parametrize("which", [0, 1], ids=["version", "outer state"])
 @pytest.mark.covers("F41")
-def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_start_falls_back(
+def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
-    """A bit that the disk has changed does not go into the next version."""
+    """The next start falls back to the version before.
+
+    A bit that the disk has changed does not go into the next version.
+    """
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)
         flip(slots_of_head(tmp_path)[which])
@@ -299,7 +306,7 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     assert "Restore the whole directory from a backup" in last
 
 
-def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "state" / "audit.head").mkdir(parents=True)
     write_run_file(tmp_path, **{"network.port": 0})
     process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")
@@ -312,9 +319,8 @@ def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: 
 @pytest.mark.parametrize(
     "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
 )
-def test_a_pipe_in_place_of_a_file_of_the_server_is_one_line_and_exit_code_7(
-    nursery: Nursery, tmp_path: Path, name: str
-) -> None:
+def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    """With one line and exit code 7."""
     path = tmp_path / "state" / name
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -356,10 +362,8 @@ def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str)
         ("compressed", "workers/a/*/residual-0.bin"),
     ],
 )
-def test_a_folder_in_place_of_a_file_is_named_and_without_it_the_run_goes_on(
-    tmp_path: Path, images: dict[str, Halfway], run: str, name: str
-) -> None:
-    """Of the server, which does not start, or of site a, which does not join."""
+def test_names_a_folder_in_place_of_a_file(tmp_path: Path, images: dict[str, Halfway], run: str, name: str) -> None:
+    """The file is the server's, which does not start, or site a's, which does not join. Without it they go on."""
     image, folder = images[run], tmp_path / "run"
     copy_folder(image.later, folder)
     path = next(folder.glob(name), folder / name)

@@ -237,9 +237,10 @@ def test_refuses_a_journal_without_its_end_if_the_machine_ran(halfway: Halfway, 
 
 
 @pytest.mark.covers("F41", "F42")
-def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epoch(
+def test_goes_on_after_a_power_loss_cut_the_journal(
     halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture, audited: Audit
 ) -> None:
+    """It says so, and goes on in a later epoch."""
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:
@@ -307,9 +308,10 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
         (lambda path: path.write_bytes(b""), "damaged"),
     ],
 )
-def test_says_that_the_audit_head_is_missing_or_damaged_and_makes_it_anew(
+def test_makes_a_lost_audit_head_anew(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It says that the head is missing or damaged."""
     damage(later / "state" / HEAD)
     with serve(later):
         pass

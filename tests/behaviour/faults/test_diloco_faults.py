@@ -16,7 +16,7 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
 from kit.by_hand import formed
 from kit.digests import same
-from kit.models import wide_model
+from kit.models import Weights, wide_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -29,18 +29,13 @@ HALF: dict[str, Any] = {"algorithm.outer_optimizer.lr": 0.5, "algorithm.outer_op
 SETTINGS: dict[str, Any] = HALF | {"algorithm": "diloco", "sites": 1, "rounds": 2, "H": 2, "codec": "none"}
 
 
-class Numbers(nn.Module):
+def numbers(*values: float) -> Weights:
     """x, and y where it is given."""
+    return Weights(**{name: torch.tensor([value]) for name, value in zip("xy", values, strict=False)})
 
-    def __init__(self, x: float, y: float | None = None) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.tensor([x]))
-        if y is not None:
-            self.y = nn.Parameter(torch.tensor([y]))
 
-    @property
-    def values(self) -> tuple[float, ...]:
-        return tuple(each.item() for each in self.parameters())
+def values_of(model: nn.Module) -> tuple[float, ...]:
+    return tuple(each.item() for each in model.parameters())
 
 
 def loop_of(url: str, folder: Path, model: nn.Module, **options: Any) -> atoll.DiLoCo:
@@ -76,8 +71,8 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
     θ0 = 8; after two steps w = 6, u = 2; it counts (θ1 = 8 − ½·2 = 7) but the answer is lost: base ← 8 − 2 = 6.
     After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which `weight` sees; then u = 2, θ2 = 7 − ½·2 = 6.
     """
-    with serve(tmp_path, Numbers(8.0), **SETTINGS) as server, Proxy(server.port) as proxy:
-        model = Numbers(0.0)
+    with serve(tmp_path, numbers(8.0), **SETTINGS) as server, Proxy(server.port) as proxy:
+        model = numbers(0.0)
         seen: list[float] = []
 
         def weight() -> float:
@@ -92,20 +87,20 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
             assert loop.finished
             assert newest_steps(tmp_path) == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
-    assert model.values == (6.0,)
+    assert values_of(model) == (6.0,)
 
 
 @pytest.mark.covers("L25", "L10")
 def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path) -> None:
     """As with a whole model, for two fragments of one number each."""
-    with serve(tmp_path, Numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
-        model = Numbers(0.0, 0.0)
+    with serve(tmp_path, numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
+        model = numbers(0.0, 0.0)
         seen: list[tuple[float, ...]] = []
         with loop_of(proxy.url, tmp_path, model) as loop:
             lose_an_answer(proxy)
             while not loop.finished:
                 step_(loop)
-                seen.append(model.values)
+                seen.append(values_of(model))
         assert loop.skipped == 1
     # 1: x is taken, the answer is lost. 2: x is asked for again: its base is 8 − 1 = 7, its head 7½, so w = 6 → 6½.
     #    Its round 2 comes after round 1 of y, which is taken instead: w = 18, u = 2, θ1 = 19.
@@ -117,8 +112,8 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
 def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
     settings = SETTINGS | {"algorithm": "fedavg", "H": None}
-    with serve(tmp_path, Numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
-        model = Numbers(0.0)
+    with serve(tmp_path, numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
+        model = numbers(0.0)
         seen: list[float] = []
         with loop_of(proxy.url, tmp_path, model, sync_every=2) as loop:
             lose_an_answer(proxy)
@@ -135,25 +130,25 @@ def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplo
 
 
 @pytest.mark.covers("L10", "F6")
-def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at
+def test_diloco_trains_on_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All that it trained counts when the server is back.
+
+    Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at
     step 8 brings in all of 3 … 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: no step is lost, none doubled.
     """
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")
-    model = Numbers(0.0)
-    with serve(tmp_path, Numbers(8.0), **settings) as server:
+    model = numbers(0.0)
+    with serve(tmp_path, numbers(8.0), **settings) as server:
         loop = loop_of(server.url, tmp_path, model, max_sync_retries=1).start()
         step_(loop, 2)
         assert loop.rounds == 1
     step_(loop, 4)
-    assert (loop.skipped, model.values) == (2, (2.0,))
+    assert (loop.skipped, values_of(model)) == (2, (2.0,))
     assert "synchronisation at step 4 skipped; training continues" in caplog.text
-    with serve(tmp_path, Numbers(8.0), **settings):
+    with serve(tmp_path, numbers(8.0), **settings):
         step_(loop, 2)
-        assert (loop.rounds, loop.finished, model.values) == (2, True, (0.0,))
+        assert (loop.rounds, loop.finished, values_of(model)) == (2, True, (0.0,))
         assert caplog.text.count("a: the server answers again; synchronised at step 8") == 1
         loop.stop()
 
@@ -178,7 +173,7 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     a round old; had it taken the old update for one that was lost on the way, its base would have moved to 6.
     """
     changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
-    with serve(tmp_path, Numbers(8.0), **SETTINGS | changed) as server:
+    with serve(tmp_path, numbers(8.0), **SETTINGS | changed) as server:
         b = joined_as(server, tmp_path, "b")
         submit_two_steps(joined_as(server, tmp_path, "a"))
 
@@ -190,13 +185,13 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
             submit_two_steps(b)
 
         other = Threads(submit_once_a_waits)
-        model = Numbers(0.0)
+        model = numbers(0.0)
         with loop_of(server.url, tmp_path, model, labels={"start": "2"}) as loop:
-            assert model.values == (6.0,)
+            assert values_of(model) == (6.0,)
             step_(loop, 2)
             assert loop.finished
         other.join()
-    assert model.values == (4.0,)
+    assert values_of(model) == (4.0,)
 
 
 ONE_ROUND = SETTINGS | {"rounds": 1, "H": 4}
@@ -231,9 +226,8 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_its_model_cannot_be_pulled(
-    tmp_path: Path, fragments: int
-) -> None:
+def test_a_loop_outlives_the_end_of_its_run(tmp_path: Path, fragments: int) -> None:
+    """An asynchronous run ends without this site, which cannot pull the model: its loop goes on."""
     settings = ONE_ROUND | {"sites": 2, "async.enabled": True, "H": 2 * fragments, "K": fragments}
     with serve_wide(tmp_path, **settings) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as a:
@@ -262,10 +256,11 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 
 @pytest.mark.covers("L10", "F8")
-def test_transfers_of_fragments_that_break_resume_at_the_part_and_lost_answers_count_once(
-    tmp_path: Path, server: atoll.Server, streamed: Result
-) -> None:
-    """The connection breaks within the second part of a fragment's update: the first is not sent again."""
+def test_transfers_of_fragments_resume_at_the_part(tmp_path: Path, server: atoll.Server, streamed: Result) -> None:
+    """An update counts once though its answer is lost.
+
+    The connection breaks within the second part of a fragment's update: the first is not sent again.
+    """
     with Proxy(server.port) as proxy:
         proxy.faults.append(Fault("PUT .*/parts/1 ", "up", at=1000, action="reset"))
         proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
@@ -282,14 +277,17 @@ def test_transfers_of_fragments_that_break_resume_at_the_part_and_lost_answers_c
 
 
 @pytest.mark.covers("L10")
-def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_once(
+def test_only_the_first_skipped_turn_retries(
     tmp_path: Path,
     server: atoll.Server,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     streamed: Result,
 ) -> None:
-    """Turns are skipped, and what was trained meanwhile counts afterwards."""
+    """The server is away: the first turn is patient, later ones try once.
+
+    Turns are skipped, and what was trained meanwhile counts afterwards.
+    """
     from atoll.worker.session.session import Session
 
     caplog.set_level("INFO", "atoll")

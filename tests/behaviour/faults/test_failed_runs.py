@@ -205,7 +205,8 @@ def fails_at_once(controller: Any) -> None:
     raise KeyError("no such column")
 
 
-def test_a_site_that_waits_for_tasks_ends_with_the_error_of_the_workflow(tmp_path: Path) -> None:
+def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
+    """With its error."""
     with workflow_server(tmp_path, fails_at_once) as server:
         error = outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join)
         with pytest.raises(RunFailed) as raised:
@@ -361,10 +362,11 @@ def test_a_failed_server_does_not_wait_for_a_silent_site(
 
 
 @pytest.mark.covers("X9")
-def test_the_stored_status_of_a_failed_run_says_why_and_shows_no_site_alive(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Site a is told of the failure, and b is silent; the status is shown with and without the saved one."""
+def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows no site as alive.
+
+    Site a is told of the failure, and b is silent; the status is shown with and without the saved one.
+    """
 
     def fails(controller: Any) -> None:
         controller.sites(at_least=2, timeout_s=30)

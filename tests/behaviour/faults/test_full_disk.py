@@ -146,10 +146,11 @@ BEST: dict[str, Any] = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
 
 
 @pytest.mark.covers("F25")
-def test_a_full_disk_of_the_exports_stops_no_round_and_in_the_end_no_line_of_the_metrics_lacks(
-    tmp_path: Path, quick: pytest.LogCaptureFixture
-) -> None:
-    """So many rounds that a line is cut by the end of a page of the disk. A restart goes on, too."""
+def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
+    """In the end, no line of the metrics is missing.
+
+    So many rounds that a line is cut by the end of a page of the disk. A restart goes on, too.
+    """
     disk, rounds, full = tmp_path / "disk", 20, list[Path]()
     settings: dict[str, Any] = {"disk.export_dir": disk / "results", "rounds.total": rounds}
 
@@ -176,10 +177,13 @@ def test_a_full_disk_of_the_exports_stops_no_round_and_in_the_end_no_line_of_the
 
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "model.safetensors"])
-def test_exports_that_cannot_be_written_stop_no_round_and_are_written_in_the_end(
+def test_rounds_go_on_when_exports_cannot_be_written(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
 ) -> None:
-    """A file takes the place of the folder, or a folder that of a file in it, from the first round on."""
+    """In the end they are written.
+
+    A file takes the place of the folder, or a folder that of a file in it, from the first round on.
+    """
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:
@@ -299,10 +303,13 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(
 
 
 @pytest.mark.covers("F25")
-def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
+def test_answers_507_below_min_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    """The site says so, and so do the status and the log of the server: once, and once when there is space again."""
+    """Before a byte is taken.
+
+    The site says so, and so do the status and the log of the server: once, and once when there is space again.
+    """
     told = (
         "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."

@@ -212,9 +212,10 @@ def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_
 
 
 @pytest.mark.covers("F43", "P6")
-def test_an_exception_has_its_traceback_at_the_worker_and_one_line_at_the_server(
+def test_an_exception_is_one_line_at_the_server(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The worker shows the whole traceback."""
     with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")

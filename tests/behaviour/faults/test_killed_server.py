@@ -226,7 +226,7 @@ def test_every_acknowledged_update_of_an_asynchronous_run_counts_once(nursery: N
 
 
 @pytest.mark.covers("F6", "F7")
-def test_goes_on_after_kills_in_the_middle_of_a_part_and_while_all_sites_train(
+def test_goes_on_after_kills_within_a_part_and_in_training(
     nursery: Nursery, tmp_path: Path, undisturbed: Result
 ) -> None:
     """Half a part is on its way when the server dies; what it had before is not sent again."""
@@ -267,9 +267,10 @@ def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: 
 
 
 @pytest.mark.covers("F6")
-def test_a_finished_run_that_is_started_again_stays_as_it_is_and_says_how_to_go_on(
+def test_starting_a_finished_run_again_changes_nothing(
     tmp_path: Path, undisturbed: Result, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The log says how to train further."""
     caplog.set_level(logging.INFO, "atoll")
     left_undisturbed(tmp_path)
     metrics = tmp_path / "state" / "exports" / "metrics.jsonl"

@@ -274,7 +274,7 @@ with atoll.DiLoCo(model, optimizer, weight=SITES[site], labels={"start": os.envi
     "overlap", [{}, {"tau": 1, "inflight": 2, "alpha": 0.5}], ids=["one at a time", "two under way"]
 )
 @pytest.mark.covers("F4")
-def test_a_restarted_worker_waits_for_the_round_of_a_fragment_that_its_update_is_in(
+def test_a_restarted_worker_waits_for_its_updates_round(
     tmp_path: Path, nursery: Nursery, overlap: dict[str, Any]
 ) -> None:
     """Its local steps on the other fragment are lost, and with them the bits; none is trained from the old version."""

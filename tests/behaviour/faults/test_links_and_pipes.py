@@ -132,9 +132,8 @@ def test_a_site_changes_nothing_through_a_link_in_its_folder(
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
-def test_a_site_ends_at_a_link_that_it_meets_in_a_round_and_goes_on_without_it(
-    tmp_path: Path, images: dict[str, Halfway], name: str
-) -> None:
+def test_a_link_met_in_a_round_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
+    """Without the link, the site goes on."""
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")
@@ -150,9 +149,7 @@ def test_a_site_ends_at_a_link_that_it_meets_in_a_round_and_goes_on_without_it(
 
 
 @pytest.mark.covers("X9")
-def test_a_link_under_the_name_of_a_file_that_is_still_to_come_is_replaced(
-    tmp_path: Path, images: dict[str, Halfway]
-) -> None:
+def test_replaces_a_link_where_a_file_will_be_written(tmp_path: Path, images: dict[str, Halfway]) -> None:
     """Temporary files have names that another program can know; so have slots."""
     image, folder = images["plain"], tmp_path / "run"
     copy_folder(image.later, folder)
@@ -228,7 +225,7 @@ NOT_A_FILE = "is a named pipe, a socket or a device"
     ],
 )
 @pytest.mark.parametrize("plant", [pipe, lambda path: (path.unlink(), path.symlink_to("/dev/zero"))])
-def test_a_command_on_a_state_directory_names_a_pipe_or_link_in_it_at_once(
+def test_commands_name_pipes_and_links_at_once(
     nursery: Nursery,
     tmp_path: Path,
     images: dict[str, Halfway],
@@ -236,6 +233,7 @@ def test_a_command_on_a_state_directory_names_a_pipe_or_link_in_it_at_once(
     words: str,
     plant: Callable[[Path], object],
 ) -> None:
+    """Those in the state directory that a command reads."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     plant(tmp_path / "state" / name)
     outcome = command(nursery, tmp_path, *words.split())
@@ -305,9 +303,10 @@ def certificate(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("plant", [run_file, model, folder_of_models, token, key, certificate])
-def test_a_server_names_a_pipe_in_place_of_a_file_that_it_reads(
+def test_a_server_names_a_pipe_in_place_of_a_file(
     nursery: Nursery, tmp_path: Path, plant: Callable[[Path], dict[str, Any]]
 ) -> None:
+    """Of a file that it reads."""
     write_run_file(tmp_path, **{"network.port": 0} | plant(tmp_path))
     name = "other.toml" if plant is run_file else "run.toml"
     outcome = command(nursery, tmp_path, "server", name)
@@ -318,9 +317,8 @@ def test_a_server_names_a_pipe_in_place_of_a_file_that_it_reads(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("variable", ["ATOLL_TOKEN_FILE", "ATOLL_TLS_CA"])
-def test_a_command_names_a_pipe_in_place_of_a_file_of_its_variables(
-    nursery: Nursery, tmp_path: Path, variable: str
-) -> None:
+def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Path, variable: str) -> None:
+    """It is in place of a file that a variable names."""
     pipe(tmp_path / "file")
     (tmp_path / "file").chmod(0o600)
     outcome: Outcome = command(

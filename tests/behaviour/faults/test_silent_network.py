@@ -15,6 +15,7 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, FederatedSites, Gate, Threads, run_to_end, serve
+from kit.models import Weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -64,10 +65,11 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("F22", "L10")
-def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tries_once(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy
-) -> None:
-    """It stands still for one call that times out and one look for the server: at the defaults, less than 30 s."""
+def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
+    """Every later turn tries once.
+
+    It stands still for one call that times out and one look for the server: at the defaults, less than 30 s.
+    """
 
     def during(site: str, step: int) -> None:
         steps_s.append(time.monotonic())
@@ -92,9 +94,7 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
 
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("F22", "L10")
-def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and_not_before(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy
-) -> None:
+def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     """Its calls are answered meanwhile, though it waits for longer than one may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
@@ -111,12 +111,9 @@ def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and
     assert far.loops["a"].finished
 
 
-class Line(nn.Module):
+def line() -> Weights:
     """Two tensors of 64 KiB: three parts of a version, with its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = (nn.Parameter(torch.zeros(16_384)) for _ in range(2))
+    return Weights(x=torch.zeros(16_384), y=torch.zeros(16_384))
 
 
 def values(tensors: Iterable[torch.Tensor]) -> set[float]:
@@ -131,7 +128,7 @@ def climb(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: i
 
 
 CLIMBS: dict[str, Any] = {
-    "build": Line,
+    "build": line,
     "inner": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
     "step": climb,
     "weight": 1.0,
@@ -139,7 +136,7 @@ CLIMBS: dict[str, Any] = {
 
 
 @pytest.mark.covers("F22", "L10")
-def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path: Path) -> None:
+def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
     """Two steps are a round, and the outer step takes the mean over: version 1 is (2·1 + 2·3) / 2 = 4.
 
     A part of it is in the model of site a when the network falls silent, the rest is what it trained: 2. It trains n
@@ -160,7 +157,7 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
     began_from: list[set[float]] = []
     outer = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
     settings = SETTINGS | {"H": 2, "rounds": 2} | outer
-    with serve(tmp_path, Line(), **settings) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, line(), **settings) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
         sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
         near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)
@@ -209,7 +206,7 @@ ONE_CALL = {
     ids=["diloco", "federated"],
 )
 @pytest.mark.covers("F22", "L10")
-def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
+def test_a_dead_connection_does_not_stop_training(
     tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
     """The network is back with its old connections dead, as a firewall has forgotten them.

@@ -51,7 +51,8 @@ def test_a_late_joiner_counts_from_the_next_round_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F34", "L13")
-def test_when_all_sites_die_the_run_waits_says_why_and_goes_on_with_them(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_run_waits_for_sites_that_all_died(nursery: Nursery, tmp_path: Path) -> None:
+    """It says why, and goes on when they are back."""
     with serve_wide(tmp_path, **QUICK) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         for process in [site.start(HOLD=f"2:{tmp_path}/never") for site in sites]:
@@ -131,9 +132,8 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     ],
     ids=["three sites", "one site"],
 )
-def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(
-    tmp_path: Path, names: str, ended: str, remedy: str
-) -> None:
+def test_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
+    """And for none with another model."""
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:
@@ -248,8 +248,11 @@ def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("F42")
-def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_old_backup(tmp_path: Path) -> None:
-    """The backup has version 1, and nothing of round 2; site a has a ticket for round 4 when it is restored."""
+def test_a_ticket_outlives_a_restored_backup(tmp_path: Path) -> None:
+    """The site has a ticket and has not pulled when the server is restored.
+
+    The backup has version 1, and nothing of round 2; site a has a ticket for round 4 when it is restored.
+    """
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")
 

@@ -111,9 +111,7 @@ def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_site_does_not_say_that_it_has_left_if_no_server_heard_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool
-) -> None:
+def test_a_site_says_left_only_if_a_server_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool) -> None:
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, rounds=0) as server:
         worker = atoll.join(server.url, site="a", folder=tmp_path / "w")

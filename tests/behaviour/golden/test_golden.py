@@ -45,7 +45,7 @@ COVERING = covering(RUNS)
 """Runs with every pair of values. The others bring each algorithm together with each codec up and down, in two ways."""
 
 
-@pytest.mark.covers("D8", "V1")
+@pytest.mark.covers("D8", "L3", "V1")
 @pytest.mark.parametrize(
     "rows",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +15,6 @@ from drawn_runs import Drawn, by_specification, drawn_runs, run
 from golden_runs import replaced_by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import copy_folder
 from kit.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
@@ -99,11 +97,10 @@ def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
     world = World(tmp_path, start, codec="int4", rounds=4, **{"algorithm.outer_optimizer": sgd})
     with world:
         world.rounds(train, 1)
-    copy_folder(tmp_path / "state", tmp_path / "copy")
+    backup = world.backup()
     with world:
         world.rounds(train, 2, 3)
-    shutil.rmtree(tmp_path / "state")
-    (tmp_path / "copy").rename(tmp_path / "state")
+    world.put_back(backup)
     with world:
         world.rounds(train, 2, 3, 4)
         assert torch.equal(world.finish()["w"], earlier.result()["w"])

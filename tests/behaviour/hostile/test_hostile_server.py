@@ -17,6 +17,7 @@ from harness.hostile_runs import (
     SiteProcess,
     Verdict,
     drawn,
+    naming_plans,
     operations_of,
     plans,
     record_all,
@@ -53,6 +54,18 @@ def test_no_wrong_answer_holds_fills_or_breaks_a_site(tmp_path: Path, recordings
     wrong = [f"{verdict.plan}: {verdict.wrong}" for verdict in verdicts if verdict.wrong]
     assert not wrong, "\n\n".join(wrong)
     assert sum(verdict.told for verdict in verdicts) >= 0.9 * SAMPLE
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X8")
+def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
+    """Each place of each answer has one: a site goes on or ends with one line, and does nothing with the name."""
+    verdicts: list[Verdict] = []
+    run_all(naming_plans(recordings), recordings, tmp_path, 3, verdicts.append)
+    wrong = [f"{verdict.plan}: {verdict.wrong}" for verdict in verdicts if verdict.wrong]
+    assert not wrong, "\n\n".join(wrong)
+    assert all(verdict.told for verdict in verdicts)
+    assert len(verdicts) >= 250
 
 
 def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) -> None:

@@ -175,7 +175,7 @@ ROUNDS = 3
 LONG = pytest.mark.long
 
 
-class World:
+class RunWithAKill:
     """A server as a process, started again when it was killed, and the other site."""
 
     def __init__(self, nursery: Nursery, folder: Path, trainers: ModuleType, algorithm: str) -> None:
@@ -216,19 +216,19 @@ class World:
 @pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
 def test_a_lightning_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
     """Three steps of rate 0.1: e = 1 − w → 0.729·e; with the other site's e the mean is 0.8645·e. Nothing twice."""
-    world = World(nursery, tmp_path, lightning_world, algorithm)
+    run = RunWithAKill(nursery, tmp_path, lightning_world, algorithm)
 
     class Counted(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            world.in_step(self.steps)
+            run.in_step(self.steps)
             return loss
 
-    with world.server as server:
+    with run.server as server:
         trainer, module = lightning_world.trainer_of(), Counted()
         atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path / "a")
         fit_rounds(trainer, module)
-        w = world.require_each_update_once()
+        w = run.require_each_update_once()
     assert w == pytest.approx(1 - (0.8645 if algorithm == "fedavg" else 0.729) ** ROUNDS)
     assert module.w.item() == pytest.approx(w)
     assert module.steps == ROUNDS * STEPS  # no round was trained twice
@@ -239,17 +239,17 @@ def test_a_lightning_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("diloco", marks=LONG)])
 def test_a_transformers_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
     """Momentum and schedule go on over all nine steps, as if nothing had happened."""
-    world, steps = World(nursery, tmp_path, transformers_world, algorithm), count(1)
+    run, steps = RunWithAKill(nursery, tmp_path, transformers_world, algorithm), count(1)
 
     class Counted(transformers_world.One):
         def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
-            world.in_step(next(steps))
+            run.in_step(next(steps))
             return super().forward(target)
 
-    with world.server as server:
+    with run.server as server:
         trainer = trainer_of(server.url, tmp_path, Counted(), sync_every=STEPS)
         trainer.train()
-        w = world.require_each_update_once()
+        w = run.require_each_update_once()
     x = velocity = 0.0
     for number in range(ROUNDS):
         y, velocity = descend(range(number * STEPS, (number + 1) * STEPS), x, velocity)

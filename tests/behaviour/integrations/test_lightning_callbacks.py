@@ -153,8 +153,11 @@ def test_what_would_submit_another_models_weights_is_refused(
 
 
 @pytest.mark.covers("S1")
-def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_path: Path) -> None:
-    """w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one."""
+def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
+    """It shortens a fit, and its patience goes on in the next one.
+
+    w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one.
+    """
     stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
     with serve(tmp_path, rounds=3) as server:
         trainer, module = patched(server, tmp_path, max_epochs=4, callbacks=[stopping]), Tiny()

@@ -235,10 +235,11 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
-def test_a_fit_that_failed_lets_go_of_its_optimizer_and_is_begun_anew(
-    tmp_path: Path, algorithm: str, settings: dict[str, Any]
-) -> None:
-    """The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD."""
+def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """It has let go of its optimizer.
+
+    The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD.
+    """
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -254,8 +255,11 @@ def test_a_fit_that_failed_lets_go_of_its_optimizer_and_is_begun_anew(
 
 
 @pytest.mark.covers("S1")
-def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
-    """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
+def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
+    """The next fit begins at the newest version.
+
+    H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice.
+    """
     with serve(tmp_path, "diloco", H=2) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):

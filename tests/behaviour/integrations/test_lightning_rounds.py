@@ -143,7 +143,8 @@ def test_scaffold_ends_above_fedavg_at_equal_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S7")
-def test_weight_and_steps_of_the_user_win_and_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
+def test_the_users_weight_and_steps_win(tmp_path: Path) -> None:
+    """A batch without tensors needs a weight."""
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, "scaffold", rounds=1) as server:
         with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
@@ -254,10 +255,13 @@ class ByRound(Restarting):
 @pytest.mark.parametrize(
     ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
 )
-def test_a_module_builds_its_schedule_from_the_round_and_one_that_restarts_in_each_is_told_once(
+def test_warns_once_of_a_schedule_that_restarts_each_round(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
-    """Each fit has one epoch: 0.1 · 0.5 at the end of the first."""
+    """A module can build its schedule from the number of the round.
+
+    Each fit has one epoch: 0.1 · 0.5 at the end of the first.
+    """
     found, module = [], kind()
     with serve(tmp_path, rounds=3) as server, caplog.at_level(logging.WARNING, "atoll"):
         trainer = patched(server, tmp_path)

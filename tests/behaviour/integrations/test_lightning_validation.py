@@ -132,8 +132,10 @@ def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pyt
     assert sum("val_check_interval" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(tmp_path: Path) -> None:
-    """Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
+def test_refuses_a_fit_from_a_checkpoint(tmp_path: Path) -> None:
+    """A validation of one stays at the site.
+
+    Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
 
     One epoch alone: w = 1 − 0.9³ = 0.271, which is the checkpoint; the run's first version has w = 0.
     """

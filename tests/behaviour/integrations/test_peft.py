@@ -74,8 +74,11 @@ def opened(folder: Path) -> Any:
 
 
 @pytest.mark.covers("S17")
-def test_two_workers_move_the_adapter_and_what_the_server_saves_opens_with_peft(tmp_path: Path) -> None:
-    """One adds 1 to every adapter weight, the other 3: each round adds 2. Both say that version 1 is the best."""
+def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
+    """What the server saves opens with PEFT.
+
+    One adds 1 to every adapter weight, the other 3: each round adds 2. Both say that version 1 is the best.
+    """
     from atoll.integrations.peft import export
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))

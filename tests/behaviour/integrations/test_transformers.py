@@ -235,8 +235,11 @@ def test_an_evaluation_behind_the_training_is_the_scripts_own(
     assert not any("eval_steps" in record.getMessage() for record in caplog.records)
 
 
-def test_the_best_model_of_a_trainer_is_a_global_one_and_takes_the_results_place(serve: Any, tmp_path: Path) -> None:
-    """An evaluation at the end of a round measures, and a checkpoint holds, the new global model."""
+def test_a_trainers_best_model_is_a_global_version(serve: Any, tmp_path: Path) -> None:
+    """It replaces the result at the end.
+
+    An evaluation at the end of a round measures, and a checkpoint holds, the new global model.
+    """
     server = serve()
     keeps = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"}
     trainer = trainer_of(server, tmp_path, load_best_model_at_end=True, greater_is_better=True, **keeps)
@@ -318,8 +321,11 @@ def test_smaller_batches_begin_the_round_anew(
     assert [row.workers for row in server.status().history] == [["a"]]
 
 
-def test_from_a_checkpoint_come_momentum_and_schedule_and_from_the_run_the_weights(serve: Any, tmp_path: Path) -> None:
-    """Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate."""
+def test_a_checkpoint_gives_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
+    """The run gives the weights.
+
+    Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate.
+    """
     server = serve(rounds=2)
     for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
         keeps = {"save_strategy": "steps", "save_steps": 4, "max_steps": most}
@@ -358,7 +364,7 @@ def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_pat
         assert trainer.model.w.item() == 5.0
 
 
-def test_training_that_ends_in_the_middle_of_a_round_leaves_and_names_the_steps_that_are_not_sent(
+def test_training_that_ends_within_a_round_names_unsent_steps(
     serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """5 steps in rounds of 3: the last 2 reach no server, and the correction lets go of the optimizer.
@@ -396,7 +402,7 @@ class Larger(One):
     ],
     ids=["in a step", "at the begin", "in a round"],
 )
-def test_a_training_that_fails_does_not_stay_in_the_run_and_the_server_hears_why(
+def test_a_failed_training_leaves_and_says_why(
     serve: Any, tmp_path: Path, model: type[One], options: dict[str, Any], error: type[Exception], words: str, told: str
 ) -> None:
     """Guards against heartbeats that go on, for which the others wait; another model is refused before it trains."""

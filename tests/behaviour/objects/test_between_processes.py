@@ -36,7 +36,8 @@ def test_another_process_gets_what_was_published(
 
 
 @pytest.mark.covers("P5", "P14")
-def test_a_publisher_that_was_killed_is_named_and_what_is_optional_is_none(nursery: Nursery, tmp_path: Path) -> None:
+def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
+    """An optional object is None."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat")
     publisher.kill()
     assert output_of(start_fetch(nursery, tmp_path, ref, optional=True)) == "none"
@@ -133,7 +134,8 @@ def test_nothing_refers_to_what_was_published() -> None:
 
 
 @pytest.mark.covers("D5", "D6", "D4")
-def test_tensors_fetched_to_disk_have_no_name_there_and_go_with_their_last_user(tmp_path: Path) -> None:
+def test_tensors_on_disk_go_with_their_last_user(tmp_path: Path) -> None:
+    """Their files have no name."""
     state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert list(state) == list(flat())
     lazy = state.ref("across")
@@ -176,9 +178,8 @@ TIED = torch.zeros(2)
     ],
     ids=["name", "extra", "shape", "dtype", "tie", "list"],
 )
-def test_what_does_not_fit_in_place_is_named_before_a_byte_is_written(
-    payload: Any, target: dict[str, Any], words: str
-) -> None:
+def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], words: str) -> None:
+    """Before a byte is written."""
     with pytest.raises(SchemaMismatch, match=words):
         atoll.objects.fetch(atoll.objects.publish(payload), into=target)
     assert not any(tensor.any() for tensor in target.values())

@@ -99,9 +99,7 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_again(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> None:
     """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
     be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
     publisher, ref = start_publisher(nursery, tmp_path, "large")
@@ -319,7 +317,8 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
-def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused(head_bytes: int, more: int) -> None:
+def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
+    """Than its manifest says."""
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):

@@ -94,7 +94,8 @@ def sizes_both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bo
 
 @pytest.mark.covers("P13", "P2")
 @pytest.mark.parametrize("case", CASES)
-def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(tmp_path: Path, case: str) -> None:
+def test_part_sizes_of_tasks_keep_the_bits(tmp_path: Path, case: str) -> None:
+    """A task and its answer travel in parts of the sizes that are set."""
     *sizes, expected = CASES[case]
     assert sizes_both_ways(tmp_path, Settings.build(settings_of(*sizes))) == [expected, expected]
 
@@ -185,9 +186,10 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
 
 
 @pytest.mark.covers("P13", "X3")
-def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
+def test_the_idle_timeout_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A wrong one is refused."""
     ref = atoll.objects.publish({})
     for wrong in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(UsageError, match="idle_timeout_s is"):

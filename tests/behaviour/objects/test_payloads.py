@@ -101,7 +101,7 @@ class Turned:
 
 
 @pytest.mark.covers("T1", "T13")
-def test_arrays_that_live_only_while_they_are_taken_apart_are_not_taken_for_each_other() -> None:
+def test_temporary_arrays_are_not_confused() -> None:
     """Python gives a new object the id of one that is gone; these are copied, so that nothing else keeps them."""
     register(Turned, "test.turned", lambda value: value.values[::-1], Turned)
     back = there_and_back([Turned(np.array([number, -number])) for number in range(20)])
@@ -171,7 +171,7 @@ def test_the_deepest_payload_that_may_be_sent_arrives() -> None:
 
 
 @pytest.mark.covers("T13")
-def test_a_stream_that_does_not_end_is_stopped_where_it_has_given_too_much() -> None:
+def test_stops_a_stream_that_gives_too_much() -> None:
     """Of 4 elements: two chunks of three are read, the first alone is handed on."""
     asked: list[int] = []
 
@@ -434,7 +434,8 @@ def test_a_lazy_state_is_a_mapping_that_loads_on_access_only(state: Any, reads: 
 
 
 @pytest.mark.covers("D5")
-def test_a_lazy_tensor_is_small_and_no_tensor_and_what_it_gives_outlives_the_file(state: Any) -> None:
+def test_a_lazy_tensor_gives_tensors_that_outlive_its_file(state: Any) -> None:
+    """It is itself small, and no tensor."""
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100

@@ -51,7 +51,8 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.covers("P1", "P4")
-def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nursery: Nursery, tmp_path: Path) -> None:
+def test_objects_at_a_server_outlive_its_restart(nursery: Nursery, tmp_path: Path) -> None:
+    """Another process gets them."""
     port = free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         arguments = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})

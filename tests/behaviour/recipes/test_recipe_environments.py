@@ -154,9 +154,7 @@ def test_what_has_no_meaning_in_a_simulation_says_so(caplog: pytest.LogCaptureFi
 # -- LocalEnv
 
 
-def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_goes_on_only_in_the_folder_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)""")
     with pytest.raises(
@@ -182,7 +180,8 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
 
 
-def test_a_folder_in_which_a_run_goes_on_is_refused_and_its_logs_stay() -> None:
+def test_refuses_the_folder_of_a_living_run() -> None:
+    """The logs in it stay."""
     made = recipe()
     state = Settings.read(prepared(made, "here", 2) / "run.toml", environ={}).disk.state_dir
     state.mkdir()
@@ -239,10 +238,11 @@ def mean(updates):
 
 
 @pytest.mark.covers("X9")
-def test_a_failed_run_of_two_sites_says_why_and_goes_on_once_mended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The reason is that of the server, and not that its sites have ended, which they were told to do."""
+def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It goes on once the cause is mended.
+
+    The reason is that of the server, and not that its sites have ended, which they were told to do.
+    """
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     made = recipe().add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
     with pytest.raises(RunFailed, match=r"The server ended with exit code 9: .*no quorum of ours") as failed:

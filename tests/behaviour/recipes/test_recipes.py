@@ -289,7 +289,8 @@ def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P7")
-def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_path: Path) -> None:
+def test_a_recipe_writes_a_module_as_the_initial_model(tmp_path: Path) -> None:
+    """With its buffers and tied tensors."""
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
     settings = Settings.read(path, environ={})
@@ -342,7 +343,8 @@ def test_a_class_path_and_its_arguments_and_a_file_alone() -> None:
     assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model.source == "initial.safetensors"
 
 
-def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp_path: Path) -> None:
+def test_paths_of_a_recipe_begin_at_the_current_folder(tmp_path: Path) -> None:
+    """The run file has them relative to its own folder."""
     (tmp_path / "mine.py").write_text("def mean(updates): ...")
     made = recipe().add_server_config(
         {
@@ -365,8 +367,8 @@ def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp
     assert settings.workflow.result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
 
 
-def test_the_commands_in_a_run_file_start_this_file_from_the_folder_of_the_script(tmp_path: Path) -> None:
-    """Another `run.toml` may lie beside the script."""
+def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
+    """From the folder of the script. Another `run.toml` may lie beside the script."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):

@@ -183,25 +183,6 @@ def test_an_update_more_than_five_versions_old_is_warned_of(world: World, caplog
     assert "diloco.dynamic_local_steps = true" in world.status.warnings[-1]
 
 
-@pytest.mark.covers("L3")
-@pytest.mark.parametrize("delayed", [0, 2])
-def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, delayed: int) -> None:
-    weights = []
-    for enabled in (False, True):
-        settings = {"async.enabled": enabled, "async.momentum_every": delayed}
-        settings |= {"async.grace_s": math.inf} if enabled else {}
-        weighted = {"a": 2.0, "b": 3.0, "c": 1.0}
-        folder = tmp_path / str(enabled)
-        with World(folder, {"weight": START}, weighted, codec="none", **RATES, **settings) as world:
-            for number in range(3):
-                world.pull()
-                for index, site in enumerate("cab"):
-                    world.submit(site, -gradient(3 * number + index))
-                world.wait(number + 1)
-            weights.append(world.model["weight"])
-    assert torch.equal(*weights)
-
-
 @pytest.mark.covers("L6")
 def test_synchronous_rounds_first(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "atoll")

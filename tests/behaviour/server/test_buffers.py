@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import DiLoCoSites, FederatedSites, Threads, ask_journal, exported, flip_bit, run_to_end, serve, together
+from kit import Threads, ask_journal, exported, together
+from kit.damage import damage_head
 from kit.filters import Hanging
 from kit.manual_site import ManualSite
-from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation
-from kit.sites import diloco, finish, logged, manual_sites
+from kit.servers import new_simulation
+from kit.sites import logged
+from kit.world import World
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -31,9 +33,6 @@ from atoll.filters import NormClip
 from atoll.store.reader import checked_audit
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.module_tensors import Marked
-
-EQUAL = {"a": 1.0, "b": 1.0}
-ONE_ROUND: dict[str, Any] = {**DEFAULT_OUTER_OPTIMIZER, "rounds.total": 1}
 
 
 class Holder(nn.Module):
@@ -53,10 +52,9 @@ def result(
     **settings: Any,
 ) -> dict[str, Tensor]:
     """What a run of two sites with equal weights exports."""
-    with serve(folder, build(), **(ONE_ROUND | settings)) as server:
-        FederatedSites(server.url, folder, build=build, train=train, weights=EQUAL).join()
-        server.run()
-    return load_file(server.exports / "model.safetensors")
+    world = World(folder, build(), **{"rounds": 1} | settings)
+    world.run(build=build, train=train)
+    return world.result
 
 
 def setting(values: dict[str, dict[str, Tensor]]) -> Callable[[nn.Module, str, int], None]:
@@ -204,7 +202,7 @@ def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog:
     caplog.set_level(logging.INFO, "atoll.server")
     model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
     model.bn = nn.BatchNorm1d(2)
-    with serve(tmp_path, model):
+    with World(tmp_path, model):
         pass
     assert [line for line in logged(caplog) if "buffers" in line] == [
         "rules that differ from those of running statistics (mean) and counters (max): first: rng; keep: range; "
@@ -241,7 +239,7 @@ def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) 
         seen.copy_(torch.tensor([seen.item() + (1 if site == "a" else 10)]))
 
     build = partial(Holder, seen=torch.tensor([5]).to(dtype))
-    found = result(tmp_path, build, train, **{"rounds.total": 3, "model.buffers": {"seen": "sum"}})
+    found = result(tmp_path, build, train, **{"rounds": 3, "model.buffers": {"seen": "sum"}})
     assert found["seen"].item() == 38
     assert found["seen"].dtype == dtype
 
@@ -287,33 +285,30 @@ def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
 )
 def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor, rule: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"model.buffers sets \"{rule}\" for 'x', but {told}"):
-        with serve(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}):
-            pass
+        World(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}).start()
 
 
 @pytest.mark.covers("X10")
 def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
     """The rules hold for the whole run; a start that names none continues with them."""
     build = partial(Holder, x=torch.tensor([3.0]))
-    with serve(tmp_path, build(), **{"model.buffers": {"x": "max"}}):
+    with World(tmp_path, build(), **{"model.buffers": {"x": "max"}}):
         pass
-    with serve(tmp_path, build()):
+    with World(tmp_path, build()):
         pass
     with pytest.raises(ConfigError, match=r"has the rule 'max' for 'x', but this start sets model\.buffers to 'first'"):
-        with serve(tmp_path, build(), **{"model.buffers": {"x": "first"}}):
-            pass
+        World(tmp_path, build(), **{"model.buffers": {"x": "first"}}).start()
 
 
 @pytest.mark.covers("X10")
 def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
-    with serve(tmp_path, build()):
+    with World(tmp_path, build()):
         pass
     with pytest.raises(
         ConfigError, match=r"has the rule .first \(mean if a site has a value that is neither 0 nor 1\). for"
     ):
-        with serve(tmp_path, build(), **{"model.buffers": {"x": "mean"}}):
-            pass
+        World(tmp_path, build(), **{"model.buffers": {"x": "mean"}}).start()
 
 
 @pytest.mark.covers("X10")
@@ -340,7 +335,7 @@ def test_warns_of_a_rule_without_effect(
 ) -> None:
     """A parameter can only be kept, neither integers nor booleans have a mean, and the first pattern counts."""
     model = Holder(mask=torch.tensor([True]), u8=torch.tensor([3], dtype=torch.uint8), seen=torch.tensor([5]))
-    with serve(tmp_path, model, **{"model.buffers": rules}):
+    with World(tmp_path, model, **{"model.buffers": rules}):
         pass
     warnings = [each.getMessage() for each in caplog.records if each.getMessage().startswith("model.buffers")]
     assert warnings == [f"model.buffers sets {text}" for text in told]
@@ -361,8 +356,7 @@ def test_warns_of_a_rule_without_effect(
 def test_refuses_to_keep_what_would_be_sent(tmp_path: Path, rules: dict[str, str], told: str) -> None:
     """A private tensor with a pattern that has no effect would leave the site."""
     with pytest.raises(ConfigError) as refused:
-        with serve(tmp_path, Tied(), **{"model.buffers": rules}):
-            pass
+        World(tmp_path, Tied(), **{"model.buffers": rules}).start()
     assert told in str(refused.value)
 
 
@@ -433,7 +427,7 @@ def simulated(worker: Any) -> None:
     ids=["plain", "codecs", "robust"],
 )
 def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
-    found = result(tmp_path, shared_model, count, **{"rounds.total": 3, "model.buffers": RULES}, **settings)
+    found = result(tmp_path, shared_model, count, **{"rounds": 3, "model.buffers": RULES}, **settings)
     assert {name: found[name].item() for name in EXPECTED} == EXPECTED
 
 
@@ -446,20 +440,18 @@ def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]
 def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
     """One local step a round. In an asynchronous run, the sites' rounds alternate, so each has made one and a half."""
 
-    def train(url: Any, site: str) -> None:
-        model = shared_model()
-        optimizer = torch.optim.SGD([model.w], lr=0.0)
-        with diloco(url, tmp_path, site, model, optimizer) as loop:
-            while not loop.finished:
-                model.w.grad = torch.ones(3)
-                count(model, site)
-                optimizer.step()
+    def inner(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.w], lr=0.0)
 
-    given = {"algorithm": "diloco", "H": 2 if "tau" in settings else 1, "model.buffers": RULES, "rounds.total": 3}
-    with serve(tmp_path, shared_model(), **DEFAULT_OUTER_OPTIMIZER, **given, **settings) as server:
-        together(*(partial(train, server, site) for site in "ab"))
-        server.run()
-    found = {name: load_file(server.exports / "model.safetensors")[name].item() for name in EXPECTED}
+    def step(model: Any, optimizer: torch.optim.Optimizer, site: str, _: int) -> None:
+        model.w.grad = torch.ones(3)
+        count(model, site)
+        optimizer.step()
+
+    given = {"algorithm": "diloco", "H": 2 if "tau" in settings else 1, "model.buffers": RULES, "rounds": 3}
+    world = World(tmp_path, shared_model(), **given, **settings)
+    world.run(steps=100, build=shared_model, inner=inner, step=step)
+    found = {name: world.result[name].item() for name in EXPECTED}
     if "async.enabled" in settings:
         assert (found["seen"] - 5) in {3, 12, 21, 30}  # three updates, each of one site
     else:
@@ -511,11 +503,11 @@ def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algo
     """Parameters, too. A site that is started anew in each round, with a new model, continues with what it kept."""
     met: dict[tuple[str, int], list[float]] = {}
 
-    def work(url: str, site: str) -> None:
+    def work(site: str) -> None:
         for number in (1, 2, 3):
             model = Normed()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+            with world.worker(site) as worker:
                 fl_round = worker.next_round()
                 assert fl_round is not None
                 fl_round.load_into(model)
@@ -529,25 +521,22 @@ def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algo
                 shift_norm(model, site)
                 fl_round.submit(model)
 
-    with serve(tmp_path, Normed(), algorithm=algorithm, rounds=3, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
-        start = load_file(server.save_state(tmp_path / "start.safetensors"))
-        together(*(partial(work, server.url, site) for site in "ab"))
-        server.run()
+    with World(tmp_path, Normed(), algorithm=algorithm, rounds=3, **FED_BN) as world:
+        start = world.model
+        together(*(partial(work, site) for site in "ab"))
+        world.server.run()
     for site, each in (("a", 1), ("b", 10)):  # weights begin as 1, biases and means as 0
         assert [met[site, number] for number in (1, 2, 3)] == [[1 + n * each, n * each, n * each] for n in range(3)]
-    found = exported(tmp_path)
-    assert torch.allclose(found["linear.weight"], start["linear.weight"] + 3 * 5.5)
-    assert all(torch.equal(found[name], start[name]) for name in start if name.startswith("bn."))
+    assert torch.allclose(world.result["linear.weight"], start["linear.weight"] + 3 * 5.5)
+    assert all(torch.equal(world.result[name], start[name]) for name in start if name.startswith("bn."))
 
 
 @pytest.mark.covers("X10")
 def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
     """The update has the size of the linear layer, 16 bytes in a segment of 64; so has the file of the other sites."""
-    with serve(tmp_path, Normed(), rounds=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
-        sites = FederatedSites(server.url, tmp_path, build=Normed, train=shift_norm)
-        sites.join()
-        server.run()
-    (outbox,) = (tmp_path / "workers" / "a").glob("*/outbox.bin")
+    world = World(tmp_path, Normed(), rounds=1, **FED_BN)
+    world.run(build=Normed, train=shift_norm)
+    (outbox,) = (world.workers / "a").glob("*/outbox.bin")
     assert outbox.stat().st_size == 64
 
 
@@ -555,16 +544,15 @@ def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
 def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
     """The first update has NaN in the linear layer; its batch normalisation, 100, is not kept."""
     met = []
-    with serve(tmp_path, Normed(), rounds=2, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(Normed())
-                met.append(model.bn.bias[0].item())
-                nn.init.constant_(model.bn.bias, 100.0 if len(met) == 1 else 7.0)
-                if len(met) == 1:
-                    nn.init.constant_(model.linear.weight, math.nan)
-                fl_round.submit(model)
-            assert worker.load_into(Normed()).bn.bias.tolist() == [7.0, 7.0]
+    with World(tmp_path, Normed(), "a", rounds=2, **FED_BN) as world, world.worker() as worker:
+        for fl_round in worker:
+            model = fl_round.load_into(Normed())
+            met.append(model.bn.bias[0].item())
+            nn.init.constant_(model.bn.bias, 100.0 if len(met) == 1 else 7.0)
+            if len(met) == 1:
+                nn.init.constant_(model.linear.weight, math.nan)
+            fl_round.submit(model)
+        assert worker.load_into(Normed()).bn.bias.tolist() == [7.0, 7.0]
     assert met == [0.0, 0.0, 7.0]
 
 
@@ -572,15 +560,10 @@ def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
 def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
     """After two rounds of one step, the site starts again with a new model."""
 
-    def begin(server: atoll.Server) -> tuple[Normed, atoll.DiLoCo]:
-        model = Normed()
-        return model, diloco(server, tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.0))
-
-    settings = {"algorithm": "diloco", "H": 1, "rounds.sites": 1, "rounds.total": 0, **FED_BN}
-    with serve(tmp_path, Normed(), **DEFAULT_OUTER_OPTIMIZER, **settings) as server:
+    with World(tmp_path, Normed(), "a", algorithm="diloco", H=1, rounds=0, **FED_BN) as world:
         for kept in (0.0, 2.0):
-            model, loop = begin(server)
-            with loop:
+            model = Normed()
+            with world.diloco(model, torch.optim.SGD(model.parameters(), lr=0.0)) as loop:
                 assert model.bn.bias.tolist() == [kept, kept]
                 for _ in range(2):
                     with torch.no_grad():
@@ -594,28 +577,27 @@ def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
 def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
     """In `state_dict`, and after a submitted mapping that lacks a name."""
     met = []
-    with serve(tmp_path, Normed(), rounds=3, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                state = fl_round.state_dict()
-                met.append(state["bn.bias"][0].item())
-                if fl_round.number == 2:
-                    del state["bn.bias"]
-                else:
-                    state["bn.bias"] += 1
-                fl_round.submit(state)
+
+    def train(_: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        met.append(state["bn.bias"][0].item())
+        if number == 2:
+            del state["bn.bias"]
+        else:
+            state["bn.bias"] += 1
+        return state
+
+    with World(tmp_path, Normed(), "a", rounds=3, **FED_BN) as world:
+        world.rounds(train, 1, 2, 3)
     assert met == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.covers("X10")
 def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
     """The norm of the linear layer's change, 4 ones, is 2; with batch normalisation it would be larger."""
-    with serve(tmp_path, Normed(), rounds=1, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
-        start = load_file(server.save_state(tmp_path / "start.safetensors"))
-        sites = FederatedSites(server.url, tmp_path, "a", build=Normed, train=shift_norm, filters=[NormClip(1.0)])
-        sites.join()
-        server.run()
-    assert torch.allclose(exported(tmp_path)["linear.weight"], start["linear.weight"] + 0.5)
+    start = Normed()
+    world = World(tmp_path, start, "a", rounds=1, **FED_BN)
+    world.run(build=Normed, train=shift_norm, filters=[NormClip(1.0)])
+    assert torch.allclose(world.result["linear.weight"], start.linear.weight + 0.5)
 
 
 @pytest.mark.covers("X10")
@@ -623,7 +605,7 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
     """Site a trains the linear layer to 1 and keeps the bias 100, b trains it to 3 and keeps 200. No bias is sent."""
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
-    def work(url: str, site: str) -> None:
+    def work(site: str) -> None:
         def measure(model: Any) -> dict[str, float]:
             seen[site].append((model.linear.weight[0, 0].item(), model.bn.bias[0].item()))
             return {"loss": 0.0}
@@ -632,7 +614,7 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
             nn.init.constant_(model.linear.weight, 1.0 if site == "a" else 3.0)
             nn.init.constant_(model.bn.bias, 100.0 if site == "a" else 200.0)
 
-        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+        with world.worker(site) as worker:
             worker.evaluates(measure, model=Normed())
             for fl_round in worker:
                 model = fl_round.load_into(Normed())
@@ -640,11 +622,9 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
                 fl_round.submit(model)
 
     steps = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
-    with serve(
-        tmp_path, Normed(), rounds=1, **{"workflow.steps": steps}, **DEFAULT_OUTER_OPTIMIZER, **FED_BN
-    ) as server:
-        together(*(partial(work, server.url, site) for site in "ab"))
-        server.run()
+    with World(tmp_path, Normed(), rounds=1, **{"workflow.steps": steps}, **FED_BN) as world:
+        together(*(partial(work, site) for site in "ab"))
+        world.server.run()
     rounded = {site: sorted((round(weight, 5), bias) for weight, bias in values) for site, values in seen.items()}
     assert rounded == {  # of a, of the run, of b
         site: [(1.0, own), (2.0, own), (3.0, own)] for site, own in (("a", 100.0), ("b", 200.0))
@@ -664,11 +644,9 @@ def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) 
         model.get_buffer("best").fill_(2.0)
 
     build = partial(Holder, mask=torch.tensor([-math.inf, 0.0]), best=torch.tensor(math.inf))
-    with serve(tmp_path, build(), rounds=1, sites=1, **DEFAULT_OUTER_OPTIMIZER) as server:
-        sites = FederatedSites(server.url, tmp_path, "a", build=build, train=train, filters=[NormClip(1.0)])
-        sites.join()
-        server.run()
-    found = exported(tmp_path)
+    world = World(tmp_path, build(), "a", rounds=1)
+    world.run(build=build, train=train, filters=[NormClip(1.0)])
+    found = world.result
     assert torch.allclose(found["w"], torch.full((3,), 1 / math.sqrt(3)))
     assert (found["mask"].tolist(), found["best"].item()) == ([-math.inf, 0.0], 2.0)
 
@@ -706,49 +684,46 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
     """Each site has its own shape, which it keeps, site b from before the run; an export fits a new model."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
-    def work(url: str, site: str) -> None:
-        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
+    with World(tmp_path, ByData(), rounds=3) as world:
+        for number in (1, 2, 3):
+            world.ask(number=number)
+            for site in "ab":
                 model = ByData()
-                if (site, fl_round.number) == ("b", 1):
+                if (site, number) == ("b", 1):
                     model.low = torch.full((2,), 7.0)
-                fl_round.load_into(model)
+                world.sites[site].pull(into=model)
                 met[site].append(model.low.tolist())
-                model.low = torch.full((fl_round.number if site == "a" else 4,), float(fl_round.number))
+                model.low = torch.full((number if site == "a" else 4,), float(number))
                 model.seen = torch.zeros(2, dtype=torch.int64)
-                fl_round.submit(model)
-
-    with serve(tmp_path, ByData(), rounds=3) as server:
-        together(*(partial(work, server.url, site) for site in "ab"))
-        server.run()
+                world.sites[site].submit(model)
+        found = world.finish()
     assert met == {"a": [[], [1.0], [2.0, 2.0]], "b": [[7.0, 7.0], [1.0] * 4, [2.0] * 4]}
-    ByData().load_state_dict(exported(tmp_path))
+    ByData().load_state_dict(found)
 
 
 @pytest.mark.covers("X10")
 def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Path) -> None:
     model = ByData()
-    settings = {"algorithm": "diloco", "H": 1, "rounds.sites": 1, "rounds.total": 2}
-    with serve(tmp_path, ByData(), **DEFAULT_OUTER_OPTIMIZER, **settings) as server:
-        with diloco(server, tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.1)) as loop:
-            while not loop.finished:
-                model.low = model.linear(torch.ones(1, 2)).detach()[0]
-                model.linear(torch.ones(1, 2)).sum().backward()
-                loop.optimizer.step()  # type: ignore[union-attr]
-        assert model.low.shape == (2,)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model.low = model.linear(torch.ones(1, 2)).detach()[0]
+        model.linear(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    World(tmp_path, ByData(), "a", algorithm="diloco", H=1, rounds=2).train_steps(model, optimizer, step)
+    assert model.low.shape == (2,)
 
 
 @pytest.mark.covers("X10")
 def test_a_changed_shape_of_an_averaged_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with serve(tmp_path, Holder(x=torch.ones(1)), sites=1, **{"model.buffers": {"x": "mean"}}) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(Holder(x=torch.ones(1)))
-                model.x = torch.ones(3)
-                told = r"has x F32\[3\].*model\.buffers = \{\"x\" = \"keep\"\}"
-                with pytest.raises(atoll.AtollError, match=told):
-                    fl_round.submit(model)
-                break
+    model = Holder(x=torch.ones(1))
+    with World(tmp_path, model, "a", **{"model.buffers": {"x": "mean"}}) as world:
+        world.ask()
+        world.sites["a"].pull(into=model)
+        model.x = torch.ones(3)
+        with pytest.raises(atoll.AtollError, match=r"has x F32\[3\].*model\.buffers = \{\"x\" = \"keep\"\}"):
+            world.sites["a"].submit(model)
 
 
 FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
@@ -762,24 +737,18 @@ def test_the_first_update_decides_the_shapes_of_shared_buffers(
     """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
-    def work(url: str, site: str) -> None:
-        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(ByData())
-                met[site].append(model.low.tolist())
-                model.low = torch.full((3,), fl_round.number + (0.25 if site == "a" else 0.5))
-                model.seen = torch.full((2,), fl_round.number)
-                nn.init.constant_(model.linear.weight, fl_round.number * (1.0 if site == "a" else 3.0))
-                fl_round.submit(model)
+    def train(model: Any, site: str, number: int) -> None:
+        met[site].append(model.low.tolist())
+        model.low = torch.full((3,), number + (0.25 if site == "a" else 0.5))
+        model.seen = torch.full((2,), number)
+        nn.init.constant_(model.linear.weight, number * (1.0 if site == "a" else 3.0))
 
-    codec = {key: "int8"} if key else {}
-    with serve(tmp_path, ByData(), rounds=3, **DEFAULT_OUTER_OPTIMIZER, **FIRST, **codec) as server:
-        together(*(partial(work, server.url, site) for site in "ab"))
-        server.run()
+    world = World(tmp_path, ByData(), rounds=3, **FIRST, **{key: "int8"} if key else {})
+    world.run(build=ByData, train=train)
     said = [line for line in caplog.messages if "shapes" in line]  # a pause while they are taken over is no outage
     assert not any("keeps trying" in line for line in said)
     assert met == {site: [[], [1.25] * 3, [2.25] * 3] for site in "ab"}
-    found = exported(tmp_path)
+    found = world.result
     assert (found["low"].tolist(), found["seen"].tolist()) == ([3.25] * 3, [3, 3])
     torch.testing.assert_close(found["linear.weight"], torch.full((2, 2), 6.0), rtol=0, atol=0.05 if key else 1e-6)
 
@@ -794,23 +763,22 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
 @pytest.mark.covers("X10")
 def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -> None:
     """68 MB of one buffer are more than 2²⁶ bytes, which are 67.1 MB, and more than the model has."""
-    with serve(tmp_path, ByData(), sites=1, **FIRST) as server:
-        site = manual_sites(server, tmp_path, "a")["a"]
-        assert site.next_round() == 1
+    with World(tmp_path, ByData(), "a", **FIRST) as world:
+        site = world.sites["a"]
+        world.ask()
         told = r"a has 68\.0 MB of buffers .*low \[17000000\].* at most 67\.1 MB are allowed.* Set \"keep\" for them"
         with pytest.raises(SchemaMismatch, match=told) as caught:
             site.submit(by_data(site, 17_000_000))
         site.close(caught.value)
-        assert "Start a again after mending its error" in server.status().warnings[0]
+        assert "Start a again after mending its error" in world.status.warnings[0]
 
 
 @pytest.mark.covers("X10")
 def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path) -> None:
     """Site b has 4 elements where a, which was earlier, has 3; c has as many, and changes them in round 2."""
-    with serve(tmp_path, ByData(), rounds=2, sites=3, **{"rounds.min_sites": 2}, **FIRST) as server:
-        sites = manual_sites(server, tmp_path, "abc")
-        for site in sites.values():
-            assert site.next_round() == 1
+    with World(tmp_path, ByData(), "abc", rounds=2, **{"rounds.min_sites": 2}, **FIRST) as world:
+        world.ask(number=1)
+        sites = world.sites
         sites["a"].submit(by_data(sites["a"], 3))
         wrong = by_data(sites["b"], 4)
         sent = sites["b"].worker.bytes_up
@@ -818,19 +786,15 @@ def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path)
         with pytest.raises(SchemaMismatch, match=told) as caught:
             sites["b"].submit(wrong)
         assert sites["b"].worker.bytes_up == sent
-        sites["b"].close(caught.value)
+        sites.pop("b").close(caught.value)
         sites["c"].submit(by_data(sites["c"], 3))
-        assert sites["a"].next_round() == sites["c"].next_round() == 2
+        world.ask(number=2)
         assert sites["a"].pull()["low"].tolist() == [1.0] * 3
         with pytest.raises(SchemaMismatch, match=r"with the shape \[5\], but the run has \[3\].*before version 1"):
             sites["c"].submit(by_data(sites["c"], 5))
         sites["c"].submit(by_data(sites["c"], 3))
         sites["a"].submit(by_data(sites["a"], 3))
-        assert sites["a"].next_round() is None
-        for site in sites.values():
-            site.close()
-        server.run()
-    assert exported(tmp_path)["low"].tolist() == [2.0] * 3
+        assert world.finish()["low"].tolist() == [2.0] * 3
 
 
 @pytest.mark.covers("X10")
@@ -843,11 +807,9 @@ def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had
     """
     caplog.set_level(logging.INFO)
     go, begun = threading.Event(), threading.Event()
-    settings = {"rounds.total": 1, "sites": 2, **DEFAULT_OUTER_OPTIMIZER, **FIRST}
-    with serve(tmp_path, ByData(), filters={"a": [Hanging(go, begun.set)]}, **settings) as server:
-        sites = manual_sites(server, tmp_path)
-        for site in sites.values():
-            assert site.next_round() == 1
+    with World(tmp_path, ByData(), rounds=1, filters={"a": [Hanging(go, begun.set)]}, **FIRST) as world:
+        world.ask(number=1)
+        sites = world.sites
 
         def submit_a() -> None:
             sites["a"].submit(by_data(sites["a"], 0))
@@ -863,8 +825,7 @@ def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had
         go.set()
         first.join()
         second.join()
-        assert finish(server, sites)["low"].tolist() == [1.0] * 3
-        server.run()
+        assert world.finish()["low"].tolist() == [1.0] * 3
     tickets = ask_journal(tmp_path, "SELECT site, state FROM tickets ORDER BY site, ticket")
     assert [tuple(row) for row in tickets] == [("a", "expired"), ("a", "counted"), ("b", "expired"), ("b", "counted")]
 
@@ -877,68 +838,55 @@ def ask_with(site: ManualSite, elements: int, **how: Any) -> None:
 @pytest.mark.covers("X10")
 def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
     """Site a has said that its buffer has 3 elements; b comes with 4 before a's update is there."""
-    with serve(tmp_path, ByData(), **FIRST) as server:
-        sites = manual_sites(server, tmp_path)
-        for site in sites.values():
-            assert site.next_round() == 1
-        ask_with(sites["a"], 3)
-        with pytest.raises(
-            SchemaMismatch, match=r"\[4\], but the run has \[3\], and another site had the first update"
-        ):
-            ask_with(sites["b"], 4)
-        for site in sites.values():
-            site.close()
+    refused = r"\[4\], but the run has \[3\], and another site had the first update"
+    with World(tmp_path, ByData(), **FIRST) as world:
+        world.ask(number=1)
+        ask_with(world.sites["a"], 3)
+        with pytest.raises(SchemaMismatch, match=refused):
+            ask_with(world.sites["b"], 4)
 
 
 @pytest.mark.covers("X10")
 def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
     """The first update had no elements, and version 1, which it made, is damaged: the run is at version 0 again."""
-    with serve(tmp_path, f"{__name__}:ByData", sites=1, **FIRST) as server:
-        (site,) = manual_sites(server, tmp_path, "a").values()
-        assert site.next_round() == 1
-        site.submit(by_data(site, 0))
-        assert site.next_round() == 2
-        site.close()
-    versions = (tmp_path / "state" / "slots").glob("version-*")
-    flip_bit(max(versions, key=lambda path: path.stat().st_mtime_ns), -1)
-    with serve(tmp_path, f"{__name__}:ByData", sites=1, **FIRST) as server:
-        assert server.status().version == 0
-        (site,) = manual_sites(server, tmp_path, "b").values()
+    world = World(tmp_path, f"{__name__}:ByData", "a", **FIRST)
+    with world:
+        world.ask(number=1)
+        world.sites["a"].submit(by_data(world.sites["a"], 0))
+        world.ask(number=2)
+    damage_head(tmp_path)
+    with world:
+        assert world.version == 0
+        world.join("b")
         with pytest.raises(SchemaMismatch, match=r"the first update has decided the shapes before version 1"):
-            ask_with(site, 3, retries=0)
-        site.close()
+            ask_with(world.sites["b"], 3, retries=0)
 
 
 @pytest.mark.covers("X10")
 @pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
 def test_a_run_keeps_its_shapes_if_its_files_cannot_change(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with serve(tmp_path, ByData(), sites=1, **FIRST, **settings) as server:
-        (site,) = manual_sites(server, tmp_path, "a").values()
+    with World(tmp_path, ByData(), "a", **FIRST, **settings) as world:
         with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):
-            ask_with(site, 3)
-        site.close()
+            ask_with(world.sites["a"], 3)
 
 
 @pytest.mark.covers("X10")
 def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
     """The server and the site start again after round 1, another site joins, and the state is saved and loaded."""
-    settings = {"rounds": 4, "sites": 1, **FIRST}
+    world = World(tmp_path, f"{__name__}:ByData", "a", rounds=4, **FIRST)
     for last in (1, 2):
-        with serve(tmp_path, f"{__name__}:ByData", **settings) as server:
-            (site,) = manual_sites(server, tmp_path, "a").values()
-            assert site.next_round() == last
-            assert site.pull()["low"].tolist() == [last - 1.0] * (3 if last > 1 else 0)
-            site.submit(by_data(site, 3))
-            wait_until(lambda last=last: server.status().version == last, "the version")
-            site.close()
-    path = server.save_state(tmp_path / "state.safetensors")
+        with world:
+            world.pull(number=last)
+            assert world.sites["a"].pull()["low"].tolist() == [last - 1.0] * (3 if last > 1 else 0)
+            world.sites["a"].submit(by_data(world.sites["a"], 3))
+            world.wait(last)
+    path = world.server.save_state(tmp_path / "state.safetensors")
     given = {"disk.state_dir": tmp_path / "other", "network.port": 0}
     with atoll.Server.load_state(path, settings=given) as server:
-        (site,) = manual_sites(server, tmp_path, "n").values()
-        assert site.next_round() == 3
-        assert by_data(site, 3).linear.weight.shape == (2, 2)
-        assert site.pull()["low"].tolist() == [2.0] * 3
-        site.close()
+        with ManualSite(server.url, site="n", folder=world.workers) as site:
+            assert site.next_round() == 3
+            assert by_data(site, 3).linear.weight.shape == (2, 2)
+            assert site.pull()["low"].tolist() == [2.0] * 3
     for folder in (tmp_path / "state", tmp_path / "other"):
         assert checked_audit(folder, 50).entries >= 5
         out = tmp_path / "out.safetensors"
@@ -950,8 +898,7 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, streams: bool) -> None:
     """Also for one of two fragments, and while an update is in flight."""
-    fragments = {"K": 2, "tau": 1} if streams else {}
-    settings = {"algorithm": "diloco", "H": 2, "rounds": 2, "sites": 2, **DEFAULT_OUTER_OPTIMIZER, **FIRST, **fragments}
+    settings: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2} | ({"K": 2, "tau": 1} if streams else {})
 
     def build() -> nn.Module:
         return nn.Sequential(ByData(), ByData())
@@ -963,10 +910,9 @@ def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, stream
         optimizer.step()
 
     settings["model.buffers"] = {"*.low": "first", "*.seen": "first"}
-    with serve(tmp_path, build(), **settings) as server:
-        sites = DiLoCoSites(server.url, tmp_path, 12, "ab", build=build, step=step)
-        run_to_end(server, sites)
-    found = exported(tmp_path)
+    world = World(tmp_path, build(), **settings)
+    sites = world.run(steps=12, build=build, step=step)
+    found = world.result
     assert found["0.low"].shape == found["1.low"].shape == (3,)
     assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
 
@@ -1024,7 +970,7 @@ def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
         met.append(model.draws)  # type: ignore[arg-type]
         model.draws = number * (3 if site == "a" else 7)  # type: ignore[assignment]
 
-    found = result(tmp_path, Noisy, train, **{"rounds.total": 2})
+    found = result(tmp_path, Noisy, train, rounds=2)
     assert met == [0, 0, 3, 3]
     assert found["_extra_state"].tolist() == [6]
 
@@ -1062,7 +1008,7 @@ def test_quantisation_aware_training_runs(tmp_path: Path, mode: str, rules: dict
 
     model = prepared()
     build = partial(copy.deepcopy, prepared())  # torch cannot trace two models at once
-    found = result(tmp_path, build, train, **{"rounds.total": 3, "model.buffers": rules})
+    found = result(tmp_path, build, train, **{"rounds": 3, "model.buffers": rules})
     scales = [tensor.shape for name, tensor in found.items() if name.endswith("weight_fake_quant.scale")]
     assert scales == ([(8,), (2,)] if rules else [(1,), (1,)])
     model.load_state_dict(found)

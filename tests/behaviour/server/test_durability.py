@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness.process_figures import memory_files_bytes
 from harness.processes import wait_until
-from kit import FederatedSites, ask_journal, flip_bit, serve
+from kit import ask_journal, flip_bit
 from kit.manual_site import ManualSite
 from kit.models import wide_model
 from kit.servers import PLAIN_DILOCO, plain_server
@@ -186,26 +186,20 @@ def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
 IN_MEMORY: dict[str, Any] = {"disk.in_files": False}
 
 
-def bits_of_a_run(folder: Path, **settings: Any) -> tuple[bytes, list[str]]:
-    """The export, and the digest of every version."""
+@pytest.mark.covers("D12")
+@pytest.mark.parametrize("settings", [{}, IN_MEMORY], ids=["files", "memory"])
+def test_in_memory_no_tensor_is_on_disk(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The bits are the same: tests/behaviour/golden."""
     model = wide_model()
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     gc.collect()  # frees what a server of an earlier test kept in memory
-    with serve(folder, model, codec="bf16", **{"algorithm.outer_optimizer": {"name": "adam"}}, **settings) as server:
+    with World(tmp_path, model, rounds=3, codec="bf16", **settings) as world:
         in_memory = memory_files_bytes(os.getpid())
         assert in_memory >= nbytes if settings else in_memory == 0
-        FederatedSites(server.url, folder, build=wide_model).join()
-        wait_until(lambda: server.finished, "the last commit")
-        digests = [digest for (digest,) in ask_journal(folder, "SELECT digest FROM history ORDER BY seq")]
-        server.run()
-    assert len(digests) == 4
-    return (server.exports / "model.safetensors").read_bytes(), digests
-
-
-@pytest.mark.covers("D8", "D12")
-def test_in_memory_the_bits_are_the_same_and_no_tensor_is_on_disk(tmp_path: Path) -> None:
-    assert bits_of_a_run(tmp_path / "disk") == bits_of_a_run(tmp_path / "memory", **IN_MEMORY)
-    assert list((tmp_path / "memory" / "state" / "slots").iterdir()) == []
+        world.begin(build=wide_model).join()
+        world.server.run()
+    slots = [path for path in (tmp_path / "state" / "slots").iterdir() if path.stat().st_size]
+    assert (slots == []) == bool(settings)
     assert memory_files_bytes(os.getpid()) == 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit import ask_journal, flip_bit
+from kit.models import Weights
 from kit.servers import PLAIN_DILOCO, new_simulation, plain_server
 from kit.sites import logged
 from kit.world import World
@@ -308,12 +309,8 @@ def test_an_asynchronous_step_does_not_wait_for_a_site_that_sits_out(tmp_path: P
         assert world.version == 1
 
 
-class Vector(nn.Module):
-    """One parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(2))
+def vector() -> Weights:
+    return Weights(w=torch.zeros(2))
 
 
 @pytest.mark.parametrize("tau", [0, 1])
@@ -325,11 +322,11 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
     rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
     if tau:
         rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": tau}
-    with plain_server(tmp_path, Vector(), **(PLAIN_DILOCO | rules), sites=2, rounds=2) as server:
+    with plain_server(tmp_path, vector(), **(PLAIN_DILOCO | rules), sites=2, rounds=2) as server:
         models, met = {}, list[float]()
 
         def work(site: str, weight: float, gradient: float) -> None:
-            model = models[site] = Vector()
+            model = models[site] = vector()
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             with atoll.DiLoCo(
                 model, optimizer, server=server.url, site=site, weight=weight, folder=tmp_path / "w"
@@ -358,7 +355,7 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
 def test_a_script_alone_sits_out_its_only_round(caplog: pytest.LogCaptureFixture) -> None:
     """Without a server, nothing is checked or sent, and the model stays."""
     caplog.set_level(logging.INFO)
-    model = Vector()
+    model = vector()
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.load_into(model)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import ask_journal
-from kit.damage import flip_bit
+from kit.damage import damage_head, flip_bit
 from kit.servers import plain_server
 from kit.sites import DiLoCoSites, manual_sites
 from safetensors.torch import load_file, save_file
@@ -255,8 +255,7 @@ def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) ->
             site.submit({"w": site.pull()["w"] + 1})
         wait_until(lambda: server.status().version == 2, "version 2")
         site.close()
-    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions WHERE version = 2")
-    flip_bit(tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors", -1)
+    damage_head(tmp_path)
     with plain_server(tmp_path, **one) as server:
         path = server.save_state(tmp_path / "one.safetensors")
     with loaded(path, tmp_path / "other") as server:

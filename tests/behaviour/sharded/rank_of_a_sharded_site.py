@@ -17,7 +17,7 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from kit.diloco_by_hand import WEIGHTS, inner
+from kit.diloco_specified import WEIGHTS, inner
 from sharded_world import Awkward, build, data
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d

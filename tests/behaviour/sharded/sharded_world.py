@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import Nursery, Process, free_port
-from kit.diloco_by_hand import OUTER, Trace, data_of, inner, local_step, traces_by_hand
+from kit.diloco_specified import OUTER, Trace, data_of, inner, local_step, specified_traces
 from kit.processes import ForkedServer
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ def trained(site: str, steps: int) -> dict[str, Tensor]:
 def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, Trace]:
     """What each site's parameters are after every local step."""
     names = [name for name, _ in build().named_parameters()]
-    return traces_by_hand(build, data, sites, [names], H=sync_every, rounds=rounds)
+    return specified_traces(build, data, sites, [names], H=sync_every, rounds=rounds)
 
 
 SETTINGS: dict[str, Any] = OUTER | {"algorithm": "diloco", "codec": "none", "model.ranks": 2}
@@ -98,8 +98,8 @@ def start_site(
     ]
 
 
-class World(ForkedServer):
-    """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
+class ShardedRun(ForkedServer):
+    """A run, and its sites of ranks; `atoll server` is a process, started again whenever it was killed.
 
     Args:
         lives: failpoints of the server's first start, of its second, …
@@ -112,7 +112,7 @@ class World(ForkedServer):
         super().__init__(nursery, folder, lives, **SETTINGS | {"model.source": "sharded_model:build"} | settings)
         self._started_by = nursery
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> ShardedRun:
         return self
 
     def site(self, site: str, **how: Any) -> list[Process]:

@@ -10,9 +10,20 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 from harness.processes import Nursery, free_port, wait_until
-from kit import ask_journal, flip_bit, serve
+from kit import serve
+from kit.damage import damage_head
 from kit.results import Result
-from sharded_world import SETTINGS, World, build, expected, require_close, require_step, start_site, steps_of, trained
+from sharded_world import (
+    SETTINGS,
+    ShardedRun,
+    build,
+    expected,
+    require_close,
+    require_step,
+    start_site,
+    steps_of,
+    trained,
+)
 
 from atoll.errors import RunFailed, ServerUnreachable, StoreError
 from atoll.testing.run import status
@@ -25,9 +36,9 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
     """Rank 0 joins again, and the others go on under its new lease; every number is what it would have been."""
     lives = ("part.received=kill@7", "accept.before=kill@2", "accept.after=kill", "head.after=kill")
     lives += ("part.recorded=kill@3",)
-    with World(nursery, tmp_path, lives, H=2, rounds=3, sites=2) as world:
-        world.ended(world.site("a"), world.site("b"))
-        assert world.process.deaths == len(lives), "a failpoint did not fire"
+    with ShardedRun(nursery, tmp_path, lives, H=2, rounds=3, sites=2) as served:
+        served.ended(served.site("a"), served.site("b"))
+        assert served.process.deaths == len(lives), "a failpoint did not fire"
     require_close(tmp_path, expected("ab", sync_every=2, rounds=3))
     assert Result(tmp_path).counted() == [(site, number) for site in "ab" for number in (1, 2, 3)]
 
@@ -35,14 +46,14 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
     """The other one ends and says why; started again, the worker goes on, and each update counts once."""
-    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
+    with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         points = ["", ""]
         points[rank] = "worker.acknowledged=kill@2"
-        ranks = world.site("a", failpoints=(points[0], points[1]))
+        ranks = served.site("a", failpoints=(points[0], points[1]))
         assert ranks[rank].wait(60) == -signal.SIGKILL
         assert ranks[1 - rank].wait(60) == RunFailed.exit_code
         assert "Another rank of this worker ended" in ranks[1 - rank].output()
-        world.ended(world.site("a"))
+        served.ended(served.site("a"))
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2), ("a", 3)]
 
 
@@ -50,12 +61,12 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
 def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nursery: Nursery, tmp_path: Path) -> None:
     """Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said."""
     right = expected("a", sync_every=2, rounds=2)["a"]
-    with World(nursery, tmp_path, H=2, rounds=2, sites=1) as world:
-        ranks = world.site("a", failpoints=("", "outbox.sealed=kill@2"))
+    with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1) as served:
+        ranks = served.site("a", failpoints=("", "outbox.sealed=kill@2"))
         assert ranks[1].wait(60) == -signal.SIGKILL
         assert ranks[0].wait(60) == RunFailed.exit_code
-        again = world.site("a")
-        world.ended(again)
+        again = served.site("a")
+        served.ended(again)
         assert "the server accepted the update of round 2 that an earlier process left" in again[0].output()
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2)]
     final = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
@@ -64,26 +75,28 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
 
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
-def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_groups_timeout(
-    nursery: Nursery, tmp_path: Path, sharded: str
-) -> None:
-    """Site b is held up for twice the 2 s after which a rank gives another one up."""
+def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
+    """It takes longer than the timeout of the process group.
+
+    Site b is held up for twice the 2 s after which a rank gives another one up.
+    """
     go = tmp_path / "go"
-    with World(nursery, tmp_path, H=2, rounds=1, sites=2) as world:
-        b = world.site("b", ranks=1, sharded="", held={"1": str(go)})
-        a = world.site("a", sharded=sharded, patience_s=2.0)
-        wait_until(lambda: waits(world.url) > 4.5, "a long wait for b", 60)
+    with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=2) as served:
+        b = served.site("b", ranks=1, sharded="", held={"1": str(go)})
+        a = served.site("a", sharded=sharded, patience_s=2.0)
+        wait_until(lambda: waits(served.url) > 4.5, "a long wait for b", 60)
         go.touch()
-        world.ended(a, b)
+        served.ended(a, b)
     if sharded:
         require_close(tmp_path, {"a": expected("ab", sync_every=2, rounds=1)["a"]})
 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
-def test_ranks_have_patience_with_a_server_that_starts_later_than_the_process_groups_timeout(
-    nursery: Nursery, tmp_path: Path, sharded: str
-) -> None:
-    """The server starts only after three times the 2 s after which a rank gives another one up."""
+def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
+    """It comes later than the timeout of the process group.
+
+    The server starts only after three times the 2 s after which a rank gives another one up.
+    """
     port = free_port()
     options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
@@ -104,18 +117,19 @@ def waits(url: str) -> float:
 
 
 @pytest.mark.covers("F5")
-def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None:
+    """They were stopped until the old one had ended."""
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
-    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as world:
-        ranks = world.site("a", held={"1": str(go)})
+    with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as served:
+        ranks = served.site("a", held={"1": str(go)})
         wait_until(lambda: all((tmp_path / f"go.awaited-{rank}").exists() for rank in (0, 1)), "round one", 60)
         for rank in ranks:
             rank.send(signal.SIGSTOP)
-        wait_until(lambda: status(world.url).workers[0].state == "dead", "the end of the lease", 60)
+        wait_until(lambda: status(served.url).workers[0].state == "dead", "the end of the lease", 60)
         for rank in ranks:
             rank.send(signal.SIGCONT)
         go.touch()
-        world.ended(ranks)
+        served.ended(ranks)
     assert "the server no longer knows this worker; joining again" in ranks[0].output()
     require_close(tmp_path, expected("a", sync_every=2, rounds=2))
 
@@ -145,8 +159,7 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
         wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
         (tmp_path / "one").touch()
         held("two")
-    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
-    flip_bit(tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors", -1)
+    damage_head(tmp_path)
     with serve(tmp_path, build(), **options) as server:
         assert server.status().fragments[0].version == 1
         (tmp_path / "two").touch()
@@ -159,8 +172,8 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
 
 @pytest.mark.covers("X3")
 def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
-        ranks = world.site("a", failpoints=("", "worker.write=enospc@4"))
+    with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
+        ranks = served.site("a", failpoints=("", "worker.write=enospc@4"))
         for rank in ranks:
             assert rank.wait(60) == StoreError.exit_code
         assert "rank-1-of-2" in ranks[0].output()
@@ -172,9 +185,9 @@ def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: P
 @pytest.mark.covers("X3")
 def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: Path) -> None:
     """The rows of the last rank become NaN in the second round; both ranks go back to the global model and go on."""
-    with World(nursery, tmp_path, H=2, rounds=3, sites=1) as world:
-        ranks = world.site("a", poison=3)
-        world.ended(ranks)
+    with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
+        ranks = served.site("a", poison=3)
+        served.ended(ranks)
     assert "wide.weight" in ranks[0].output()
     assert "update refused: steps since version 1 are lost" in ranks[0].output()
     for rank in (0, 1):
@@ -185,24 +198,24 @@ def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("L25")
-def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nursery: Nursery, tmp_path: Path) -> None:
+def test_carries_local_steps_over_to_a_missed_version(nursery: Nursery, tmp_path: Path) -> None:
     """Site b is held up for a round; the outer step is plain, so b's update moves the head by what b has trained.
 
     θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).
     """
     ways = PLAIN_OUTER | {"rounds.quorum": 1, "rounds.deadline_s": 0.2}
-    with World(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as world:
+    with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as served:
         first, go, stay = (tmp_path / name for name in ("first", "go", "stay"))
-        a = world.site("a", ranks=1, sharded="", held={"1": str(first), "2": str(stay)})
+        a = served.site("a", ranks=1, sharded="", held={"1": str(first), "2": str(stay)})
         wait_until(Path(f"{first}.awaited-0").exists, "a in the run, which opens the round when b joins", 60)
-        b = world.site("b", held={"1": str(go)})
+        b = served.site("b", held={"1": str(go)})
         wait_until(Path(f"{go}.awaited-0").exists, "b, which has its ticket of round 1", 60)
         first.touch()
-        wait_until(lambda: is_at(world.url, 1), "a round without b", 60)
+        wait_until(lambda: is_at(served.url, 1), "a round without b", 60)
         go.touch()
         assert b[0].wait(60) == 0, b[0].output()
         stay.touch()
-        world.ended(a, b)
+        served.ended(a, b)
     assert "the local steps were added to it" in b[0].output()
     start, one, two = (trained(*local) for local in (("a", 0), ("a", 2), ("b", 4)))
     right = {name: one[name] + (two[name] - start[name]) for name in start}
@@ -216,12 +229,12 @@ def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp
     would show.
     """
     back = tmp_path / "back"
-    with World(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as world:
-        ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
-        wait_until(lambda: world.process.deaths == 1, "the server's death", 60)
-        wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
+    with ShardedRun(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as served:
+        ranks = served.site("a", max_sync_retries=0, held={"3": str(back)})
+        wait_until(lambda: served.process.deaths == 1, "the server's death", 60)
+        wait_until(lambda: is_at(served.url, 1), "the server's return", 60)
         back.touch()
-        world.ended(ranks)
+        served.ended(ranks)
     assert "synchronisation at step 2 skipped" in ranks[0].output()
     assert "the server had accepted the update of round 1" in ranks[0].output()
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2)]

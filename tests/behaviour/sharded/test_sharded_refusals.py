@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit.servers import new_server
-from sharded_world import World
+from sharded_world import ShardedRun
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -40,8 +40,8 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
     run: dict[str, Any] = {"H": 2, "model.ranks": 4 if ranks == 4 else 2}
     if how.get("otherwise") == "join":  # a loop over rounds, which a DiLoCo run refuses whatever the model
         run = {"algorithm.name": "fedavg"}
-    with World(nursery, tmp_path, rounds=1, sites=1, **run) as world:
-        for each in world.site("a", ranks=ranks, **how):
+    with ShardedRun(nursery, tmp_path, rounds=1, sites=1, **run) as served:
+        for each in served.site("a", ranks=ranks, **how):
             assert each.wait(60) == UsageError.exit_code
             assert what in " ".join(each.output().split()), each.output()
 

@@ -9,7 +9,7 @@ import safetensors.torch
 from harness.processes import Nursery
 from kit.processes import export
 from kit.servers import plain_server
-from sharded_world import World, build, expected, require_close, rows, share, steps_of, told
+from sharded_world import ShardedRun, build, expected, require_close, rows, share, steps_of, told
 
 
 def base_bytes(folder: Path, site: str = "a") -> int:
@@ -33,8 +33,8 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
     = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer: its row is rank
     0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
     """
-    with World(nursery, tmp_path, H=3, rounds=3, sites=2) as world:
-        world.ended(world.site("a"), world.site("b"))
+    with ShardedRun(nursery, tmp_path, H=3, rounds=3, sites=2) as served:
+        served.ended(served.site("a"), served.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
     for site in "ab":
         ranks = [told(tmp_path, site, rank) for rank in (0, 1)]
@@ -50,14 +50,17 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 
 @pytest.mark.covers("D4", "P4")
-def test_each_run_may_have_other_ranks_and_keeps_no_files_of_earlier_ones(nursery: Nursery, tmp_path: Path) -> None:
-    """Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole."""
+def test_each_run_may_have_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """No files of earlier ranks stay.
+
+    Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole.
+    """
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
     home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
     for ranks in (1, 3, 2):
         run = {"disk.state_dir": f"state-{ranks}", "model.ranks": max(2, ranks)}
-        with World(nursery, tmp_path, H=2, rounds=1, sites=1, **run) as world:
-            world.ended(world.site("a", ranks=ranks))
+        with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=1, **run) as served:
+            served.ended(served.site("a", ranks=ranks))
         require_close(tmp_path, right, ranks=ranks)
         if ranks > 1:
             assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-{ranks}" for rank in range(ranks)}
@@ -66,16 +69,16 @@ def test_each_run_may_have_other_ranks_and_keeps_no_files_of_earlier_ones(nurser
 @pytest.mark.covers("P4")
 def test_all_ranks_of_a_site_sit_out_with_weight_0(nursery: Nursery, tmp_path: Path) -> None:
     """Site b sends no tensor, and both sites train on from what a alone has made."""
-    with World(nursery, tmp_path, H=3, rounds=2, sites=2) as world:
-        world.ended(world.site("a"), world.site("b", weight=0))
+    with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
+        served.ended(served.site("a"), served.site("b", weight=0))
     require_close(tmp_path, expected("a", sync_every=3, rounds=2))
     assert [told(tmp_path, "b", rank)["bytes_up"] for rank in (0, 1)] == [0, 0]
 
 
 def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
     right = expected("ab", sync_every=3, rounds=2)
-    with World(nursery, tmp_path, H=3, rounds=2, sites=2) as world:
-        world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
+    with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
+        served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
     require_close(tmp_path, {"a": right["a"]})
     require_close(tmp_path, {"b": right["b"]}, ranks=1)
     assert told(tmp_path, "b", 0)["bytes_down"] == 3 * base_bytes(tmp_path, "b")
@@ -85,17 +88,19 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 @pytest.mark.covers("L3", "L5", "F9")
 def test_an_asynchronous_run_of_one_worker_is_the_synchronous_one(nursery: Nursery, tmp_path: Path) -> None:
     """Every update is applied to the version that it was formed against; also where the server is killed behind one."""
-    with World(nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}) as world:
-        world.ended(world.site("a"))
-        assert world.process.deaths == 1
+    with ShardedRun(
+        nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}
+    ) as served:
+        served.ended(served.site("a"))
+        assert served.process.deaths == 1
     require_close(tmp_path, expected("a", sync_every=2, rounds=3))
 
 
 @pytest.mark.covers("L5")
 def test_sharded_and_whole_workers_of_an_asynchronous_run_end_with_its_model(nursery: Nursery, tmp_path: Path) -> None:
     """They overtake each other as they like; the run is over after eight updates, and both have what came of them."""
-    with World(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as world:
-        world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
+    with ShardedRun(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as served:
+        served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
     for site, ranks in (("a", 2), ("b", 1)):
         (last,) = {told(tmp_path, site, rank)["step"] - 1 for rank in range(ranks)}
@@ -110,8 +115,8 @@ def test_sharded_and_whole_workers_of_an_asynchronous_run_end_with_its_model(nur
 def test_each_rank_keeps_and_receives_its_own_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
     """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
     down = {"aggregation.download_codec.name": "int8"}
-    with World(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as world:
-        world.ended(world.site("a"))
+    with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as served:
+        served.ended(served.site("a"))
     # the first version comes whole; of fp64, the others as an eighth and scales
     times = sum(told(tmp_path, "a", rank)["bytes_down"] for rank in (0, 1)) / base_bytes(tmp_path)
     assert 1 + 3 / 8 < times < 1 + 3 / 6
@@ -136,8 +141,8 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
     (tmp_path / "mine.py").write_text(MEAN)
     right = expected("ab", sync_every=2, rounds=2)
     aggregator = str(tmp_path / "mine.py") + ":mean"
-    with World(nursery, tmp_path, H=2, rounds=2, sites=2, **{"aggregation.aggregator.path": aggregator}) as world:
-        world.ended(world.site("a"), world.site("b"))
+    with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=2, **{"aggregation.aggregator.path": aggregator}) as served:
+        served.ended(served.site("a"), served.site("b"))
     require_close(tmp_path, right)
     assert export(nursery, tmp_path / "out.safetensors", "--dir", "state") == 2
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")

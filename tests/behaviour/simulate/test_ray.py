@@ -43,7 +43,7 @@ def ray_here(ray: Any) -> Iterator[Any]:
 @pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts Ray
-def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
+def test_another_actor_trains_what_a_killed_one_had(
     ray_here: Any,
     tmp_path: Path,
     undisturbed: bytes,
@@ -141,9 +141,10 @@ def _listens(port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("V1")
-def test_a_cluster_that_runs_comes_to_the_same_bits_and_is_left_running(
+def test_a_running_cluster_comes_to_the_same_bits(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
 ) -> None:
+    """It is left running."""
     flags = (*FOUR, "--address", cluster, "--json")
     done = told(simulate(nursery, write(tmp_path, **RULES), *flags, RAY_AUTH_MODE="token"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -159,9 +160,7 @@ def test_a_ray_that_does_not_answer_is_exit_code_5(ray: Any, nursery: Nursery, t
 
 
 @pytest.mark.covers("V5")
-def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_how_to_install_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     how = r"not installed here\. Install it with pip install 'atoll\[ray\]'"
     with pytest.raises(ConfigError, match=how) as refused:

@@ -49,10 +49,9 @@ TWO = ("--set", "rounds.sites=4", "--processes", "2")
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm.name": "fedavg"},
-    "fedadam": {"algorithm.name": "fedadam"},
     "scaffold": {"algorithm.name": "scaffold", "network.part_bytes": 65536},  # several parts
-    "int8": {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"},
 }
+"""Others are compared in one process: tests/behaviour/golden."""
 SAMPLED = {"algorithm.name": "scaffold", "rounds.sample_fraction": 0.5, "rounds.sample_min": 2}
 
 
@@ -69,9 +68,7 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
 
 
 @pytest.mark.covers("V1")
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.long) if each in ("fedadam", "int8") else each for each in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_simulation_ends_with_the_bits_of_real_workers(
     nursery: Nursery, tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -92,9 +89,10 @@ def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_p
 # -- processes
 
 
-def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
+def test_a_sampled_round_has_as_many_sites_as_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
 ) -> None:
+    """It counts as any other round."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[Any] = []
     done = run(tmp_path, client, sites=9, **{"rounds.sample_fraction": 1 / 3}, processes=2, on_round=seen.append)
@@ -109,10 +107,8 @@ def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
 
 
 @pytest.mark.covers("V2", "V3")
-def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_nothing_running(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Whose processes start others of their own, and print."""
+def test_simulate_passes_arguments_and_prints_only_json(nursery: Nursery, tmp_path: Path) -> None:
+    """The client's processes start others of their own, and print; none is left running."""
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
     write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 2})
@@ -242,9 +238,8 @@ def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tm
 
 
 @pytest.mark.covers("V2")
-def test_a_process_that_is_killed_is_replaced_and_its_simulated_site_trained_again(
-    nursery: Nursery, tmp_path: Path, undisturbed: bytes
-) -> None:
+def test_replaces_a_killed_process_of_a_simulation(nursery: Nursery, tmp_path: Path, undisturbed: bytes) -> None:
+    """Its simulated site is trained again."""
     said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **RULES), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}

@@ -97,7 +97,8 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
     assert len(joined) == 30  # those of the three transactions that had begun
 
 
-def test_a_client_that_begins_a_simulation_when_it_is_imported_is_told_how_not_to(tmp_path: Path) -> None:
+def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
+    """With the remedy."""
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
         "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
@@ -231,9 +232,10 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 
 
 @pytest.mark.covers("V2", "X3")
-def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
+def test_a_round_that_cannot_close_ends_with_9(
     tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The simulation goes on once the cause is mended."""
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     lacks = r"waits for another site: only 2 of 3 updates accepted or expected \(rounds.min_sites\)"
@@ -287,7 +289,7 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 
 @pytest.mark.covers("S2", "V2")
-def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
+def test_a_restored_simulation_comes_to_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
     """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
     ahead_of_journal(tmp_path, RULES, by=1)
     assert result_of(tmp_path, **RULES) == undisturbed
@@ -354,10 +356,11 @@ def test_a_residual_that_is_two_rounds_ahead_is_set_to_zero(tmp_path: Path, capl
 
 
 @pytest.mark.covers("F25")
-def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
-    tmp_path: Path, undisturbed: bytes
-) -> None:
-    """No site is dropped for it: without its control a site would be lost for the rest of the run."""
+def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: bytes) -> None:
+    """The full disk ends it; a new start with free space goes on.
+
+    No site is dropped for it: without its control a site would be lost for the rest of the run.
+    """
     full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
     with failpoints("worker.write=enospc@90"), full_disk as error:
         simulation(tmp_path, **RULES).run()

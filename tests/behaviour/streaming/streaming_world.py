@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit import diloco_by_hand
-from kit.diloco_by_hand import OUTER, WEIGHTS, Trace, data_of, inner, traces_by_hand
+from kit import diloco_specified
+from kit.diloco_specified import OUTER, WEIGHTS, Trace, data_of, inner, specified_traces
 from kit.servers import long, plain_server
 from kit.sites import DiLoCoSites, diloco
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def data(site: str) -> tuple[Tensor, Tensor]:
 
 
 def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str) -> None:
-    diloco_by_hand.local_step(model, optimizer, data(site))
+    diloco_specified.local_step(model, optimizer, data(site))
 
 
 def names_of(fragments: int) -> list[list[str]]:
@@ -44,7 +44,7 @@ def names_of(fragments: int) -> list[list[str]]:
 def expected(sites: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Trace]:
     """What each site's parameters are after every local step; `settings` are K, H, tau, alpha and rounds."""
     ways = {key: settings[key] for key in ("H", "tau", "alpha", "rounds")}
-    return traces_by_hand(build, data, sites, names_of(settings["K"]), **ways)
+    return specified_traces(build, data, sites, names_of(settings["K"]), **ways)
 
 
 def new_server(folder: Path, model: nn.Module | None = None, **options: Any) -> atoll.Server:

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
-from kit import Gate, ask_journal, diloco, flip_bit, run_to_end
+from kit import Gate, ask_journal, diloco, run_to_end
+from kit.damage import damage_head
 from kit.processes import command, export
 from kit.results import saved_model
 from streaming_world import (
@@ -229,7 +230,8 @@ def stopped_after(
 
 
 @pytest.mark.covers("L8", "L11")
-def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
+def test_a_restart_goes_on_within_a_cycle_of_fragments(tmp_path: Path) -> None:
+    """The division into fragments is saved."""
     options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
     right = expected(["a", "b"], options)
     # after seven steps, fragments 0 and 1 of the first cycle are merged
@@ -327,8 +329,7 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(
     right = expected(["a", "b"], options)
     # after five steps, fragment 1 has just been merged, its second version is not yet begun
     options, workers, gate = stopped_after(tmp_path, 5, options, [1, 1])
-    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions WHERE fragment = 1 AND version = 1")
-    flip_bit(tmp_path / f"state/slots/version-1-{slot}.safetensors", -1)
+    damage_head(tmp_path, fragment=1)
     with new_server(tmp_path, **options) as server:
         assert versions(server) == [1, 0]
         assert "Version 1 of fragment 1 was lost; the run continues from version 0" in caplog.text

@@ -207,8 +207,11 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
 
 
 @pytest.mark.covers("L18")
-def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
-    """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""
+def test_dylu_steps_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
+    """Those of a slow site.
+
+    A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement.
+    """
     server = new_server(
         tmp_path,
         K=2,

@@ -27,10 +27,13 @@ from atoll import TensorRef
     [((("abc", 2), ("abcd", 4)), 1.0, [3, 3, 4, 4], [3, 3, 4, 4]), ((("abcd", 3),), 0.5, [4] * 3, [2] * 3)],
     ids=["grown", "sampled"],
 )
-def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
+def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters."""
+    """The bits are those of a server.
+
+    SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters.
+    """
     found = []
     for place in ("swarm", "server"):
         common = PLAIN | {"algorithm.name": "scaffold", "rounds.sample_fraction": sample}
@@ -116,9 +119,8 @@ def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> N
     ],
     ids=["weighed-by-staleness", "delayed-nesterov"],
 )
-def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_an_asynchronous_swarm_has_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The updates come in the same order."""
     run = {"kind": InTurn, "async.sync_rounds_first": 1, "rounds.total": 1 + len(ORDER)} | settings
     ours, sites = left_by_steps(tmp_path / "swarm", **run)
     theirs, _ = left_by_steps(tmp_path / "server", **run, **{"swarm.enabled": False})
@@ -286,7 +288,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_again(
+def test_asks_the_next_holder_for_a_dropped_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
     """A worker that holds a version may let go of it, or end, between two questions: no round ends with that."""
@@ -308,10 +310,12 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
 
 
 @pytest.mark.covers("P10")
-def test_answers_that_were_overtaken_are_not_followed_and_those_of_a_restarted_server_count_from_the_first(
+def test_a_worker_ignores_answers_that_newer_ones_overtook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
+    """The answers of a restarted server count from the first one.
+
+    A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
 
     Its first three answers are those of an earlier server, which had given many.
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import Nursery, wait_until
+from harness.processes import wait_until
+from harness.proxy import Proxy
+from kit.lying_server import LyingServer, in_place_of
 from kit.models import wide_model
-from kit.peers import Connection, Peer, Request
-from kit.processes import ForkedSite
-from kit.requests import get, post, send
+from kit.peers import Peer
+from kit.requests import post
 from kit.swarm_peers import peer_server
 from kit.wire import WireSite
 from swarm_world import left_by, serve_swarm
@@ -24,123 +26,19 @@ from swarm_world import left_by, serve_swarm
 import atoll
 from atoll import functional
 from atoll.errors import ConfigError
+from atoll.protocol.routes import SWARM_PLAN
 from atoll.tensors.reference import TensorRef
-
-SITE = """
-import os, sys, urllib.request
-
-events = []
-WATCHED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "socket.connect")
-
-
-def hook(event, args):
-    if event in WATCHED or "planted" in repr(args)[:2000] and event in ("import", "open", "exec", "compile"):
-        events.append(f"{event} {args!r}")
-
-
-import atoll
-
-sys.addaudithook(hook)
-for number in range(int(os.environ["TIMES"])):
-    urllib.request.urlopen(os.environ["ATOLL_SERVER"] + "/next").read()
-    try:
-        with atoll.join(swarm=os.environ["SWARM"] == "1"):
-            print("JOINED", flush=True)
-    except atoll.AtollError as error:
-        print(f"{type(error).__name__}: {error}".replace(chr(10), " "), flush=True)
-server = int(os.environ["ATOLL_SERVER"].rpartition(":")[2])
-print("EVENTS", [each for each in events if f"('127.0.0.1', {server})" not in each], flush=True)
-"""
-PLANTED = "from pathlib import Path\nPath(__file__).with_name('code-has-run').touch()\nclass C: pass\n"
-
-
-class HostileServer:
-    """Answers what a real server of a swarm would, apart from its plan: another one after each request for /next.
-
-    Attributes:
-        told: numbers of the plans that were asked for.
-    """
-
-    def __init__(self, url: str, plans: list[Any]) -> None:
-        self._honest = {path: get(url, path)[1] for path in ("/v1/run", "/v1/schema")}
-        self._plans, self._now, self.told = plans, -1, set[int]()
-
-    def answer(self, connection: Connection, request: Request) -> None:
-        if request.path == "/next":
-            self._now += 1
-            connection.answer(200, b"{}")
-        elif request.path == "/v1/swarm/plan":
-            self.told.add(self._now)
-            connection.answer(200, json.dumps(self._plans[self._now]).encode())
-        elif request.path in self._honest:
-            connection.answer(200, json.dumps(self._honest[request.path]).encode())
-        else:
-            connection.answer(404, b"{}")
-
-
-def taken_apart(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Each value in a message, and where it is."""
-    yield at, value
-    for key, each in value.items() if isinstance(value, dict) else ():
-        yield from taken_apart(each, (*at, key))
-
-
-def with_value(message: Any, at: tuple[Any, ...], value: Any) -> Any:
-    return {**message, at[0]: with_value(message.get(at[0], {}), at[1:], value)} if at else value
-
-
-@pytest.mark.slow
-@pytest.mark.covers("X8")
-@pytest.mark.parametrize("swarm", [False, True], ids=["plain", "swarm"])
-def test_no_plan_of_a_server_runs_code_at_a_site(nursery: Nursery, tmp_path: Path, swarm: bool) -> None:
-    """Every value of the plan is a path to code once, and settings are sent in place of the plan."""
-    (tmp_path / "planted.py").write_text(PLANTED)
-    command = {"path": "subprocess:getoutput", "cmd": f"touch {tmp_path / 'code-has-run'}"}
-    hostile = [
-        "planted:C",
-        f"{tmp_path}/planted.py:C",
-        "../planted.py:C",
-        "http://127.0.0.1:1/planted",
-        "os:system",
-        command,
-    ]
-    with serve_swarm(tmp_path) as server:
-        status, plan = get(server.url, "/v1/swarm/plan")
-        assert status == 200
-        plans: list[Any] = [
-            {"settings": {"swarm": {"enabled": False}, "aggregation": {"reducer": command}}},
-            {"settings": {"algorithm": {"path": "planted:C"}, "swarm": {"enabled": False}}},
-            plan | {"settings": {"aggregation": {"reducer": command}}},
-        ]
-        plans += [with_value(plan, at, each) for at, _ in taken_apart(plan) for each in hostile if at]
-        plans += [plan | {"reducer": {"name": "mean", "options": {"path": each, "cmd": "x"}}} for each in hostile[:2]]
-        hostile_server = HostileServer(server.url, plans)
-        with Peer.answering(hostile_server.answer) as liar:
-            site = ForkedSite(nursery, tmp_path, liar.url, "a", SITE)
-            variables = {"ATOLL_GIVE_UP_S": "0.01", "PYTHONPATH": str(tmp_path)}  # no pause before the one retry
-            process = site.start(TIMES=str(len(plans)), SWARM=str(int(swarm)), **variables)
-            assert process.wait(100) == 0, process.output()
-    said = process.output()
-    assert len(hostile_server.told) == (len(plans) if swarm else 0)
-    assert len(plans) > 50
-    assert "EVENTS []" in said, said
-    assert not (tmp_path / "code-has-run").exists()
-    assert "JOINED" not in said
-    ends = [line for line in said.splitlines() if line.startswith(("ConfigError: ", "VersionSkew: "))]
-    assert len(ends) == len(plans), said
-    if not swarm:
-        assert all("is a swarm: other sites connect to this one and this site connects to them" in end for end in ends)
 
 
 @pytest.mark.covers("X8", "P10")
-def test_a_site_takes_part_in_a_swarm_only_if_its_own_side_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_joins_a_swarm_only_by_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an argument or a variable at the site itself. The others have not even asked what they would do there."""
+
     def join(**options: Any) -> None:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w", **options):
+        with atoll.join(proxy.url, site="a", folder=tmp_path / "w", **options):
             pass
 
-    with serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.2}) as server:
+    with serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.2}) as server, Proxy(server.port) as proxy:
         refused: list[dict[str, str]] = [{}, {"ATOLL_SWARM": "0", "ATOLL_PEER_PORT": "0"}, {"ATOLL_PEER_INSECURE": "0"}]
         for variables in refused:
             with monkeypatch.context() as patch:
@@ -154,6 +52,7 @@ def test_a_site_takes_part_in_a_swarm_only_if_its_own_side_says_so(
             with pytest.raises(ConfigError, match=r"while ATOLL_SWARM is not 0"):
                 join(swarm=True)  # the site's user has the last word
         assert server.status().workers == []
+        assert proxy.count(SWARM_PLAN) == 0
         for variables in ({"ATOLL_SWARM": "1"}, {"ATOLL_PEER_PORT": "0"}):
             with monkeypatch.context() as patch:
                 for name, value in variables.items():
@@ -161,6 +60,7 @@ def test_a_site_takes_part_in_a_swarm_only_if_its_own_side_says_so(
                 join()
         join(swarm=True)
         assert [worker.site for worker in server.status().workers] == ["a"]
+        assert proxy.count(SWARM_PLAN) == 3
         monkeypatch.setenv("ATOLL_SWARM", "Maybe")
         with pytest.raises(ConfigError, match=r"ATOLL_SWARM is 'Maybe'\. Set it to 1"):
             join(swarm=True)
@@ -190,7 +90,7 @@ def test_no_other_way_in_joins_a_swarm_unasked(
 
 
 @pytest.mark.covers("X8", "P10", "X3")
-def test_an_address_that_is_not_the_sites_own_is_told_to_no_other_site(tmp_path: Path) -> None:
+def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
     """A site says that it is at the port of another program, of another site, of a cloud's secrets, and nowhere."""
     with (
         serve_swarm(tmp_path) as server,
@@ -276,24 +176,16 @@ def orders(address: str) -> list[Any]:
 @pytest.mark.covers("X9", "P10")
 def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No order ends in a traceback, and what a line says of orders that do not fit is said once."""
-    said, address = list[Any](), list[str]()
+    said = list[Any]()
 
-    def answer(connection: Connection, request: Request) -> None:
-        body = connection.body(request) if "content-length" in request.headers else None
-        if request.path == "/v1/swarm":
-            address[:] = address or [TensorRef.parse(json.loads(body or b"")["peer"]).server]
-            known = orders(address[0])
-            work = known[min(len(said), len(known) - 1)]
-            said.append(work)
-            connection.answer(200, work if isinstance(work, bytes) else json.dumps(work).encode())
-        else:
-            lease = request.headers.get("atoll-lease", "")
-            status, reply = send(server.url, request.method, request.path, body, lease)
-            connection.answer(status, json.dumps(reply).encode())
+    def next_orders() -> Any:
+        known = orders(TensorRef.parse(json.loads(liar.bodies["/v1/swarm"])["peer"]).server)
+        said.append(known[min(len(said), len(known) - 1)])
+        return said[-1]
 
     with (
         serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.5}) as server,
-        Peer.answering(answer) as liar,
+        LyingServer(server.url, in_place_of("/v1/swarm", next_orders)) as liar,
         caplog.at_level(logging.INFO, "atoll"),
     ):
         with atoll.join(liar.url, site="a", folder=tmp_path / "w", swarm=True):
@@ -307,24 +199,21 @@ def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.covers("X9", "P10")
-def test_a_server_with_ever_new_orders_at_once_is_not_asked_all_the_time(tmp_path: Path) -> None:
+def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
     """The stamp of the orders is another one each time, and there is nothing to do."""
-    said = 0
+    stamps = itertools.count(1)
 
-    def answer(connection: Connection, request: Request) -> None:
-        nonlocal said
-        body = connection.body(request) if "content-length" in request.headers else None
-        if request.path == "/v1/swarm":
-            said += 1
-            connection.answer(200, json.dumps({"stamp": said, "order": said}).encode())
-        else:
-            status, reply = send(server.url, request.method, request.path, body, request.headers.get("atoll-lease", ""))
-            connection.answer(status, json.dumps(reply).encode())
+    def next_orders() -> dict[str, int]:
+        stamp = next(stamps)
+        return {"stamp": stamp, "order": stamp}
 
-    with serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.5}) as server, Peer.answering(answer) as liar:
+    with (
+        serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.5}) as server,
+        LyingServer(server.url, in_place_of("/v1/swarm", next_orders)) as liar,
+    ):
         with atoll.join(liar.url, site="a", folder=tmp_path / "w", swarm=True):
             liar.ended.wait(2.0)
-    assert 2 <= said < 15
+    assert 2 <= next(stamps) - 1 < 15
 
 
 @pytest.mark.covers("P10", "X3")

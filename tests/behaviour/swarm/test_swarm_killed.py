@@ -162,10 +162,13 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
 
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize("stopped", ["aggregator", "checker"])
-def test_a_stopped_worker_is_replaced_and_does_no_harm_when_it_goes_on(
+def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    """While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too."""
+    """It does no harm when it goes on.
+
+    While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too.
+    """
     caplog.set_level("INFO", "atoll.server")
     paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}
     lease_s = 4.0 if stopped == "aggregator" else 60.0
@@ -370,7 +373,8 @@ Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES, swarm=
 
 
 @pytest.mark.covers("P10", "D10")
-def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """The same updates count."""
     found = []
     for lives in ((), ("accept.after=kill@2", "head.before=kill")):
         (folder := tmp_path / str(len(lives))).mkdir()
@@ -385,10 +389,11 @@ def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nurs
 
 
 @pytest.mark.covers("P10", "D10", "L4")
-def test_streamed_fragments_come_to_the_same_end_everywhere_though_aggregator_and_server_are_killed(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew."""
+def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) -> None:
+    """Of an aggregator and of the server: all sites end with the same model.
+
+    Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew.
+    """
     lives = ("accept.after=kill@2", "head.before=kill")
     with (
         ServerProcess(nursery, tmp_path, lives, **DILOCO | STREAMING | {"swarm.aggregators": ["a"]}) as server,

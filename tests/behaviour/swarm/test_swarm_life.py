@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from harness.processes import Nursery, wait_until
 from kit import Gate, Threads, copy_folder, flip_bit, run_to_end, tensors_digest
+from kit.folders import put_back
 from kit.models import wide_model
 from kit.processes import command, export
 from kit.results import Result, of_sites
@@ -69,10 +69,10 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
 
 
 @pytest.mark.covers("P10")
-def test_updates_that_hold_nan_or_are_too_large_are_refused_by_name_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The site that collects them looks. In round 1 site a has NaN.
+def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An update has NaN or is too large. The other sites go on.
+
+    The site that collects them looks. In round 1 site a has NaN.
 
     Of so many steps with gradients of norm √83,488: 0.05 · √83,488 · √steps is 14.4 for c, 20.4 for a, 25.0 for b.
     """
@@ -332,8 +332,7 @@ def test_a_restored_swarm_says_which_version_its_workers_lack(
     rounds_to(2)
     backup = copy_folder(tmp_path / "state", tmp_path / "backup")
     rounds_to(7)
-    shutil.rmtree(tmp_path / "state")
-    copy_folder(backup, tmp_path / "state")
+    put_back(backup, tmp_path / "state")
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
     lost = (  # said once all three have joined; before, the warning tells the operator to start them
         r"no connected worker has version \d, and \w and \w have lost it: export an older version.*"
@@ -361,8 +360,7 @@ def test_a_scaffold_swarm_goes_on_after_its_server_was_restored(tmp_path: Path) 
     begun = rounds_to(2)
     backup = copy_folder(tmp_path / "state", tmp_path / "backup")
     assert rounds_to(5) >= begun + 2
-    shutil.rmtree(tmp_path / "state")
-    copy_folder(backup, tmp_path / "state")
+    put_back(backup, tmp_path / "state")
     with serve_swarm(tmp_path, **settings) as server:
         sites = Sites(server.url, tmp_path)
         run_to_end(server, sites)

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from kit import exported
 from kit.corrections import Scaffold, fedprox
-from kit.servers import PLAIN_DILOCO, plain_server
-from kit.sites import train_diloco_alone
+from kit.optimizers import InState, Masters
+from kit.servers import PLAIN_DILOCO
+from kit.world import World
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-import atoll
 from atoll.algorithms.copies_in_optimizers import SAMPLED_ELEMENTS, SAMPLED_TENSORS, Sample, Weights
 
+HALF = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
 MANY = 3 * SAMPLED_TENSORS
 """Tensors of a model of which not all are sampled."""
 
@@ -36,15 +36,8 @@ class State(dict[str, Any]):
         return super().items()
 
 
-class WithMoment(Optimizer):
+class WithMoment(Masters):
     """Keeps one tensor for each parameter, which is no copy, in its state."""
-
-    def __init__(self, parameters: Iterable[Any]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [value for group in self.param_groups for value in group["params"]]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -74,15 +67,6 @@ class ByName(WithMoment):
 
     def keep(self, value: Tensor) -> None:
         pass
-
-
-class InState(WithMoment):
-    """Steps copies of the weights, which are in its state."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for value in self.weights:
-            value.copy_(self.state[value].setdefault("master", value.clone()).sub_(value.grad))
 
 
 class EverySecondHidden(WithMoment):
@@ -128,12 +112,11 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
     """Calls of the second and the third load of a federated run of one site, with an optimizer."""
     model, made = build(tensors), 0
     optimizer = make(model.parameters())
-    with plain_server(folder, build(tensors), algorithm="fedavg", sites=1, rounds=3) as server:
-        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            for number, fl_round in enumerate(worker):
-                made += bool(number) * calls(lambda fl_round=fl_round: fl_round.load_into(model))  # type: ignore[misc]
-                step(model, optimizer, 3)
-                fl_round.submit(model)
+    with World(folder, build(tensors), "a", rounds=3) as world, world.worker() as worker:
+        for number, fl_round in enumerate(worker):
+            made += bool(number) * calls(lambda fl_round=fl_round: fl_round.load_into(model))  # type: ignore[misc]
+            step(model, optimizer, 3)
+            fl_round.submit(model)
     return made
 
 
@@ -164,11 +147,9 @@ def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) 
     optimizer = WithMoment(model.parameters())
     step(model, optimizer)
     State.looks = 0
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 100}
-    with plain_server(tmp_path, build(40), sites=1, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-            step(model, optimizer, 70)
-            assert 5 * 8 <= State.looks <= 2 * 40 + 5 * 8 + 16 + 8
+    with World(tmp_path, build(40), "a", H=100, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+        step(model, optimizer, 70)
+        assert 5 * 8 <= State.looks <= 2 * 40 + 5 * 8 + 16 + 8
 
 
 @pytest.mark.covers("X11")
@@ -199,9 +180,9 @@ def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> 
     """H = 2, and the outer step is half the mean: 3 rounds of 1."""
     model = build(MANY)
     optimizer = InState(model.parameters())
-    settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 2}
-    train_diloco_alone(tmp_path, build(MANY), model, optimizer, lambda: step(model, optimizer), rounds=3, **settings)
-    assert {value for each in exported(tmp_path).values() for value in each.tolist()} == {4.0}
+    world = World(tmp_path, build(MANY), "a", rounds=3, H=2, **HALF)
+    world.train_steps(model, optimizer, lambda: step(model, optimizer))
+    assert {value for each in world.result.values() for value in each.tolist()} == {4.0}
 
 
 @pytest.mark.covers("X11")
@@ -211,6 +192,6 @@ def test_reports_an_undone_load_of_every_second_of_many_tensors(
 ) -> None:
     model = build(MANY)
     optimizer = make(model.parameters())
-    settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 6}
-    train_diloco_alone(tmp_path, build(MANY), model, optimizer, lambda: step(model, optimizer), rounds=3, **settings)
+    world = World(tmp_path, build(MANY), "a", rounds=3, H=6, **HALF)
+    world.train_steps(model, optimizer, lambda: step(model, optimizer))
     assert ("the result is wrong" in caplog.text) is (make is EverySecondHidden)

@@ -55,7 +55,8 @@ def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nurs
 
 
 @pytest.mark.covers("L9", "P6")
-def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_path: Path) -> None:
+def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
+    """It takes the site out of the run."""
     with serve(tmp_path, **TWO) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
         with atoll_worker(tmp_path, server.url, JOINS.format(round=2, then=DIES)) as process:
@@ -138,10 +139,11 @@ def test_the_note_of_a_lease_is_not_written_through_a_link(tmp_path: Path, monke
     assert victim.read_text() == "mine"
 
 
-def test_a_process_that_leaves_keeps_the_note_of_a_newer_one_that_only_the_user_can_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The older one leaves the run of another server: both are of one script, under one name."""
+def test_leaving_keeps_the_lease_note_of_a_newer_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the user can read the note.
+
+    The older one leaves the run of another server: both are of one script, under one name.
+    """
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path))
     with serve(tmp_path, **AT_ONCE) as one, serve(tmp_path / "two", **AT_ONCE) as two:
         older = atoll.join(one.url, site="a", folder=tmp_path / "workers")
@@ -155,7 +157,8 @@ def test_a_process_that_leaves_keeps_the_note_of_a_newer_one_that_only_the_user_
 
 
 @pytest.mark.covers("L9", "P6")
-def test_a_killed_script_is_taken_out_of_the_run_when_a_signal_ends_its_restarts(tmp_path: Path) -> None:
+def test_a_signal_ends_restarts_and_the_lease(tmp_path: Path) -> None:
+    """The script was killed, and `atoll worker` takes its site out of the run."""
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, JOINS.format(round=1, then=DIES), "--restarts", "9") as process:
             assert process.stderr is not None
@@ -180,7 +183,8 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4")
-def test_the_next_atoll_worker_removes_the_lease_of_one_that_was_killed_with_its_script(tmp_path: Path) -> None:
+def test_atoll_worker_removes_the_lease_of_a_killed_one(tmp_path: Path) -> None:
+    """The earlier one was killed together with its script."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     kills = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGKILL); {DIES}"
@@ -221,7 +225,8 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ["os.unlink(os.environ['ATOLL_TOKEN_FILE'])", "import shutil; shutil.rmtree(os.environ['ATOLL_LEASES'])"],
     ids=["token", "folder"],
 )
-def test_atoll_worker_ends_with_the_scripts_code_when_it_cannot_leave_for_it(tmp_path: Path, loses: str) -> None:
+def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
+    """Also where it cannot leave the run in the script's place."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)

@@ -141,7 +141,7 @@ def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, sa
             assert alive(server) == {"b"}
 
 
-def test_loops_over_different_models_with_a_frozen_part_in_common_run_at_once(tmp_path: Path) -> None:
+def test_loops_with_a_common_frozen_part_run_at_once(tmp_path: Path) -> None:
     shared = nn.Linear(4, 4).requires_grad_(False)
 
     def loop(site: str) -> atoll.DiLoCo:
@@ -225,10 +225,13 @@ def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
-def test_warns_once_of_an_outage_and_of_every_step_since_the_last_synchronisation_that_counted(
+def test_warns_once_of_an_outage_and_unsent_steps(
     tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]
 ) -> None:
-    """Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too."""
+    """It counts every step since the last synchronisation that counted.
+
+    Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too.
+    """
     loop = train_into_an_outage(tmp_path, 9, 40, **settings)
     assert loop.step == 40
     assert loop.skipped > 3
@@ -285,9 +288,7 @@ def test_an_update_that_does_not_arrive_has_no_rate(tmp_path: Path, caplog: pyte
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
-def test_a_script_that_trains_round_by_round_is_refused_in_a_diloco_run(
-    tmp_path: Path, join: Callable[..., Any]
-) -> None:
+def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
     """Its weight would be a number of samples, that of the other workers 1."""
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
         with pytest.raises(
@@ -298,7 +299,8 @@ def test_a_script_that_trains_round_by_round_is_refused_in_a_diloco_run(
 
 
 @pytest.mark.covers("X3")
-def test_such_a_script_is_refused_at_its_first_round_where_it_may_answer_tasks(tmp_path: Path) -> None:
+def test_refuses_such_a_script_at_its_first_round(tmp_path: Path) -> None:
+    """Here it may answer tasks, so it may join."""
     steps = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
     settings = {"workflow.steps": steps, "rounds.total": 1, "rounds.sites": 1}
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", **settings) as server:
@@ -335,7 +337,7 @@ def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("interval_s", [0.0, 0.5])
 @pytest.mark.parametrize(("steps", "said"), [(0, "nothing was trained"), (1, "this worker never synchronised")])
-def test_the_status_and_the_servers_log_say_that_training_is_not_in_the_run(
+def test_status_and_log_name_training_outside_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, said: str, interval_s: float
 ) -> None:
     """With and without heartbeats."""

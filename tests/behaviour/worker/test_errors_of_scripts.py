@@ -152,9 +152,10 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
         ("", 4, 1, "ValueError: this is the script's own error"),
     ],
 )
-def test_a_script_under_atoll_worker_ends_with_one_line_and_the_exit_code_of_the_error(
+def test_atoll_worker_ends_with_one_line_and_exit_code(
     server: atoll.Server, nursery: Nursery, tmp_path: Path, address: str, width: int, code: int, last: str
 ) -> None:
+    """Of the error that ended its script."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
     outcome = command(nursery, tmp_path, *words)
@@ -166,9 +167,10 @@ def test_a_script_under_atoll_worker_ends_with_one_line_and_the_exit_code_of_the
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_torchs(
+def test_an_error_in_an_optimizer_hook_names_the_scripts_line(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Not a line of torch."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=lambda: -1.0) as loop:
         with pytest.raises(UsageError, match="The weight is -1") as raised:
@@ -188,7 +190,7 @@ def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_to
     ],
     ids=["exit stack", "thread pool"],
 )
-def test_an_error_below_a_function_of_python_names_the_line_of_the_script(
+def test_an_error_below_pythons_code_names_the_scripts_line(
     tmp_path: Path,
     enter: Callable[[ExitStack, atoll.DiLoCo], object],
     monkeypatch: pytest.MonkeyPatch,
@@ -281,7 +283,8 @@ def test_commands_name_an_address_without_a_server(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
-def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
+def test_refuses_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
+    """The worker does not go on there."""
     settings: dict[str, Any] = {"sites": 1, "rounds": 1000, "codec": "none"}
     settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
     if way in ("diloco", "streaming"):

@@ -174,10 +174,8 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callab
 @pytest.mark.covers("P15", "X3")
 @pytest.mark.usefixtures("to_the_end")
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_loop_that_receives_and_never_sends_is_told_so_in_its_first_round(
-    request: pytest.FixtureRequest, alone: bool
-) -> None:
-    """Also if it receives several times, and again after a `send` that failed."""
+def test_names_a_loop_that_never_sends(request: pytest.FixtureRequest, alone: bool) -> None:
+    """In its first round. Also if it receives several times, and again after a `send` that failed."""
     atoll.functional.init() if alone else request.getfixturevalue("take_part")()
     told = "Round 1 was received, but nothing was sent. Call atoll.functional.send(model) once in each round."
     for _ in range(2):
@@ -381,14 +379,15 @@ def test_a_model_that_was_not_loaded_is_refused_alone_too() -> None:
 
 
 @pytest.mark.covers("L14")
-def test_alone_a_model_that_did_not_change_is_told_as_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a run."""
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.submit(fl_round.load_into(ones()), steps=3)
     assert "alone: the pseudo-gradient is all zero after 3 steps. Check that the optimizer has this" in caplog.text
 
 
-def test_alone_a_model_may_be_loaded_as_a_mapping_and_submitted_as_a_module() -> None:
+def test_alone_loads_a_mapping_and_submits_a_module() -> None:
     """A mapping does not say that `mask` is a buffer."""
     model = ones()
     model.register_buffer("mask", torch.ones(2))
@@ -413,7 +412,8 @@ def test_diloco_alone_refuses_another_optimizer_and_a_model_that_is_not_finite(t
 
 
 @pytest.mark.covers("L14", "X3")
-def test_a_script_alone_refuses_an_initial_model_that_is_not_finite_before_it_trains() -> None:
+def test_alone_refuses_an_initial_model_with_nan() -> None:
+    """Before the script trains."""
     model = ones()
     model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
     with atoll.join() as worker:  # a constant mask is only copied

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import free_port, wait_until
-from kit import ask_journal, flip_bit
-from kit.manual_site import ManualSite
-from kit.servers import plain_server
-from kit.sites import finish, manual_sites
+from kit.damage import damage_head
+from kit.world import World
 from torch import Tensor
 
 import atoll
@@ -23,15 +20,7 @@ from atoll.filters import Filter
 
 Warned = Callable[[], list[str]]
 START = {"w": torch.zeros(2)}
-FOUR_ROUNDS: dict[str, Any] = {"sites": 1, "rounds": 4, "codec": "int8"}
-
-
-def take_round(site: ManualSite, number: int, *change: float) -> list[float]:
-    """A round in which a site moves by `change` along −g; what it began with."""
-    assert site.next_round() == number
-    base = site.pull()["w"]
-    site.submit({"w": base - torch.tensor(change)})
-    return base.tolist()
+FOUR_ROUNDS: dict[str, Any] = {"rounds": 4, "codec": "int8"}
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["undisturbed", "a version is lost"])
@@ -42,23 +31,17 @@ def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, lose
     after its update had counted, the same bytes count again, and what they left stays: the third would be −0.6 or 0.28
     with what was left twice, or not at all.
     """
-    port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, **FOUR_ROUNDS | port) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        for number in (1, 2, 3, 4)[: 2 if loses else 4]:
-            take_round(sites["a"], number, 127.0, 0.28)
-        if not loses:
-            assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
-            return
-        wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
-    slot = ask_journal(tmp_path, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")[0][0]
-    (path,) = (each for each in (tmp_path / "state" / "slots").glob("*version*") if each.stem.endswith(str(slot)))
-    flip_bit(path, -1)
-    with plain_server(tmp_path, **FOUR_ROUNDS | port) as server:
-        assert server.status().fragments[0].version == 1
-        for number in (3, 4):
-            take_round(sites["a"], number, 127.0, 0.28)
-        assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
+    change = -torch.tensor([127.0, 0.28])
+    with World(tmp_path, START, "a", **FOUR_ROUNDS) as world:
+        world.rounds(change, 1, 2)
+        if loses:
+            world.wait(2)
+            world.stop()
+            damage_head(tmp_path)
+            world.start()
+            assert world.version == 1
+        world.rounds(change, 3, 4)
+        assert world.finish()["w"].tolist() == [-508.0, -1.0]
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
@@ -72,32 +55,33 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
     start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     start["h"] = torch.randn(300, generator=generator).half()
     moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
-    with plain_server(tmp_path, start, sites=1, rounds=14, codec=codec) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        for number in range(1, 15):
-            assert sites["a"].next_round() == number
-            model = dict(sites["a"].pull())
-            if number == 5:  # something was lost on the way
-                assert (start["a"] - model["a"] - moved["a"]).abs().max() > 0.001
-            for name, tensor in model.items() if number <= 4 else ():
-                model[name] = (tensor.float() - torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
-                moved[name] += tensor.float() - model[name].float()
-            sites["a"].submit(model)
-        last = finish(server, sites)
+
+    def train(_: str, number: int, model: dict[str, Tensor]) -> dict[str, Tensor]:
+        if number == 5:  # something was lost on the way
+            assert (start["a"] - model["a"] - moved["a"]).abs().max() > 0.001
+        if number > 4:
+            return model
+        trained = {}
+        for name, tensor in model.items():
+            trained[name] = (tensor.float() - torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+            moved[name] += tensor.float() - trained[name].float()
+        return trained
+
+    with World(tmp_path, start, "a", rounds=14, codec=codec) as world:
+        world.rounds(train, *range(1, 15))
+        last = world.finish()
     for name in shapes:
         torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
 
 
 def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
     """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
-    with plain_server(tmp_path, START, **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as server:
-        site = manual_sites(server, tmp_path, "a")["a"]
-        take_round(site, 1, 127.0, 0.4)
-        take_round(site, 2, 12700.0, 49.0)
-        assert server.status().refused == 1
-        take_round(site, 2, 127.0, 0.4)
-        assert take_round(site, 3, 0.0, 0.0) == [-254.0, -1.0]
-        site.close()
+    with World(tmp_path, START, "a", **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as world:
+        world.move("a", 1, -torch.tensor([127.0, 0.4]))
+        world.move("a", 2, -torch.tensor([12700.0, 49.0]))
+        assert world.status.refused == 1
+        world.move("a", 2, -torch.tensor([127.0, 0.4]))
+        assert world.move("a", 3, 0.0)["w"].tolist() == [-254.0, -1.0]
 
 
 # -- no site trains for nothing without hearing of it
@@ -139,19 +123,20 @@ def rounds_of(
     """What the status warns of behind each of some rounds that move the model by so much."""
     own = {"aggregation.upload_codec.path": f"{__name__}:{codec.__name__}"} if isinstance(codec, type) else {}
     shown = []
-    with plain_server(folder, start, sites=1, rounds=len(changes), **own or {"codec": codec}) as server:
-        with ManualSite(server.url, site="a", folder=folder / "w") as site:
-            for change in changes:
-                site.next_round()
-                model = site.pull()
-                site.submit({name: (model[name] - change[name]).to(model[name].dtype) for name in model})
-                assert site._place.session.beat()
-                shown.append(server.status().warnings)
+    with World(folder, start, "a", rounds=len(changes), **own or {"codec": codec}) as world:
+        for number, change in enumerate(changes, 1):
+            world.move("a", number, lambda _, __, model: moved_by(model, change))  # noqa: B023 (called at once)
+            assert world.sites["a"]._place.session.beat()
+            shown.append(world.status.warnings)
     return shown
 
 
+def moved_by(model: dict[str, Tensor], change: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (value - change[name]).to(value.dtype) for name, value in model.items()}
+
+
 @pytest.mark.covers("L14")
-def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Path, warned: Warned) -> None:
+def test_warns_once_of_a_change_too_small_for_its_codec(tmp_path: Path, warned: Warned) -> None:
     start = {"big": torch.zeros(9000), "still": torch.zeros(3)}
     change = {"big": torch.full((9000,), 1e-4), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)
@@ -249,9 +234,9 @@ class Silence(Filter):
 
 @pytest.mark.covers("L14")
 def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, warned: Warned) -> None:
-    with plain_server(tmp_path, START, sites=1, rounds=1) as server:
-        with ManualSite(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
-            take_round(site, 1, 1.0, 1.0)
+    with World(tmp_path, START, "a", rounds=1) as world:
+        world.join(filters=[Silence()])
+        world.rounds(-1.0, 1)
     assert "the pseudo-gradient is all zero (with this site's filters applied). Check" in warned()[0]
 
 
@@ -276,5 +261,4 @@ class Noted(NoneCodec):
 def test_a_codec_option_that_sites_cannot_get_is_named(tmp_path: Path, note: Any, told: str) -> None:
     codec = {"path": f"{__name__}:Noted", "note": note}
     with pytest.raises(ConfigError, match=rf"^aggregation\.upload_codec\.note is .*, which sites cannot get: {told}"):
-        with plain_server(tmp_path, START, **{"aggregation.upload_codec": codec}):
-            pass
+        World(tmp_path, START, "a", **{"aggregation.upload_codec": codec}).start()

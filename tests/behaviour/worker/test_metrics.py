@@ -99,10 +99,11 @@ def test_averages_a_round_over_the_sites_that_reported_in_it(tmp_path: Path) -> 
 
 
 @pytest.mark.covers("L14")
-def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Else the last finite loss would stand for an update with a loss of NaN: 0.75 counts nowhere."""
+def test_warns_once_of_a_reported_loss_of_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning names the site, and the status no longer shows the loss.
+
+    Else the last finite loss would stand for an update with a loss of NaN: 0.75 counts nowhere.
+    """
     losses = [1.0, 0.5, 0.75, math.nan]
     with serve(tmp_path, **DILOCO | {"rounds": 2}) as server, diloco(server, tmp_path, "box-a") as loop:
         take_steps(loop, during=lambda step: loop.report(loss=losses[step - 1], accuracy=0.25))
@@ -122,10 +123,11 @@ class Strict(torch.Tensor):
 
 
 @pytest.mark.covers("L15")
-def test_metrics_are_as_the_script_has_them_and_those_not_finite_are_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Guards against a NaN that is passed on: the server refused the update for its loss."""
+def test_leaves_out_metrics_that_are_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning; the others are as the script has them.
+
+    Guards against a NaN that is passed on: the server refused the update for its loss.
+    """
     loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
     assert loss.requires_grad
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:

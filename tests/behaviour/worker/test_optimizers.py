@@ -324,7 +324,8 @@ def test_names_moments_at_the_first_refusal(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.covers("X3")
-def test_takes_the_warning_back_when_the_state_is_cleared_and_an_update_counts(tmp_path: Path) -> None:
+def test_takes_the_warning_of_moments_back(tmp_path: Path) -> None:
+    """When the state is cleared and an update counts."""
     warned: list[list[str]] = []
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:

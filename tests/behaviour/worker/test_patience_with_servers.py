@@ -6,8 +6,6 @@ import itertools
 import json
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from harness.processes import wait_until
 from kit import serve
+from kit.lying_server import Answer, Lie, LyingServer
 from kit.peers import Connection, Peer, Request
 from torch import nn
 
@@ -41,51 +40,13 @@ MOST_REQUESTS = 40
 
 OTHER_IDS = itertools.count(1000)
 
-Answer = tuple[int, bytes]
-Lie = Callable[[Connection, Request, Answer], Answer | None]
-"""Make another answer of the server's own one; None: the connection has had its answer."""
-
-
-class LyingServer:
-    """A server behind a peer that changes what it says.
-
-    Attributes:
-        lie: what becomes of an answer.
-    """
-
-    def __init__(self, server: atoll.Server) -> None:
-        self._server = server
-        self.lie: Lie = lambda _, __, answer: answer
-        self.peer = Peer.answering(self._answer)
-        self.url = self.peer.url
-
-    def count(self, path: str) -> int:
-        return sum(path in request.path for request in self.peer.requests)
-
-    def _answer(self, connection: Connection, request: Request) -> None:
-        body = connection.body(request) if "content-length" in request.headers else None
-        headers = {
-            name: request.headers[name] for name in ("atoll-lease", "range", "content-type") if name in request.headers
-        }
-        asked = urllib.request.Request(
-            self._server.url + request.path, data=body, method=request.method, headers=headers
-        )
-        try:
-            with urllib.request.urlopen(asked, timeout=30) as reply:
-                told = reply.status, reply.read()
-        except urllib.error.HTTPError as error:
-            told = error.code, error.read()
-        if (changed := self.lie(connection, request, told)) is not None:
-            connection.answer(*changed)
-
 
 @pytest.fixture
 def lying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LyingServer]:
     """A server of a run of one site and two rounds, behind a liar. The site's patience is short."""
     monkeypatch.setenv("ATOLL_GIVE_UP_S", str(PATIENCE_S))
     with serve(tmp_path / "server", nn.Linear(3, 2), sites=1, rounds=2) as server:
-        liar = LyingServer(server)
-        with liar.peer:
+        with LyingServer(server.url) as liar:
             yield liar
 
 
@@ -248,7 +209,7 @@ def test_a_server_that_never_answers_well_ends_the_site_by_its_patience(
         train(lying.url, tmp_path / "site")
     assert type(caught.value) is kind
     assert str(caught.value).isprintable()
-    assert len(lying.peer.requests) < MOST_REQUESTS
+    assert len(lying.requests) < MOST_REQUESTS
 
 
 WAYS = {
@@ -282,10 +243,10 @@ def test_an_answer_that_ends_a_site_counts_whichever_request_gets_it(
         with pytest.raises(error, match="It is over"):
             train_once(worker)
         worker._session._beat.join(30)  # the last heartbeat may be under way
-        asked = len(lying.peer.requests)
+        asked = len(lying.requests)
         with pytest.raises(error, match="It is over"):
             train_once(worker)
-    assert lying.peer.requests[asked:] == []
+    assert lying.requests[asked:] == []
 
 
 @pytest.mark.parametrize(
@@ -337,14 +298,14 @@ def test_a_status_without_fragments_ends_a_site_by_its_patience(lying: LyingServ
     assert lying.count("/v1/status") < MOST_REQUESTS
 
 
-def test_a_server_that_says_wait_at_once_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path) -> None:
+def test_pauses_where_a_server_says_wait_at_once(lying: LyingServer, tmp_path: Path) -> None:
     lying.lie = changed("/v1/tickets", status="wait", ticket=None)
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         assert worker.next_round(wait_s=2.0) is None
     assert 2 <= lying.count("/v1/tickets") < 12
 
 
-def test_a_task_that_comes_again_and_again_is_not_answered_all_the_time(lying: LyingServer) -> None:
+def test_pauses_where_a_task_comes_again(lying: LyingServer) -> None:
     """The server takes each answer, and sends the same task again."""
     body = {"plain": "null", "object": None}
     sizes = {"streamed": False, "tensor_chunk_bytes": 0, "np_chunk_bytes": 0}

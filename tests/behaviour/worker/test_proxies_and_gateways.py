@@ -153,7 +153,8 @@ def test_no_proxy_exempts_addresses_and_networks(
     assert (Http(f"http://{host}:8512").proxy is None) is exempt
 
 
-def test_a_proxy_without_a_port_has_80_and_its_password_is_not_shown(environment: pytest.MonkeyPatch) -> None:
+def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
+    """Its password is not shown."""
     environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
     proxy = Http("http://fl.example:8512").proxy
     assert proxy is not None

@@ -12,12 +12,11 @@ import pytest
 import torch
 from blake3 import blake3
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import diloco, rewrite_note, tensors_digest
+from kit import rewrite_note, tensors_digest
 from kit.digests import same
-from kit.servers import plain_server
+from kit.world import World
 from torch import Tensor, nn
 
-import atoll
 from atoll.cli import export
 from atoll.errors import Gone, PartCorrupt, UsageError
 from atoll.filters import Filter
@@ -27,10 +26,10 @@ from atoll.transport.part_transfer import HttpTransfer
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[atoll.Server]:
+def world(tmp_path: Path) -> Iterator[World]:
     """Its versions have three parts."""
-    with plain_server(tmp_path, model(), sites=1, part_bytes=2**16, **{"network.connections": 1}) as server:
-        yield server
+    with World(tmp_path, model(), "a", part_bytes=2**16, **{"network.connections": 1}) as world:
+        yield world
 
 
 def model(seed: int = 0) -> nn.Linear:
@@ -38,23 +37,23 @@ def model(seed: int = 0) -> nn.Linear:
     return nn.Linear(300, 100)
 
 
-def pulled_once(server: atoll.Server, folder: Path) -> Path:
+def pulled_once(world: World) -> Path:
     """A site pulls a version, and ends; its base."""
-    with atoll.join(server.url, site="a", folder=folder) as worker:
+    with world.worker() as worker:
         worker.next_round().load_into(model())
-    (base,) = folder.rglob("base.safetensors")
+    (base,) = world.workers.rglob("base.safetensors")
     return base
 
 
 @pytest.mark.covers("F1", "P8")
-def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path) -> None:
+def test_a_resumed_pull_fills_the_model_too(world: World, tmp_path: Path) -> None:
     """Guards against a resumed pull that leaves the model what it had for the parts that were there."""
-    base = pulled_once(server, tmp_path / "w")
+    base = pulled_once(world)
     rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
     with base.open("r+b") as file:
         file.seek(2**16)
         file.write(bytes(100))
-    with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+    with world.worker() as worker:
         assert same(worker.next_round().load_into(model(seed=9)), model())
         assert 0 < worker.bytes_down <= 2**16
 
@@ -70,13 +69,13 @@ class HalfFrozen(nn.Module):
 
 @pytest.mark.covers("F1", "P8")
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
-def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(tmp_path: Path, at: int) -> None:
+def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
-    with plain_server(tmp_path, HalfFrozen(1.0), **settings) as server, Proxy(server.port) as proxy:
+    with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
         fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")
         proxy.faults.append(fault)
-        with atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
+        with world.worker(server=proxy.url) as worker:
             for fl_round in worker:
                 model = fl_round.load_into(HalfFrozen(-7.0))  # a new one in each round
                 assert fault.reached.is_set() == (fl_round.number == 2)
@@ -92,12 +91,11 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     """Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not."""
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
-    with plain_server(tmp_path, source, part_bytes=2**20) as server:
-        with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
-            fl_round = worker.next_round()
-            for _ in range(2):  # the second time from the base file, which has all of it, too
-                pulled = fl_round.load_into({name: torch.zeros_like(each) for name, each in source.items()})
-                assert tensors_digest(pulled) == tensors_digest(source)
+    with World(tmp_path, source, "a", part_bytes=2**20) as world:
+        world.ask()
+        for _ in range(2):  # the second time from the base file, which has all of it, too
+            pulled = world.sites["a"].pull({name: torch.zeros_like(each) for name, each in source.items()})
+            assert tensors_digest(pulled) == tensors_digest(source)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +103,10 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     [(1, 1, 0.5, 0, 7.0), (300, 2, 1.0, 1, 4.0)],  # 8 − 0.5·2, and 8 − 2 − 2: the second model has six parts
     ids=["of the result", "in the middle"],
 )
-def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
+def test_begins_a_pull_anew_after_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
-    """DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
+    """No local step is lost. DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
     pull, broken = HttpTransfer.pull, [True]
 
     def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:
@@ -121,15 +119,14 @@ def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
     start, model = (nn.Linear(size, size, bias=False) for _ in range(2))
     nn.init.constant_(start.weight, 8.0)
     outer = {"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": 0.0}
-    run = {"algorithm": "diloco", "sites": 1, "rounds": rounds, "H": 2, "codec": "none", "part_bytes": 2**16}
+    run = {"algorithm": "diloco", "rounds": rounds, "H": 2, "codec": "none", "part_bytes": 2**16}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with plain_server(tmp_path, start, **run, **outer) as server:
-        with diloco(server, tmp_path, "a", model, optimizer) as loop:
-            monkeypatch.setattr(HttpTransfer, "pull", once)
-            while not loop.finished:
-                model.weight.grad = torch.ones(size, size)
-                optimizer.step()
-            assert loop.step == 2 * rounds
+    with World(tmp_path, start, "a", **run, **outer) as world, world.diloco(model, optimizer) as loop:
+        monkeypatch.setattr(HttpTransfer, "pull", once)
+        while not loop.finished:
+            model.weight.grad = torch.ones(size, size)
+            optimizer.step()
+        assert loop.step == 2 * rounds
     assert model.weight.detach().unique().tolist() == [left]
 
 
@@ -165,16 +162,16 @@ DAMAGES = [(nothing, []), (Path.unlink, [0, 1, 2]), (shorten, [0, 1, 2]), (zero,
 @pytest.mark.covers("F41", "F1")
 @pytest.mark.parametrize(("damage", "parts"), DAMAGES)
 def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
-    server: atoll.Server,
+    world: World,
     tmp_path: Path,
     damage: Callable[[Path], None],
     parts: list[int],
     warned: Callable[[], list[str]],
 ) -> None:
-    base = pulled_once(server, tmp_path / "w")
+    base = pulled_once(world)
     content = base.read_bytes()
     damage(base)
-    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with world.worker() as worker:
         fl_round, mine = worker.next_round(), model(seed=9)
         for _ in range(2):
             fl_round.load_into(mine)
@@ -190,14 +187,14 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
 
 @pytest.mark.covers("F41", "P6")
 @pytest.mark.parametrize("changed", [{}, {"complete": False}, {"digest": "0" * 64}], ids=["bytes", "part", "other"])
-def test_forms_no_update_against_another_base(server: atoll.Server, tmp_path: Path, changed: dict[str, object]) -> None:
+def test_forms_no_update_against_another_base(world: World, tmp_path: Path, changed: dict[str, object]) -> None:
     """A training loop may have loaded the model in another way than `load_into`."""
-    base = pulled_once(server, tmp_path / "w")
+    base = pulled_once(world)
     if changed:
         rewrite_note(base.with_suffix(".json"), **changed)
     else:
         damage_one_part(base)
-    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with world.worker() as worker:
         fl_round = worker.next_round()
         with pytest.raises(UsageError, match="was not downloaded"):
             fl_round.submit(model())
@@ -207,10 +204,10 @@ def test_forms_no_update_against_another_base(server: atoll.Server, tmp_path: Pa
 @pytest.mark.covers("F41", "F3")
 @pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[1:]])
 def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
-    server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], warned: Callable[[], list[str]]
+    world: World, tmp_path: Path, damage: Callable[[Path], None], warned: Callable[[], list[str]]
 ) -> None:
     """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
-    with Proxy(server.port) as proxy, atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
+    with Proxy(world.server.port) as proxy, world.worker(server=proxy.url) as worker:
         proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
         fl_round = worker.next_round()
         trained = fl_round.load_into(model())
@@ -221,7 +218,7 @@ def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
             fl_round.submit(trained)
     (outbox,) = tmp_path.rglob("outbox.bin")
     damage(outbox)
-    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with world.worker() as worker:
         fl_round = worker.next_round()
         assert fl_round.number == 1
         assert len([line for line in warned() if "outbox.bin is damaged" in line]) == 1
@@ -245,9 +242,9 @@ class Fails(Filter):
 
 
 @pytest.mark.covers("F3")
-def test_while_an_update_is_formed_no_note_names_the_one_before(server: atoll.Server, tmp_path: Path) -> None:
+def test_while_an_update_is_formed_no_note_names_the_one_before(world: World, tmp_path: Path) -> None:
     """Guards against a kill in the middle that leaves half of a new update under an old note."""
-    with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[Fails()]) as worker:
+    with world.worker(filters=[Fails()]) as worker:
         fl_round = worker.next_round()
         fl_round.submit(fl_round.load_into(model()))
         assert list(tmp_path.rglob("outbox.json"))
@@ -260,7 +257,7 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(server: atoll.Se
 
 @pytest.mark.covers("P8", "F41")
 def test_a_version_of_other_parts_than_its_digest_says_is_refused(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest names the announced version, but lists the parts of another one, which arrive intact."""
     (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
@@ -274,17 +271,17 @@ def test_a_version_of_other_parts_than_its_digest_says_is_refused(
         Versions, "get", lambda *key: replace(row := get(*key), part_digests=(*row.part_digests[:-1], last))
     )
     refused = pytest.raises(PartCorrupt, match="version 0 is not the expected one")
-    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker, refused:
+    with world.worker() as worker, refused:
         worker.next_round().load_into(model(seed=9))
     with pytest.raises(PartCorrupt, match="version 0 is not the expected one"):
-        export.from_server(server.url, tmp_path / "model.safetensors")
+        export.from_server(world.url, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.covers("F42")
-def test_says_that_a_server_went_back(server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_says_that_a_server_went_back(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
-    rewrite_note(pulled_once(server, tmp_path / "w").with_suffix(".json"), version=5, digest="0" * 64)
-    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    rewrite_note(pulled_once(world).with_suffix(".json"), version=5, digest="0" * 64)
+    with world.worker() as worker:
         worker.next_round().load_into(model())
     assert "the server went back from version 5 to 0" in caplog.text

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,13 @@ import pytest
 import torch
 from kit import exported
 from kit.corrections import Scaffold, fedprox
-from kit.servers import PLAIN_DILOCO, plain_server, state_of
+from kit.models import Weights
+from kit.optimizers import Outside
+from kit.servers import PLAIN_DILOCO, state_of
+from kit.world import World
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-import atoll
 from atoll.errors import UsageError
 
 NOT_FOLLOWED = r"SGD, which DiLoCo does not follow, is about to train .*'\w+'.*call follow\(optimizer\) of the DiLoCo"
@@ -31,13 +33,8 @@ NOT_CORRECTED = r"SGD, which correct\(\) did not get, is about to train .*'\w+'.
 NOT_COUNTED = r"SGD, which correct\(\) did not get, is about to train .*'\w+'.* not be counted"
 
 
-class Two(nn.Module):
-    """Two parameters, of which one may be frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(3))
-        self.b = nn.Parameter(torch.zeros(2))
+def two() -> Weights:
+    return Weights(w=torch.zeros(3), b=torch.zeros(2))
 
 
 def sgd(model: nn.Module) -> SGD:
@@ -53,23 +50,27 @@ def step(model: nn.Module, optimizer: Any) -> None:
 @contextmanager
 def diloco(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Any]:
     """A DiLoCo run of one site and three rounds of two steps. It has made one step."""
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    with plain_server(folder, copy.deepcopy(model), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w", **options) as loop:
-            step(model, optimizer)
-            yield loop
+    with (
+        World(folder, copy.deepcopy(model), "a", rounds=3, H=2, **PLAIN_DILOCO) as world,
+        world.diloco(model, optimizer, **options) as loop,
+    ):
+        step(model, optimizer)
+        yield loop
 
 
 @contextmanager
 def federated(folder: Path, model: nn.Module, algorithm: str = "fedprox") -> Iterator[Any]:
-    with plain_server(folder, copy.deepcopy(model), algorithm=algorithm, sites=1, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-            fl_round = next(iter(worker))
-            fl_round.load_into(model)
-            yield fl_round
+    with World(folder, copy.deepcopy(model), "a", algorithm=algorithm, rounds=2) as world, world.worker() as worker:
+        fl_round = next(iter(worker))
+        fl_round.load_into(model)
+        yield fl_round
 
 
 # -- replaced in mid-run
+
+
+def new(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    return sgd(model)
 
 
 def shallow(model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -78,9 +79,9 @@ def shallow(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 
 def recreated(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     """As from a file: a copy has parameters of its own, in place of which it gets those of the model."""
-    new = copy.deepcopy(optimizer)
-    new.param_groups[0]["params"] = list(model.parameters())
-    return new
+    copied = copy.deepcopy(optimizer)
+    copied.param_groups[0]["params"] = list(model.parameters())
+    return copied
 
 
 def of_new_parameters(model: nn.Module, optimizer: Optimizer) -> Optimizer:
@@ -99,21 +100,13 @@ def of_the_same_memory(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     return SGD(values, lr=1.0)
 
 
-REPLACEMENTS: list[Callable[[nn.Module, Optimizer], Optimizer]] = [
-    lambda model, optimizer: sgd(model),
-    shallow,
-    recreated,
-    of_new_parameters,
-    of_one_parameter,
-    of_the_same_memory,
-]
-NAMES = ["new", "shallow", "recreated", "of_new_parameters", "of_one_parameter", "of_the_same_memory"]
+REPLACEMENTS = [new, shallow, recreated, of_new_parameters, of_one_parameter, of_the_same_memory]
 
 
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize("replace", REPLACEMENTS, ids=NAMES)
+@pytest.mark.parametrize("replace", REPLACEMENTS)
 def test_diloco_refuses_an_optimizer_that_replaces_another(tmp_path: Path, replace: Any) -> None:
-    model = Two()
+    model = two()
     with pytest.raises(UsageError, match=NOT_FOLLOWED), diloco(tmp_path, model, optimizer := sgd(model)):
         step(model, replace(model, optimizer))
     assert model.w.tolist() == [1.0] * 3  # the refused step has changed nothing
@@ -121,30 +114,27 @@ def test_diloco_refuses_an_optimizer_that_replaces_another(tmp_path: Path, repla
 
 @pytest.mark.covers("X11")
 def test_a_refused_optimizer_is_named_at_the_server(tmp_path: Path) -> None:
-    model = Two()
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, Two(), sites=1, rounds=1, **settings) as server:
-        with pytest.raises(UsageError, match=NOT_FOLLOWED):
-            with atoll.DiLoCo(model, sgd(model), server=server.url, site="a", folder=tmp_path / "w"):
-                step(model, sgd(model))
-        assert state_of(server) == "failed"
+    model = two()
+    with World(tmp_path, two(), "a", rounds=1, H=2, **PLAIN_DILOCO) as world:
+        with pytest.raises(UsageError, match=NOT_FOLLOWED), world.diloco(model, sgd(model)):
+            step(model, sgd(model))
+        assert state_of(world.server) == "failed"
 
 
 @pytest.mark.covers("X11")
 def test_diloco_refuses_one_of_several_that_was_replaced(tmp_path: Path) -> None:
-    model = Two()
+    model = two()
     first, second = SGD([model.w], lr=1.0), SGD([model.b], lr=1.0)
-    with plain_server(tmp_path, Two(), sites=1, rounds=3, **PLAIN_DILOCO) as server:
-        with atoll.DiLoCo(model, [first, second], server=server.url, site="a", folder=tmp_path / "w"):
-            step(model, first)
-            with pytest.raises(UsageError, match=NOT_FOLLOWED):
-                SGD([model.b], lr=1.0).step()
+    with World(tmp_path, two(), "a", rounds=3, **PLAIN_DILOCO) as world, world.diloco(model, [first, second]):
+        step(model, first)
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            SGD([model.b], lr=1.0).step()
 
 
 @pytest.mark.covers("X11")
 def test_diloco_goes_on_with_a_replacement_that_follow_gets(tmp_path: Path) -> None:
     """3 rounds of 2 steps of 1: the step of the first optimizer counts, too."""
-    model = Two()
+    model = two()
     with diloco(tmp_path, model, first := sgd(model)) as loop:
         loop.follow(second := sgd(model))
         while not loop.finished:
@@ -165,43 +155,29 @@ class Wrapper:
 
 @pytest.mark.covers("X11")
 def test_diloco_refuses_an_optimizer_that_was_replaced_in_its_wrapper(tmp_path: Path) -> None:
-    model = Two()
+    model = two()
     with diloco(tmp_path, model, wrapper := Wrapper(sgd(model))):
         wrapper.optimizer = sgd(model)
         with pytest.raises(UsageError, match=NOT_FOLLOWED):
             step(model, wrapper)
 
 
-class Masters:
-    """As in Apex: the optimizer has copies alone, and the wrapper copies gradients and weights."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = list(model.parameters())
-        self.optimizer = SGD([nn.Parameter(value.detach().double()) for value in self.values], lr=1.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        masters = self.optimizer.param_groups[0]["params"]
-        for value, master in zip(self.values, masters, strict=True):
-            assert value.grad is not None
-            master.grad = value.grad.double()
-        self.optimizer.step()
-        for value, master in zip(self.values, masters, strict=True):
-            value.copy_(master)
+def masters(model: nn.Module) -> Outside:
+    return Outside(model.parameters(), torch.float64)
 
 
 @pytest.mark.covers("X11")
 def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: Path) -> None:
-    model = Two()
+    model = two()
     nn.init.ones_(model.w)  # zeros alone are not taken for copies
-    with diloco(tmp_path, model, Masters(model)):
+    with diloco(tmp_path, model, masters(model)):
         with pytest.raises(UsageError, match=NOT_FOLLOWED):
-            step(model, Masters(model))
+            step(model, masters(model))
 
 
 @pytest.mark.covers("X11")
 def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp_path: Path) -> None:
-    model = Two()
+    model = two()
     with diloco(tmp_path, model, SGD([model.w], lr=1.0), allow_partial=True):
         step(model, SGD([model.b], lr=1.0))
         with pytest.raises(UsageError, match=NOT_FOLLOWED):
@@ -209,7 +185,7 @@ def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp
 
 
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize("replace", REPLACEMENTS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize("replace", REPLACEMENTS[:3])
 @pytest.mark.parametrize(
     ("algorithm", "told"), [("fedprox", NOT_CORRECTED), ("scaffold", NOT_CORRECTED), ("fednova", NOT_COUNTED)]
 )
@@ -217,15 +193,15 @@ def test_a_round_refuses_an_optimizer_that_replaces_another(
     tmp_path: Path, algorithm: str, told: str, replace: Any
 ) -> None:
     """After `correct` got it, the round goes on: 2 steps of 1, since all corrections of the first round are zero."""
-    model = Two()
+    model = two()
     with federated(tmp_path, model, algorithm) as fl_round:
         with fl_round.correct(model, optimizer := sgd(model)) as hooks:
             step(model, optimizer)
-            new = replace(model, optimizer)
+            other = replace(model, optimizer)
             with pytest.raises(UsageError, match=told):
-                step(model, new)
-        with fl_round.correct(model, new):
-            step(model, new)
+                step(model, other)
+        with fl_round.correct(model, other):
+            step(model, other)
         assert hooks.steps == 2
         fl_round.submit(model)
         step(model, optimizer)  # the round is over
@@ -234,21 +210,21 @@ def test_a_round_refuses_an_optimizer_that_replaces_another(
 @pytest.mark.covers("X11")
 def test_fedprox_corrects_a_replacement_that_correct_gets() -> None:
     """μ = 1/2: the second step has the gradient −1 + 1/2·1, whichever optimizer makes it."""
-    model = Two()
+    model = two()
     prox = fedprox(model, mu=0.5)
     with prox.attach(optimizer := sgd(model)):
         step(model, optimizer)
         with pytest.raises(UsageError, match=NOT_CORRECTED):
             step(model, sgd(model))
-    with prox.attach(new := sgd(model)):
-        step(model, new)
+    with prox.attach(second := sgd(model)):
+        step(model, second)
     assert model.w.tolist() == [1.5] * 3
 
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("told_to_optimizer", [True, False])
 def test_a_round_refuses_a_parameter_that_was_replaced(tmp_path: Path, told_to_optimizer: bool) -> None:
-    model = Two()
+    model = two()
     with federated(tmp_path, model) as fl_round, fl_round.correct(model, optimizer := sgd(model)):
         step(model, optimizer)
         model.b = nn.Parameter(torch.zeros(2))
@@ -374,7 +350,7 @@ RIGHT = [
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold"])
 def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: str, change: Any) -> None:
     """By hand, μ = 1/2: the weights are 1, 1.5, 1.75 after the steps; DiLoCo and SCAFFOLD without controls add 1."""
-    model = Two()
+    model = two()
     if kind == "diloco":
         with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
             optimizer = change(model, optimizer)
@@ -395,7 +371,7 @@ def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: st
 
 
 def test_a_federated_site_that_has_left_trains_on_with_any_optimizer(tmp_path: Path) -> None:
-    model = Two()
+    model = two()
     with federated(tmp_path, model) as fl_round:
         step(model, sgd(model))  # before correct()
         fl_round.correct(model, optimizer := sgd(model))
@@ -405,7 +381,7 @@ def test_a_federated_site_that_has_left_trains_on_with_any_optimizer(tmp_path: P
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fednova"])
 def test_without_a_correction_other_parameters_have_any_optimizer(tmp_path: Path, algorithm: str) -> None:
-    model = Two()
+    model = two()
     with federated(tmp_path, model, algorithm) as fl_round, fl_round.correct(model, first := SGD([model.w], lr=1.0)):
         step(model, first)
         step(model, SGD([model.b], lr=1.0))
@@ -432,14 +408,14 @@ def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: 
 
     The other thread trains an equal model with masters in fp64, which only gradients tell from those of this model.
     """
-    model = Two()
+    model = two()
     model.w, model.b = (Watched(value.data + 1) for value in (model.w, model.b))
     optimizer = sgd(model)
     with diloco(tmp_path, model, optimizer) if kind == "diloco" else federated(tmp_path, model, kind):
-        other = Two()
+        other = two()
         other.load_state_dict(model.state_dict())
         Watched.readers.clear()
-        thread = threading.Thread(target=step, args=(other, Masters(other)), name="other")
+        thread = threading.Thread(target=step, args=(other, masters(other)), name="other")
         thread.start()
         thread.join()
         assert Watched.readers == set()
@@ -450,11 +426,11 @@ def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: 
 @pytest.mark.covers("X11")
 def test_masters_of_two_equal_models_are_not_confused(tmp_path: Path) -> None:
     """The second model begins as the first one is after a step, and both have the same gradients."""
-    model = Two()
+    model = two()
     nn.init.ones_(model.w)
-    with diloco(tmp_path / "one", model, Masters(model)):
+    with diloco(tmp_path / "one", model, masters(model)):
         other = copy.deepcopy(model)
-        with diloco(tmp_path / "other", other, Masters(other)):
+        with diloco(tmp_path / "other", other, masters(other)):
             assert other.w.tolist() == [3.0] * 3
 
 
@@ -478,7 +454,7 @@ class ZeroOrder(Optimizer):
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
 def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, kind: str) -> None:
     """It has no gradients: its first step shows that it trains the model, and its second one is refused."""
-    model = Two()
+    model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
     with contextlib.ExitStack() as stack:
         if kind == "diloco":
@@ -494,7 +470,7 @@ def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, ki
 
 def test_lets_steps_without_gradients_pass_that_move_nothing(tmp_path: Path) -> None:
     """The other optimizer makes a step between the followed ones, which move the weights: 3 rounds of 2."""
-    model = Two()
+    model = two()
     with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
         still = ZeroOrder(model)
         while not loop.finished:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import build_model, serve, tensors_digest, train_
+from kit import build_model, tensors_digest, train_
 from kit.manual_site import ManualSite
-from kit.servers import plain_server
-from kit.sites import manual_sites
+from kit.world import World
 from torch import nn
 
 import atoll
@@ -37,10 +35,9 @@ class Mixed(nn.Module):
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[ManualSite]:
     """A site in the first of two rounds of `Mixed`."""
-    with plain_server(tmp_path, Mixed(), rounds=2) as server:
-        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
-            client.next_round()
-            yield client
+    with World(tmp_path, Mixed(), "a", rounds=2) as world:
+        world.ask()
+        yield world.sites["a"]
 
 
 @pytest.fixture
@@ -106,13 +103,11 @@ def test_a_worker_receives_and_submits_arrays(client: ManualSite, wrap: Any, tie
     ids=["reversed", "big-endian", "transposed", "read-only", "scalar"],
 )
 def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recwarn: pytest.WarningsRecorder) -> None:
-    with plain_server(tmp_path, {"x": torch.zeros(array.shape)}, rounds=1) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
-            round_ = worker.next_round()
-            round_.state_dict()
-            round_.submit({"x": array})
-            assert worker.next_round() is None
-            assert worker.load_into({"x": torch.zeros(array.shape)})["x"].tolist() == array.tolist()
+    with World(tmp_path, {"x": torch.zeros(array.shape)}, "a", rounds=1) as world:
+        world.rounds(lambda *_: {"x": array}, 1)
+        assert world.sites["a"].next_round() is None
+        loaded = world.sites["a"].worker.load_into({"x": torch.zeros(array.shape)})
+        assert loaded["x"].tolist() == array.tolist()
     # sockets and files of an earlier test may be collected now
     assert [str(each.message) for each in recwarn if not issubclass(each.category, ResourceWarning)] == []
 
@@ -178,26 +173,23 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
     ],
     ids=str,
 )
-def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
-    tmp_path: Path, told: dict[str, Any], words: str
-) -> None:
-    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            fl_round = next(iter(worker))
-            model = fl_round.load_into(nn.Linear(2, 1))
-            with pytest.raises(UsageError, match=words):
-                fl_round.submit(model, **told)
-            assert not list(tmp_path.rglob("outbox.json")), "refused before anything is formed"
-            most = {64 * "m": 10**400} | {str(number): 0.5 for number in range(63)}
-            fl_round.submit(model, steps=2**62 - 1, metrics=most)
-        assert server.wait(30)
-        assert len(server.status().history[0].metrics) == 63
+def test_refuses_impossible_numbers_beside_an_update(tmp_path: Path, told: dict[str, Any], words: str) -> None:
+    """The round can still be submitted with right numbers."""
+    with World(tmp_path, nn.Linear(2, 1), "a", rounds=1) as world:
+        world.pull()
+        with pytest.raises(UsageError, match=words):
+            world.submit("a", 0.0, **told)
+        assert not list(tmp_path.rglob("outbox.json")), "refused before anything is formed"
+        most = {64 * "m": 10**400} | {str(number): 0.5 for number in range(63)}
+        world.submit("a", 0.0, steps=2**62 - 1, metrics=most)
+        world.finish()
+        assert len(world.status.history[0].metrics) == 63
 
 
 @pytest.mark.covers("X3")
 def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
     with pytest.raises(UsageError, match="The model is the class Linear"):
-        plain_server(tmp_path / "other", nn.Linear).start()
+        World(tmp_path / "other", nn.Linear).start()
     model = round_of.load_into(Mixed())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="The model is of type SGD"):
@@ -228,12 +220,12 @@ LATER: dict[str, Callable[[Any], object]] = {
 )
 def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, join: str, call: str) -> None:
     how = {"folder": tmp_path / "workers"} if join == "join" else {}
-    with serve(tmp_path, sites=1) as server:
-        with getattr(atoll, join)(server.url, site="a", **how) as worker:
+    with World(tmp_path, build_model(), "a") as world:
+        with getattr(atoll, join)(world.url, site="a", **how) as worker:
             pass
         with pytest.raises(UsageError):
             LATER[call](worker)
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as again:
+        with world.worker() as again:
             again.load_into(build_model())
 
 
@@ -252,22 +244,20 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
     """Site b trains in round 1 while two rounds are closed without it."""
     settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
     model, seen = build_model(), build_model()
-    with serve(tmp_path, **settings) as server:
-        a, b = manual_sites(server, tmp_path).values()
-        assert (a.next_round(), b.next_round()) == (1, 1)
+    with World(tmp_path, build_model(), **settings) as world:
+        world.ask(number=1)
+        b = world.sites["b"]
         b.pull(into=model)
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        for number in (2, 3):
-            a.submit({name: value + 1 for name, value in a.pull().items()})
-            assert a.next_round() == number
+        for number in (1, 2):
+            world.move("a", number, 1)
+        world.ask("a", number=3)
         b.worker.load_into(seen)
         assert not torch.equal(seen.state_dict()["0.weight"], before["0.weight"])
         assert tensors_digest(model.state_dict()) == tensors_digest(before)
         train_(model, "b", 1)
         b.submit(model)
         assert (b.next_round() or 0) >= 3
-        for client in (a, b):
-            client.close()
 
 
 @pytest.mark.covers("X4")
@@ -275,40 +265,36 @@ def test_a_restarted_site_knows_that_the_server_has_its_update(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "atoll")
-    with serve(tmp_path, sites=1, rounds=2) as server:
+    with World(tmp_path, build_model(), "a", rounds=2) as world:
         for number in (1, 2):
-            with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
-                assert client.next_round() == number
-                client.submit(client.pull())
+            world.move("a", number, 0)
+            world.sites.pop("a").close()
     assert "a: the server has the update of round 1 that an earlier process sent" in caplog.messages
     assert "that an earlier process left" not in caplog.text
 
 
-def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
+def test_a_round_can_start_from_the_newest_model(tmp_path: Path) -> None:
+    """`worker.load_into` loads the version that the round starts from."""
     model = build_model()
-    with serve(tmp_path, sites=1, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+    with World(tmp_path, build_model(), "a", rounds=2) as world:
+        with world.worker() as worker:
             for fl_round in worker:
                 worker.load_into(model)
                 train_(model, "a", fl_round.number)
                 fl_round.submit(model)
-        server.run()
+        world.server.run()
 
 
 def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     """Site b left a round without an update: nothing did not count."""
-    with serve(tmp_path, **{"rounds.min_sites": 1}) as server:
-        join = partial(ManualSite, server.url, folder=tmp_path / "workers")
-        with join("a") as a:
-            a.join()
-            with join("b") as b:
-                assert b.next_round() == 1  # and ends, as a script that breaks off while it trains
-            assert a.next_round() == 1
-            a.submit({name: value + 1 for name, value in a.pull().items()})
-            assert a.next_round() == 2
-            with join("b").join() as b:
-                a.submit({name: value + 1 for name, value in a.pull().items()})
-                assert b.next_round() == 3  # it came when round 2 was open already
+    with World(tmp_path, build_model(), **{"rounds.min_sites": 1}) as world:
+        world.ask(number=1)
+        world.sites.pop("b").close()  # as a script that breaks off while it trains
+        world.move("a", 1, 1)
+        world.ask("a", number=2)
+        world.join("b")
+        world.move("a", 2, 1)
+        world.ask("b", number=3)  # it came when round 2 was open already
     assert warned() == []
 
 
@@ -317,13 +303,12 @@ def test_a_sites_calls_and_heartbeats_draw_no_random_numbers(tmp_path: Path) -> 
 
     def await_a_heartbeat() -> None:
         for is_silent in (True, False):
-            wait_until(lambda expected=is_silent: (server.status().workers[0].last_heartbeat_s > 0.3) == expected, "it")
+            wait_until(lambda expected=is_silent: (world.status.workers[0].last_heartbeat_s > 0.3) == expected, "it")
 
-    with serve(tmp_path, sites=1, rounds=1) as server:
+    with World(tmp_path, build_model(), "a", rounds=1, **{"network.heartbeat_interval_s": 0.5}) as world:
         before = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
-        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
-            client.next_round()
-            for _ in range(2):
-                await_a_heartbeat()
-            client.submit(client.pull())
+        world.pull()
+        for _ in range(2):
+            await_a_heartbeat()
+        world.submit("a", 0)
         assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before

@@ -132,9 +132,10 @@ def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
     ("in_leave", "at_exit", "why"),
     [("pass", "atexit.register(upload)", "ended by SIGTERM"), ("os.kill(os.getpid(), signal.SIGTERM)", "", "None")],
 )
-def test_a_sigterm_at_the_end_of_python_does_not_keep_a_worker_from_leaving(
+def test_a_worker_leaves_though_sigterm_comes_at_exit(
     server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
+    """The signal comes while Python ends."""
     script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
     own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
     ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers

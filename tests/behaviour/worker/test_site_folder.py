@@ -6,7 +6,6 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedSite, copy_folder, flip_bit, rewrite_note, serve
-from kit.manual_site import ManualSite
+from harness.processes import Nursery
+from kit import FederatedSites, ForkedSite, flip_bit, rewrite_note, serve
+from kit.folders import put_back
 from kit.peers import Connection, Peer, Request
 from kit.processes import wait_for_words
 from kit.requests import get
 from kit.servers import plain_server
-from kit.sites import manual_sites
+from kit.world import World
 from torch import nn
 
 import atoll
@@ -30,8 +29,8 @@ from atoll.errors import PeerError, StateLocked, StoreError
 
 def one_run(folder: Path, name: str, **settings: Any) -> Path:
     """Take part as `a` in a run of one round; returns the site's folder of this run."""
-    with plain_server(folder / name, nn.Linear(8, 4), rounds=1, **settings) as server:
-        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+    with World(folder / name, nn.Linear(8, 4), "a", rounds=1, **settings) as world:
+        with world.worker(folder=folder / "w") as worker:
             worker.evaluates(lambda model: {"loss": 0.0})
             for fl_round in worker:
                 model = fl_round.load_into(nn.Linear(8, 4))
@@ -40,7 +39,7 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
                     model(torch.ones(8)).sum().backward()
                     optimizer.step()
                 fl_round.submit(model, weight=1)
-        return folder / "w" / "a" / server.status().run
+        return folder / "w" / "a" / world.status.run
 
 
 @pytest.mark.covers("D4")
@@ -53,7 +52,7 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
         ("local.safetensors", {"workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]}),
     ],
 )
-def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
+def test_joining_a_run_removes_files_of_a_finished_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str, settings: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
@@ -71,13 +70,9 @@ def test_code_that_changes_the_current_folder_does_no_harm(tmp_path: Path, monke
     """Both folders are relative to the one that the processes were started in."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    with plain_server(Path(), nn.Linear(8, 4), rounds=2) as server:
-        with atoll.join(server.url, site="a", folder="w") as worker:
-            for fl_round in worker:
-                monkeypatch.chdir(tmp_path / "elsewhere")
-                fl_round.submit(fl_round.load_into(nn.Linear(8, 4)), weight=1)
-        assert server.wait(30)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "state", "w"]
+    world = World(Path(), nn.Linear(8, 4), "a", rounds=2)
+    world.train_rounds(nn.Linear(8, 4), lambda _: monkeypatch.chdir(tmp_path / "elsewhere"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "state", "workers"]
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -212,9 +207,8 @@ with atoll.join() as worker:
 """
 
 
-def test_a_site_joins_again_while_a_child_that_its_killed_script_forked_still_runs(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_joins_again_beside_a_child_of_its_killed_script(tmp_path: Path, nursery: Nursery) -> None:
+    """The child, which the script has forked, still runs."""
     with serve(tmp_path) as server:
         script = ForkedSite(nursery, tmp_path, server.url, "a", FORKS).start()
         child = int(wait_for_words(script, r"child (\d+)")[1])
@@ -230,20 +224,12 @@ def test_a_site_joins_again_while_a_child_that_its_killed_script_forked_still_ru
 
 def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
     """a's folder is a copy of b's: b's update must not count once more as a's."""
-    with plain_server(tmp_path, {"w": torch.zeros(1)}, sites=2, rounds=2) as server:
-        known = manual_sites(server, tmp_path)
-        for client in known.values():
-            assert client.next_round() == 1
-            client.pull()
-        known["b"].submit({"w": torch.tensor([2.0])})
-        known["a"].close()
-        shutil.rmtree(tmp_path / "w" / "a")
-        copy_folder(tmp_path / "w" / "b", tmp_path / "w" / "a")
-        with ManualSite(server.url, site="a", folder=tmp_path / "w") as again:
-            assert again.next_round() == 1  # it is not served from b's outbox
-            again.pull()
-            again.submit({"w": torch.tensor([4.0])})
-            wait_until(lambda: server.status().fragments[0].version == 1, "the first round is over")
-            assert again.next_round() == 2
-            assert again.pull()["w"].tolist() == [3.0]
-        known["b"].close()
+    with World(tmp_path, {"w": torch.zeros(1)}, rounds=2) as world:
+        world.pull(number=1)
+        world.submit("b", 2.0)
+        world.sites.pop("a").close()
+        put_back(world.workers / "b", world.workers / "a")
+        world.move("a", 1, 4.0)  # it is not served from b's outbox
+        world.wait(1)
+        world.pull("a", number=2)
+        assert world.model["w"].tolist() == [3.0]

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import DiLoCoSites, exported, run_to_end
-from kit.optimizers import ScheduleFree
-from kit.servers import PLAIN_DILOCO, plain_server
-from kit.sites import train_diloco_alone
+from kit.models import Weights
+from kit.optimizers import Flat, InList, InState, Masters, Outside, Padded, ScheduleFree, fp32
+from kit.servers import PLAIN_DILOCO
+from kit.world import World
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
-import atoll
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError
 
@@ -34,58 +33,9 @@ RESULT = {"w": 6.0, "b": 7.0}
 HALF = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
 
 
-class Two(nn.Module):
-    """Two parameters of one shape, one of them zero."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(4, dtype=dtype))
-        self.b = nn.Parameter(torch.ones(4, dtype=dtype))
-
-
-class Masters(Optimizer):
-    """Steps fp32 copies of the weights. Subclasses say where these are."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    def copies(self) -> list[Tensor]:
-        raise NotImplementedError
-
-    @property
-    def weights(self) -> list[Tensor]:
-        return [value for group in self.param_groups for value in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for value, copy in zip(self.weights, self.copies(), strict=True):
-            copy -= value.grad
-            value.copy_(copy)
-
-
-def fp32(value: Tensor) -> Tensor:
-    return value.detach().float().clone()
-
-
-class InState(Masters):
-    """Made at the first step, beside a moment that is zero, as are some of the weights."""
-
-    def copies(self) -> list[Tensor]:
-        for value in self.weights:
-            if not self.state[value]:
-                self.state[value] |= {"master": fp32(value), "moment": torch.zeros_like(value), "n": torch.tensor(0.0)}
-        return [self.state[value]["master"] for value in self.weights]
-
-
-class InList(Masters):
-    """Made with the optimizer, before any load."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.fp32_groups = [[fp32(value) for value in group["params"]] for group in self.param_groups]
-
-    def copies(self) -> list[Tensor]:
-        return [copy for group in self.fp32_groups for copy in group]
+def two(dtype: torch.dtype = torch.float32) -> Weights:
+    """two parameters of one shape, one of them zero."""
+    return Weights(w=torch.zeros(4, dtype=dtype), b=torch.ones(4, dtype=dtype))
 
 
 class InDict(InList):
@@ -123,66 +73,19 @@ class ReshapedInState(Masters):
         return [each.view(4) for each in rows]
 
 
-class Flat(Masters):
-    """One tensor of all weights, made at the first step."""
-
-    flat: Tensor | None = None
-
-    def copies(self) -> list[Tensor]:
-        if self.flat is None:
-            self.flat = torch.cat([fp32(value) for value in self.weights])
-        return list(self.flat.split([value.numel() for value in self.weights]))
-
-
-class Padded(InList):
-    """One flat tensor of all weights, with padding at its end."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.flat = torch.cat([*self.fp32_groups.pop(), torch.zeros(3)])
-
-    def copies(self) -> list[Tensor]:
-        return list(self.flat[:8].split(4))
-
-
-class Wrapped:
-    """As in Apex: the optimizer has the masters alone, and a wrapper copies gradients and weights."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        parameters = list(parameters)
-        self.weights = [value for value in parameters if value.dtype != torch.float32]
-        self.masters = [nn.Parameter(fp32(value)) for value in self.weights]
-        whole = [value for value in parameters if value.dtype == torch.float32]
-        self.optimizer = SGD([*self.masters, *whole], lr=1.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for value, master in zip(self.weights, self.masters, strict=True):
-            assert value.grad is not None
-            master.grad = value.grad.float()
-        self.optimizer.step()
-        for value, master in zip(self.weights, self.masters, strict=True):
-            value.copy_(master)
-
-
 def step(model: Any, optimizer: Any, site: str, number: int = 0) -> None:
     for value in model.parameters():
         value.grad = torch.full_like(value, GRADIENTS[site])
     optimizer.step()
 
 
-def run(folder: Path, make: Callable[[Any], Any], step: Any = step, *, dtype: Any = torch.float32, **more: Any) -> Any:
+def run(folder: Path, make: Callable[[Any], Any], *, dtype: Any = torch.float32, **more: Any) -> Any:
     """A run of two sites; what it exports."""
-    settings = HALF | {"diloco.sync_every": 2} | more
-    with plain_server(folder, Two(dtype), sites=2, rounds=ROUNDS, **settings) as server:
-        inner: Any = lambda model: make(model.parameters())  # noqa: E731
-        sites = DiLoCoSites(
-            server.url, folder, 30, build=lambda: Two(dtype), inner=inner, step=step, weights={"a": 1.0, "b": 1.0}
-        )
-        run_to_end(server, sites)
+    world = World(folder, two(dtype), rounds=ROUNDS, **HALF | {"diloco.sync_every": 2} | more)
+    sites = world.run(steps=30, build=lambda: two(dtype), inner=lambda model: make(model.parameters()), step=step)
     for model in sites.models.values():
-        assert values(dict(model.named_parameters())) == values(exported(folder))
-    return values(exported(folder))
+        assert values(dict(model.named_parameters())) == values(world.result)
+    return values(world.result)
 
 
 def values(tensors: dict[str, Any]) -> dict[str, float]:
@@ -201,7 +104,7 @@ def plain(parameters: Any) -> Any:
         *((kind, dtype) for kind in (InState, InList, InDict, InGroup) for dtype in (torch.float32, torch.bfloat16)),
         *((kind, dtype) for kind in (Reshaped, ReshapedInState, Flat) for dtype in (torch.float32, torch.bfloat16)),
         (Padded, torch.bfloat16),
-        (Wrapped, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
+        (Outside, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
@@ -215,25 +118,25 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
     """In the order of the model, such a buffer stands between its parameters; one of them has no master."""
 
     def build() -> nn.Module:
-        model = nn.ModuleList([Two(torch.bfloat16), Two(torch.bfloat16)])
+        model = nn.ModuleList([two(torch.bfloat16), two(torch.bfloat16)])
         model[0].b = nn.Parameter(torch.ones(4))
         model[0].register_buffer("mean", torch.zeros(4, dtype=torch.bfloat16))
         return model
 
     model = build()
-    optimizer = Wrapped(model.parameters())
-    settings = HALF | {"diloco.sync_every": 2}
-    train_diloco_alone(tmp_path, build(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=3, **settings)
+    optimizer = Outside(model.parameters())
+    world = World(tmp_path, build(), "a", rounds=3, H=2, **HALF)
+    world.train_steps(model, optimizer, lambda: step(model, optimizer, "a"))
     # 3 rounds of half of 2
-    assert values(exported(tmp_path)) == {"1.w": 3.0, "1.b": 4.0, "0.w": 3.0, "0.mean": 0.0, "0.b": 4.0}
+    assert values(world.result) == {"1.w": 3.0, "1.b": 4.0, "0.w": 3.0, "0.mean": 0.0, "0.b": 4.0}
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
     """They may have the same values: both models were built alike."""
-    model = Two()
-    with plain_server(tmp_path, Two(), sites=1, **PLAIN_DILOCO) as server:
+    model = two()
+    with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
-            atoll.DiLoCo(model, plain(Two().parameters()), server=server.url, folder=tmp_path).start()
+            world.diloco(model, plain(two().parameters())).start()
 
 
 @pytest.mark.covers("X11")
@@ -254,15 +157,15 @@ def test_masters_follow_merges_and_fragments(tmp_path: Path, settings: dict[str,
 
 def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
     """It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2."""
-    model, other = Two(), Two()
+    model, other = two(), two()
     optimizer = plain([*model.parameters(), *other.parameters()])
-    settings = HALF | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, Two(), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                for value in other.parameters():
-                    value.grad = torch.full_like(value, -2.0)
-                step(model, optimizer, "a")
+
+    def train() -> None:
+        for value in other.parameters():
+            value.grad = torch.full_like(value, -2.0)
+        step(model, optimizer, "a")
+
+    World(tmp_path, two(), "a", rounds=3, H=2, **HALF).train_steps(model, optimizer, train)
     assert values(dict(model.named_parameters())) == {"w": 3.0, "b": 4.0}
     assert values(dict(other.named_parameters())) == {"w": 12.0, "b": 13.0}
 
@@ -270,22 +173,15 @@ def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
 def test_moments_stay_as_they_are(tmp_path: Path) -> None:
     """A moment that is zero is no copy of weights that are zero."""
     moments: list[Tensor] = []
+    model = two()
+    model.b.requires_grad_(False)
+    optimizer = InState([model.w])
 
-    def look(model: Any, optimizer: Any, site: str, number: int) -> None:
-        step(model, optimizer, site)
+    def train() -> None:
+        step(model, optimizer, "a")
         moments.extend(each["moment"] for each in optimizer.state.values())
 
-    def alone(parameters: Any) -> Any:
-        return InState([next(iter(parameters))])
-
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 1}
-    with plain_server(tmp_path, Two(), sites=1, rounds=3, **settings) as server:
-        model = Two()
-        model.b.requires_grad_(False)
-        optimizer = alone(model.parameters())
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                look(model, optimizer, "a", 0)
+    World(tmp_path, two(), "a", rounds=3, H=1, **PLAIN_DILOCO).train_steps(model, optimizer, train)
     assert len(moments) == 3
     assert not any(bool(each.any()) for each in moments)
 
@@ -340,15 +236,13 @@ def test_slow_weights_follow_where_they_equal_the_weights(tmp_path: Path) -> Non
 )
 def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
     """H = 4: the copies have followed the weights before; at the synchronisation they differ. The remedy fits them."""
-    model = Two()
+    model = two()
     optimizer = make(model.parameters())
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 4}
-    with plain_server(tmp_path, Two(), sites=1, rounds=2, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-            for _ in range(3):
-                step(model, optimizer, "a")
-            with pytest.raises(UsageError, match=f"(?s)a copy of the weights, {named}"):
-                step(model, optimizer, "a")
+    with World(tmp_path, two(), "a", rounds=2, H=4, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+        for _ in range(3):
+            step(model, optimizer, "a")
+        with pytest.raises(UsageError, match=f"(?s)a copy of the weights, {named}"):
+            step(model, optimizer, "a")
 
 
 class WithPlainName(SGD):
@@ -380,21 +274,19 @@ def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Pat
 
     for _ in range(10):
         train()
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 5}
     refused = pytest.raises(UsageError, match=r"ScheduleFree\.state\.z, that has drawn them")
-    with plain_server(tmp_path, build(), sites=1, rounds=2, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-            with refused if make is ScheduleFree else contextlib.nullcontext():
-                for _ in range(10):
-                    train()
+    with World(tmp_path, build(), "a", rounds=2, H=5, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+        with refused if make is ScheduleFree else contextlib.nullcontext():
+            for _ in range(10):
+                train()
 
 
 def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
     """One site: its steps from 0 give 1, 2, 3, 4; the average 1, 1.5, 2.25, 3.125, whatever is loaded in between."""
-    model = Two()
+    model = two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    train_diloco_alone(tmp_path, Two(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=2, **settings)
+    world = World(tmp_path, two(), "a", rounds=2, H=2, **PLAIN_DILOCO)
+    world.train_steps(model, optimizer, lambda: step(model, optimizer, "a"))
     assert optimizer.state[model.w]["ema"].tolist() == [3.125] * 4
 
 
@@ -431,23 +323,19 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Any], Any], every: int, told: str
 ) -> None:
     caplog.set_level(logging.WARNING)
-    settings = HALF | {"diloco.sync_every": every, "network.heartbeat_interval_s": 0.2}
 
     def warned() -> bool:
-        return any(told in text and "the result is wrong" in text for text in server.status().warnings)
+        return any(told in text and "the result is wrong" in text for text in world.status.warnings)
 
     def work(model: Any, optimizer: Any, site: str, number: int) -> None:
         step(model, optimizer, site)
         if number == 2 * every - 1 and site == "a":
             wait_until(warned, "the warning")
 
-    with plain_server(tmp_path, Two(), sites=2, rounds=4, **settings) as server:
-        inner: Any = lambda model: make(model.parameters())  # noqa: E731
-        sites = DiLoCoSites(server.url, tmp_path, 2 * every, build=Two, inner=inner, step=work)
+    inner: Any = lambda model: make(model.parameters())  # noqa: E731
+    with World(tmp_path, two(), rounds=4, H=every, **HALF | {"network.heartbeat_interval_s": 0.2}) as world:
         with contextlib.suppress(UsageError):  # the next synchronisation of Lookahead is refused
-            sites.join()
-    for logger in ("atoll", "atoll.server"):
-        assert any(told in each.getMessage() for each in caplog.records if each.name.startswith(logger))
+            world.begin(steps=2 * every, build=two, inner=inner, step=work).join()
     lines = {each.name for each in caplog.records if told in each.getMessage()}
     assert "atoll" in lines
     assert any(name.startswith("atoll.server") for name in lines)
@@ -480,13 +368,13 @@ def test_reports_that_some_weights_were_undone_among_others(
 
     model, random = build(), torch.Generator().manual_seed(0)
     optimizer = make(model.parameters())
-    settings = HALF | {"diloco.sync_every": 6}
-    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                for value in model.parameters():
-                    value.grad = torch.randn(value.shape, generator=random) * noise - 1
-                optimizer.step()
+
+    def train() -> None:
+        for value in model.parameters():
+            value.grad = torch.randn(value.shape, generator=random) * noise - 1
+        optimizer.step()
+
+    World(tmp_path, build(), "a", rounds=4, H=6, **HALF).train_steps(model, optimizer, train)
     assert ("the result is wrong" in caplog.text) is is_undone
 
 
@@ -499,16 +387,33 @@ def test_says_nothing_of_optimizers_that_step_in_turn(tmp_path: Path, caplog: py
 
     model = build()
     optimizers = [plain([value]) for value in model.parameters()]
-    settings = HALF | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
-        with atoll.DiLoCo(model, optimizers, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                for optimizer in optimizers:
-                    step(model, optimizer, "a")
+
+    def train() -> None:
+        for optimizer in optimizers:
+            step(model, optimizer, "a")
+
+    World(tmp_path, build(), "a", rounds=4, H=2, **HALF).train_steps(model, optimizers, train)
     assert "the result is wrong" not in caplog.text
 
 
 # -- federated rounds with one optimizer
+
+
+def with_another_site(world: World, model: Any, train: Callable[[Any], None]) -> list[str]:
+    """Train the site a's model in a run of two sites, of which b adds 10 in each round; what the server warns of.
+
+    `train` gets each round, whose model is loaded.
+    """
+    with world:
+        world.join("b")
+        with world.worker("a") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                train(fl_round)
+                fl_round.submit(model)
+                world.move("b", fl_round.number, 10.0)
+        world.finish()
+        return list(world.status.warnings)
 
 
 @pytest.mark.covers("X11")
@@ -519,26 +424,19 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
     The first model to load is another one than that which the optimizer was made for.
     """
-    model = Two()
+    model = two()
     nn.init.constant_(model.w, -5.0)
     nn.init.constant_(model.b, -6.0)
     optimizer = kind(model.parameters())
-    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=2, rounds=3) as server:
-        with (
-            atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
-            atoll.join(server.url, site="b", folder=tmp_path / "w") as other,
-        ):
-            for fl_round, their_round in zip(worker, other, strict=False):
-                fl_round.load_into(model)
-                with fl_round.correct(model, optimizer) if corrects else contextlib.nullcontext():
-                    step(model, optimizer, "a")
-                    step(model, optimizer, "a")
-                fl_round.submit(model)
-                theirs = their_round.state_dict()
-                their_round.submit({name: value + 10 for name, value in theirs.items()})
-        assert server.wait(60)
-        server.run()
-    assert values(exported(tmp_path)) == {"w": 18.0, "b": 19.0}
+
+    def train(fl_round: Any) -> None:
+        with fl_round.correct(model, optimizer) if corrects else contextlib.nullcontext():
+            step(model, optimizer, "a")
+            step(model, optimizer, "a")
+
+    world = World(tmp_path, two(), rounds=3)
+    with_another_site(world, model, train)
+    assert values(world.result) == {"w": 18.0, "b": 19.0}
 
 
 @pytest.mark.covers("X11")
@@ -547,66 +445,56 @@ def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Pat
 
     The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
     """
-    model, optimizer = Two(torch.bfloat16), None
+    model, optimizers = two(torch.bfloat16), list[Outside]()
+
+    def train(_: Any) -> None:
+        optimizers[:] = optimizers or [Outside(model.parameters())]
+        step(model, optimizers[0], "a")
+        step(model, optimizers[0], "a")
+
     settings = {"algorithm.outer_optimizer.name": "sgd", "algorithm.outer_optimizer.lr": 0.5}
-    with plain_server(tmp_path, Two(torch.bfloat16), algorithm="fedavg", sites=1, rounds=3, **settings) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                optimizer = optimizer or Wrapped(model.parameters())
-                step(model, optimizer, "a")
-                step(model, optimizer, "a")
-                fl_round.submit(model)
-        assert server.wait(60)
-        server.run()
-    assert values(exported(tmp_path)) == {"w": 3.0, "b": 4.0}
+    world = World(tmp_path, two(torch.bfloat16), "a", rounds=3, **settings)
+    world.train_rounds(model, train)
+    assert values(world.result) == {"w": 3.0, "b": 4.0}
 
 
 @pytest.mark.covers("X11")
 def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
     """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
-    models = {site: Two() for site in GRADIENTS}
+    models = {site: two() for site in GRADIENTS}
     optimizers = {site: InList(model.parameters()) for site, model in models.items()}
-    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=2, rounds=3) as server:
-        with (
-            atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
-            atoll.join(server.url, site="b", folder=tmp_path / "w") as other,
-        ):
-            for rounds in zip(worker, other, strict=False):
-                by_site = dict(zip(GRADIENTS, rounds, strict=True))
-                for site, fl_round in by_site.items():
-                    fl_round.load_into(models[site])
-                for site in [*GRADIENTS, *GRADIENTS]:
-                    step(models[site], optimizers[site], site)
-                for site, fl_round in by_site.items():
-                    fl_round.submit(models[site], weight=1.0)
-        assert server.wait(60)
-        server.run()
+    with World(tmp_path, two(), GRADIENTS, rounds=3) as world, world.worker("a") as worker, world.worker("b") as other:
+        for rounds in zip(worker, other, strict=False):
+            by_site = dict(zip(GRADIENTS, rounds, strict=True))
+            for site, fl_round in by_site.items():
+                fl_round.load_into(models[site])
+            for site in [*GRADIENTS, *GRADIENTS]:
+                step(models[site], optimizers[site], site)
+            for site, fl_round in by_site.items():
+                fl_round.submit(models[site], weight=1.0)
     assert values(dict(models["a"].named_parameters())) == {"w": 10.0, "b": 11.0}
     assert values(dict(models["b"].named_parameters())) == {"w": 14.0, "b": 15.0}
 
 
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize("kind", [InList, Wrapped])
+@pytest.mark.parametrize("kind", [InList, Outside])
 def test_an_optimizer_of_another_model_keeps_its_masters(tmp_path: Path, kind: Any) -> None:
     """A personal model begins as this site's and takes steps of 2, 6 in all; the run's model gains 2 in a round."""
-    model, shared = Two(torch.bfloat16), Two(torch.bfloat16)
+    model, shared = two(torch.bfloat16), two(torch.bfloat16)
     personal = deepcopy(model)
     nn.init.constant_(shared.w, 10.0)
     optimizer, own = plain(model.parameters()), kind(personal.parameters())
-    with plain_server(tmp_path, shared, algorithm="fedavg", sites=1, rounds=3) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                for _ in range(2):
-                    for value in personal.parameters():
-                        value.grad = torch.full_like(value, -2.0)
-                    own.step()
-                    step(model, optimizer, "a")
-                fl_round.submit(model)
-        assert server.wait(60)
-        server.run()
-    assert values(exported(tmp_path)) == {"w": 16.0, "b": 7.0}
+
+    def train(_: Any) -> None:
+        for _ in range(2):
+            for value in personal.parameters():
+                value.grad = torch.full_like(value, -2.0)
+            own.step()
+            step(model, optimizer, "a")
+
+    world = World(tmp_path, shared, "a", rounds=3)
+    world.train_rounds(model, train)
+    assert values(world.result) == {"w": 16.0, "b": 7.0}
     assert values(dict(personal.named_parameters())) == {"w": 12.0, "b": 13.0}
 
 
@@ -639,7 +527,7 @@ def test_zeros_and_numbers_are_no_copies() -> None:
 @pytest.mark.covers("X11")
 def test_a_load_begins_with_the_step_that_only_the_masters_have_made() -> None:
     """The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that."""
-    model = Two()
+    model = two()
     masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
     optimizer, copies, tensors = SGD(masters, lr=1.0), WeightCopies(pytest.fail), dict(model.named_parameters())
     copies.watch(optimizer)
@@ -666,9 +554,9 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
 
     model = zeros()
     optimizer = InList(model.parameters())
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    train_diloco_alone(tmp_path, zeros(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=3, **settings)
-    assert values(exported(tmp_path)) == {"1": 6.0, "0": 6.0}
+    world = World(tmp_path, zeros(), "a", rounds=3, H=2, **PLAIN_DILOCO)
+    world.train_steps(model, optimizer, lambda: step(model, optimizer, "a"))
+    assert values(world.result) == {"1": 6.0, "0": 6.0}
     assert "the result is wrong" not in caplog.text
 
 
@@ -679,20 +567,18 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
 @pytest.mark.parametrize("passes", ["nothing", "the inner one"])
 def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passes: str) -> None:
     """Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ."""
-    model = Two()
+    model = two()
     lookahead = Lookahead(model.parameters(), k=2)
-    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=1, rounds=3) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            rounds = iter(worker)
-            fl_round = next(rounds)
-            fl_round.load_into(model)
-            if passes == "the inner one":
-                fl_round.correct(model, lookahead.optimizer)
-            for _ in range(3):
-                step(model, lookahead, "a")
-            fl_round.submit(model)
-            with pytest.raises(UsageError, match=r"(?s)Lookahead\.slow, .* after a multiple of 2 steps"):
-                next(rounds).load_into(model)
+
+    def train(fl_round: Any) -> None:
+        assert fl_round.number == 1
+        if passes == "the inner one":
+            fl_round.correct(model, lookahead.optimizer)
+        for _ in range(3):
+            step(model, lookahead, "a")
+
+    with pytest.raises(UsageError, match=r"(?s)Lookahead\.slow, .* after a multiple of 2 steps"):
+        World(tmp_path, two(), "a", rounds=3).train_rounds(model, train)
 
 
 class Handwritten:
@@ -735,53 +621,35 @@ def gently_towards_five(model: Any) -> None:
     sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()  # type: ignore[union-attr]
 
 
-def rounds_of(folder: Path, train: Callable[[Any], None], server_model: Any = Two, rounds: int = 3) -> list[str]:
-    """Train one site's model in rounds of 2 sites, of which the other one adds 10. Return what the server warns of."""
-    model = Two()
-    with plain_server(folder, server_model(), algorithm="fedavg", sites=2, rounds=rounds) as server:
-        with (
-            atoll.join(server.url, site="a", folder=folder / "w") as worker,
-            atoll.join(server.url, site="b", folder=folder / "w") as other,
-        ):
-            for fl_round, their_round in zip(worker, other, strict=False):
-                fl_round.load_into(model)
-                train(model)
-                fl_round.submit(model)
-                theirs = their_round.state_dict()
-                their_round.submit({name: value + 10 for name, value in theirs.items()})
-        assert server.wait(60)
-        return list(server.status().warnings)
-
-
 def shifted() -> nn.Module:
     """The weights that the server begins with are other ones than those of the site."""
-    model = Two()
+    model = two()
     nn.init.constant_(model.w, 5.0)
     return model
 
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
 def test_reports_loads_that_a_handwritten_optimizer_undoes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
 ) -> None:
-    optimizers: list[Handwritten] = []
+    model, optimizers = two(), list[Handwritten]()
 
-    def train(model: Any) -> None:
+    def train(_: Any) -> None:
         optimizers[:] = optimizers or [Handwritten(model, late=late)]
         for _ in range(steps):
             gradients(model)
             optimizers[0].step()
 
-    told = rounds_of(tmp_path, train, server_model)
+    told = with_another_site(World(tmp_path, server_model(), rounds=3), model, train)
     assert any("a copy of the weights that the optimizer or the script keeps" in text for text in told)
     assert any("the result is wrong" in each.getMessage() for each in caplog.records if each.name == "atoll")
 
 
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(
     ("gradients", "steps"),
     [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
@@ -790,12 +658,14 @@ def test_says_nothing_of_a_handwritten_optimizer_without_copies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
 ) -> None:
     """A round that ends at the site's own optimum each time has undone nothing."""
+    model = two()
 
-    def train(model: Any) -> None:
+    def train(_: Any) -> None:
         optimizer = Handwritten(model, copies=False)
         for _ in range(steps):
             gradients(model)
             optimizer.step()
 
-    assert not any("the result is wrong" in text for text in rounds_of(tmp_path, train, server_model, rounds=5))
+    told = with_another_site(World(tmp_path, server_model(), rounds=5), model, train)
+    assert not any("the result is wrong" in text for text in told)
     assert "the result is wrong" not in caplog.text

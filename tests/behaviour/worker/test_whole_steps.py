@@ -10,21 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from kit import exported
 from kit.corrections import fedprox
-from kit.servers import PLAIN_DILOCO, plain_server
+from kit.models import Weights
+from kit.servers import PLAIN_DILOCO
+from kit.world import World
 from torch import nn
 from torch.optim import SGD
-
-import atoll
 
 # Each of these optimizers makes the same step: w ← (w − g)/2. With g = −1, w = 0 becomes 1/2, 3/4, 7/8, 15/16.
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(3))
+def one() -> Weights:
+    return Weights(w=torch.zeros(3))
 
 
 @torch.no_grad()
@@ -107,18 +104,17 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 
 def trained(folder: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]) -> list[float]:
     """Train to the end of 2 rounds of H = 2; the weights that the loop had after each step, and last the result's."""
-    sgd(One())  # from here on torch's hooks are in SGD's own step, too
-    model, weights = One(), list[float]()
+    sgd(one())  # from here on torch's hooks are in SGD's own step, too
+    model, weights = one(), list[float]()
     optimizer = make(model)
-    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    with plain_server(folder, One(), sites=1, rounds=2, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w") as loop:
+    with World(folder, one(), "a", rounds=2, H=2, **PLAIN_DILOCO) as world:
+        with world.diloco(model, optimizer) as loop:
             while not loop.finished:
                 step(model, optimizer)
                 weights.append(model.w[0].item())
                 assert loop.step == len(weights)
-        server.run()
-    return [*weights, exported(folder)["w"][0].item()]
+        world.server.run()
+    return [*weights, world.result["w"][0].item()]
 
 
 def plainly(model: Any, optimizer: Any) -> None:
@@ -147,7 +143,8 @@ def test_sends_the_change_of_the_whole_step(
 
 
 @pytest.mark.covers("X11")
-def test_sends_the_change_of_a_step_that_another_program_calls_by_a_reference(tmp_path: Path) -> None:
+def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
+    """Another program has kept the bound method."""
     kept: list[Any] = []
 
     def make(model: nn.Module) -> Any:
@@ -204,12 +201,11 @@ def test_a_step_that_fails_behind_its_parents_is_none(tmp_path: Path) -> None:
 @pytest.mark.covers("L2")
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
 def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
-    model = One()
+    model = one()
     optimizer = make(model)
     before = dict(vars(optimizer))
-    with plain_server(tmp_path, One(), sites=1, rounds=2, **PLAIN_DILOCO) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-            assert vars(optimizer)["step"] != before.get("step")
+    with World(tmp_path, one(), "a", rounds=2, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+        assert vars(optimizer)["step"] != before.get("step")
     assert vars(optimizer) == before
 
 
@@ -252,7 +248,7 @@ def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
 
     In one call, the closure's gradient is corrected where it was formed, at one more than w: by μ·1 more.
     """
-    model = One()
+    model = one()
     optimizer = Sharpness(model)
 
     def closure() -> torch.Tensor:
@@ -269,12 +265,9 @@ def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
         optimizer.second_step()
 
     if kind == "diloco":
-        with plain_server(tmp_path, One(), sites=1, rounds=2, **PLAIN_DILOCO | {"diloco.sync_every": 2}) as server:
-            with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
-                for _ in range(4):
-                    step()
-            server.run()
-        assert exported(tmp_path)["w"].tolist() == [4.0] * 3
+        world = World(tmp_path, one(), "a", rounds=2, H=2, **PLAIN_DILOCO)
+        world.train_steps(model, optimizer, step)
+        assert world.result["w"].tolist() == [4.0] * 3
         return
     with fedprox(model, mu=0.5).attach(optimizer) as hooks:
         for _ in range(4):
