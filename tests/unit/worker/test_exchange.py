@@ -32,8 +32,9 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
 from atoll.worker.exchange import base_and_outbox
 from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, ScratchFile
+from atoll.worker.exchange.exchange import resend_note
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.exchange.upload_update import MAX_CONFLICTS, resend_note
+from atoll.worker.exchange.server_carrier import MAX_CONFLICTS
 from atoll.worker.session import session as session_module
 from atoll.worker.session.session import Session
 
