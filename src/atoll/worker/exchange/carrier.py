@@ -44,11 +44,11 @@ class Carrier(Protocol):
     """Moves the bytes of versions and updates between this worker and the run. All fragments use the same carrier.
 
     Attributes:
-        why_again: why the server needs an update again that it had, for the log; `%d` is the number of the version that
-            the update is then submitted against.
+        resend_line: the line of the log when the server needs an update again that it had, with places for the site and
+            the number of the version that the update is then submitted against.
     """
 
-    why_again: str
+    resend_line: str
 
     def fetch(self, fragment: int, version: int, path: str, pull: Callable[[PartSource, str], None]) -> None:
         """Download the parts of a version, or of a difference between versions, from where they are.

@@ -34,7 +34,6 @@ from atoll.protocol.values import (
     require,
 )
 from atoll.runtime import failpoint
-from atoll.tensors.chunks import AnyTensors
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import apply_version, encode_update
@@ -212,8 +211,7 @@ class Exchange:
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
-        message = f"%s: {self.carrier.why_again}; submitting this site's update again"
-        LOG.info(message, self.site, ticket.base.number)
+        LOG.info(self.carrier.resend_line, self.site, ticket.base.number)
         if not self._takes(again, check=False):
             self.outbox.clear()
             return True
@@ -348,9 +346,9 @@ class Exchange:
         if isinstance(pull, Lost):
             self.files.close_next_base()
             return pull
-        with self.processes.own(tensors) as own:
-            apply_version.rebase_(own, self.base, self.files.next_base())
-            self.files.move_up()
+        apply_version.rebase_(self.processes.own(tensors), self.base, self.files.next_base())
+        self.files.move_up()
+        self.processes.share()
         return pull
 
     # -- updates
@@ -406,14 +404,14 @@ class Exchange:
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
-        filtered = self.local.filtered(ticket, tensors, report)
+        filtered, own = self.local.filtered(ticket, tensors, report), self.processes.own(tensors)
 
-        def write(own: AnyTensors) -> encode_update.Formed:  # without a note, which would mark the update as complete
+        def write() -> encode_update.Formed:  # without a note, which would mark the update as complete
             self.carrier.retract(self.fragment)
             self.outbox.begin(ticket.layout_digest)
             return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_part)
 
-        formed = self.processes.form(write, tensors, self.outbox.layout)
+        formed = self.processes.form(write, self.outbox.layout)
         self.session.warn(self.fragment, self.local.warnings_about(formed, report.steps))
         self.outbox.seal(
             OutboxNote(

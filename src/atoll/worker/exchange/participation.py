@@ -218,12 +218,7 @@ def federated_in_diloco(info: RunInfo) -> ConfigError:
 
 
 def _open(
-    session: Session,
-    carrier: Carrier,
-    processes: WorkerProcesses,
-    folder: Path,
-    fragment: int | None,
-    schema: Schema,
+    session: Session, carrier: Carrier, processes: WorkerProcesses, folder: Path, fragment: int | None, schema: Schema
 ) -> Exchange:
     """Open the files of a fragment, and return its `Exchange` with the server.
 

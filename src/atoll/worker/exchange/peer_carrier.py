@@ -32,7 +32,7 @@ class PeerCarrier:
         peers: serves this worker's updates, and finds versions at other workers.
     """
 
-    why_again = "the updates against version %d are collected again"
+    resend_line = "%s: the updates against version %d are collected again; submitting this site's update again"
 
     def __init__(self, session: Session, peers: PeerServer) -> None:
         self._session, self._peers = session, peers

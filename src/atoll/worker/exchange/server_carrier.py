@@ -36,7 +36,7 @@ class ServerCarrier:
         processes: the worker's processes; each sends its own parts.
     """
 
-    why_again = "the server fell back to version %d"
+    resend_line = "%s: the server fell back to version %d; submitting this site's update again"
 
     def __init__(self, session: Session, transfer: HttpTransfer, processes: WorkerProcesses) -> None:
         self._session, self._transfer, self._processes = session, transfer, processes

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -49,18 +48,21 @@ class WorkerProcesses(Protocol):
             work: the function; its result must consist of JSON values.
         """
 
-    def own(self, tensors: Tensors) -> AbstractContextManager[AnyTensors]:
-        """Yield what this process exchanges of the model, with current values. The `with` block may change them.
+    def own(self, tensors: Tensors) -> AnyTensors:
+        """Return what this process exchanges of the model, with current values.
 
-        At the end of the block, every process gets the values that others have changed.
+        Args:
+            tensors: the model's own tensors, by name.
         """
 
-    def form(self, write: Callable[[AnyTensors], Formed], tensors: Tensors, layout: Layout) -> Formed:
+    def share(self) -> None:
+        """After the result of `own` was changed in every process, give each process the values that others have."""
+
+    def form(self, write: Callable[[], Formed], layout: Layout) -> Formed:
         """Form an update: each process writes its own parts. Return the digests of all parts.
 
         Args:
-            write: writes the update of the given tensors into the outbox of this process.
-            tensors: the model's own tensors, by name.
+            write: writes the parts of this process into its outbox.
             layout: layout of the update.
         """
 
@@ -86,7 +88,7 @@ class WorkerProcesses(Protocol):
 
 
 class OneProcess:
-    """A worker whose whole model is exchanged by one process.
+    """One process that exchanges the whole model of its worker.
 
     Args:
         session: the worker's session.
@@ -105,13 +107,16 @@ class OneProcess:
         """Return the result of `work` as a list."""
         return [work()]
 
-    def own(self, tensors: Tensors) -> AbstractContextManager[AnyTensors]:
-        """Yield the model's own tensors."""
-        return nullcontext(tensors)
+    def own(self, tensors: Tensors) -> AnyTensors:
+        """Return the model's own tensors."""
+        return tensors
 
-    def form(self, write: Callable[[AnyTensors], Formed], tensors: Tensors, layout: Layout) -> Formed:
+    def share(self) -> None:
+        """Do nothing: there is no other process."""
+
+    def form(self, write: Callable[[], Formed], layout: Layout) -> Formed:
         """Write the update of the whole model."""
-        return write(tensors)
+        return write()
 
     def upload(self, push: Callable[[], None], complete: Callable[[], Receipt], retries: int | None) -> Receipt | Lost:
         """Send the parts and the message in one call: after an error of either, both are repeated."""
@@ -130,7 +135,7 @@ class OneProcess:
 
 
 class ShardedRanks:
-    """The ranks of one worker whose model FSDP2 has sharded. Rank 0 talks to the server; each rank moves its own parts.
+    """The ranks of a model that FSDP2 has sharded. Rank 0 talks to the server, and each rank moves its own parts.
 
     Args:
         session: the worker's session, with all ranks.
@@ -144,19 +149,21 @@ class ShardedRanks:
         self.label = f": rank {session.ranks.rank}"
         self.from_first, self.from_all = session.ranks.from_rank0, session.ranks.gather
 
-    @contextmanager
-    def own(self, tensors: Tensors) -> Iterator[AnyTensors]:
-        """Yield this rank's shards, with the tails that other ranks have; then send the tails back."""
-        shards = self._gathered()
-        yield shards
-        self._scatter(shards)
+    def own(self, tensors: Tensors) -> AnyTensors:
+        """Return this rank's shards, with the tails that are in the rows of other ranks."""
+        shards = self._shards()
+        shards.gather_(self._ranks.swap)
+        return shards
 
-    def form(self, write: Callable[[AnyTensors], Formed], tensors: Tensors, layout: Layout) -> Formed:
+    def share(self) -> None:
+        """Send the tails to the ranks that have them in their rows, and tensors that are not sharded to all ranks."""
+        self._shards().scatter_(self._ranks.swap, self._ranks.from_rank)
+
+    def form(self, write: Callable[[], Formed], layout: Layout) -> Formed:
         """Write this rank's parts, and learn the digests of the other ranks' parts."""
-        shards = self._gathered()
 
         def own() -> dict[str, Any]:
-            formed = write(shards)
+            formed = write()
             digests = [(part.index, each.hex()) for part, each in zip(layout.parts, formed.part_digests, strict=True)]
             return {"digests": digests, "is_zero": formed.is_zero, "lost": formed.lost}
 
@@ -188,12 +195,4 @@ class ShardedRanks:
         if into is not None:
             shards, files = self._shards(), puller.files
             self._ranks.gather(lambda: apply_version.load_(shards, files.next_base() if to_next else files.base))
-            self._scatter(shards)
-
-    def _gathered(self) -> Shards:
-        shards = self._shards()
-        shards.gather_(self._ranks.swap)
-        return shards
-
-    def _scatter(self, shards: Shards) -> None:
-        shards.scatter_(self._ranks.swap, self._ranks.from_rank)
+            self.share()
