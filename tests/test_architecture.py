@@ -151,9 +151,9 @@ LINES: dict[str, int] = {
     "testing": 468,
     "transport": 2881,
     "worker": 253,
-    "worker/exchange": 2305,
+    "worker/exchange": 2345,
     "worker/peer": 923,
-    "worker/session": 859,
+    "worker/session": 861,
     "worker/tasks": 615,
     "worker/training": 2084,
 }

@@ -32,8 +32,9 @@ from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
 from atoll.worker.exchange import base_and_outbox
 from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, ScratchFile
+from atoll.worker.exchange.exchange import resend_note
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.exchange.upload_update import MAX_CONFLICTS, resend_note
+from atoll.worker.exchange.server_carrier import MAX_CONFLICTS
 from atoll.worker.session import session as session_module
 from atoll.worker.session.session import Session
 
@@ -316,6 +317,38 @@ def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
         large_place.exchange.deliver()
     assert late.completions == MAX_CONFLICTS + 1
     late.close()
+
+
+# -- a carrier that the package does not have
+
+
+class FromFile:
+    """A carrier whose versions come from a file, and which is the source of their parts, too."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = bytearray(path.read_bytes())
+
+    def fetch(self, fragment: int, version: int, path: str, pull: Callable[[Any, str], None]) -> None:
+        pull(self, "no path")
+
+    def pull(self, path: str, digests: Any, parts: Any, sinks: Any, *, into: Any, on_bytes: Any, on_part: Any) -> None:
+        for part in parts:
+            data = memoryview(self._bytes)[part.start : part.stop]
+            for sink in (into, *sinks):
+                sink.write(part.start, data)
+            on_part(part)
+
+
+def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
+    exchange = large_place.exchange
+    ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]
+    assert ticket is not None
+    (slot,) = tmp_path.rglob("version-0-0.safetensors")
+    carrier: Any = FromFile(slot)
+    replace(exchange, carrier=carrier).pull(ticket.base, tensors)
+    assert large_place.session.counters.bytes_down == 0
+    assert exchange.base.path.read_bytes() == slot.read_bytes()
+    assert torch.equal(tensors["weight"], exchange.base.values_of("weight", 0, 30_000).view(100, 300))
 
 
 # -- updates that are sent again

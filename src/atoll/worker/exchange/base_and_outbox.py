@@ -43,7 +43,7 @@ from atoll.posix import (
     usable,
     write_at,
 )
-from atoll.protocol.messages import Report
+from atoll.protocol.messages import Complete, Report
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -104,6 +104,15 @@ class OutboxNote:
     def __post_init__(self) -> None:
         if isinstance(self.report, dict):
             object.__setattr__(self, "report", Report(**self.report))
+
+    def complete(self, source: str | None = None) -> Complete:
+        """Return the message that the update is complete.
+
+        Args:
+            source: in a swarm, a reference with which other workers download the update; else None.
+        """
+        facts, digest, base_digest = dict(self.report), self.digest, self.base_digest
+        return Complete(**facts, digest=digest, base_digest=base_digest, generation=self.generation, source=source)
 
 
 class TensorFile:

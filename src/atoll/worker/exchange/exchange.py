@@ -1,16 +1,16 @@
 """The exchange of one fragment of the model with the server: download versions, form updates, and send them.
 
 The fragment is the whole model, unless the run synchronises the model in several fragments. Every step can be
-interrupted: an update that was formed stays in the outbox file, and this process or the next one sends it
-(`upload_update`).
+interrupted: an update that was formed stays in the outbox file, and this process or the next one sends it.
+An `Exchange` is given a `Carrier`, which moves the bytes, and the `WorkerProcesses` that exchange together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,17 +34,15 @@ from atoll.protocol.values import (
     require,
 )
 from atoll.runtime import failpoint
-from atoll.tensors.chunks import AnyTensors
-from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import Tensors
-from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
-from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
+from atoll.worker.exchange.carrier import Carrier, Upload
+from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
-from atoll.worker.exchange.upload_update import UpdateServer, UpdateUpload, resend_note
-from atoll.worker.log_lines import LOG, TransferProgress, size
+from atoll.worker.exchange.worker_processes import WorkerProcesses
+from atoll.worker.log_lines import LOG, TransferProgress, progress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Repeats, Session
 
 MAX_REFUSALS = 5
@@ -59,14 +57,11 @@ class Exchange:
 
     Attributes:
         session: the worker's session, which sends heartbeats and makes calls to the server.
-        transfer: the connections over which parts of files are sent and downloaded.
+        carrier: moves the bytes of versions and updates.
+        processes: the processes of this worker that exchange the fragment together.
         files: the fragment's files at this site.
         local: the fragment at this site: its base, local state and filters; forms updates.
-        peer_server: in a swarm (workers exchange files among themselves): serves this worker's updates, and finds
-            versions at other workers; else None.
-        shards: gives this rank's shards of the model; None: the model is not sharded.
         puller: downloads versions into the base file.
-        upload: uploads the update in the outbox.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
@@ -75,26 +70,23 @@ class Exchange:
     """
 
     session: Session
-    transfer: HttpTransfer
+    carrier: Carrier
+    processes: WorkerProcesses
     files: DiskFiles
     local: LocalFragment
-    peer_server: UpdateServer | None = None
-    shards: Callable[[], Shards] | None = None
     refusals: int = 0
     settled_ticket: int = 0
     _warned_of_optimizer: bool = False
 
     def __post_init__(self) -> None:
         self.site, self.fragment = self.session.site, self.local.number or 0
+        self._in_words = "" if self.local.number is None else f" fragment {self.fragment}"
         self._gone = Repeats(self.session, "pull a version")
         self._use_files()
 
     def _use_files(self) -> None:
         self.base, self.outbox, number = self.files.base, self.files.outbox, self.local.number
-        self.puller = Puller(
-            self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.peer_server
-        )
-        self.upload = UpdateUpload(self.session, self.transfer, self.outbox, number, self.peer_server)
+        self.puller = Puller(self.session, self.carrier, self.files, self.local.layouts.downlink, number)
 
     # -- what comes next
 
@@ -130,7 +122,7 @@ class Exchange:
         self.session.read_run()
         schemas, info = self.session.split.schemas, self.session.info
         layouts = encode_update.Layouts.of(info, schemas[self.fragment])
-        if layouts.schema == self.local.layouts.schema or self.shards is not None:
+        if layouts.schema == self.local.layouts.schema or not self.processes.has_whole_model:
             return  # the ticket's layout differs for another reason, which `Outbox.begin` reports
         was = {spec.name: spec.shape for spec in self.local.layouts.schema.tensors}
         self.local.decided |= {spec.name for spec in layouts.schema.tensors if spec.shape != was.get(spec.name)}
@@ -156,7 +148,7 @@ class Exchange:
         Raises:
             SchemaMismatch: a buffer has another shape than in the run's first update. Nothing was sent.
         """
-        changed = self.local.changed_shapes(tensors) if self.shards is None else {}
+        changed = self.local.changed_shapes(tensors) if self.processes.has_whole_model else {}
         if not changed:
             return ticket
         reply = self.ask(retries=retries, shapes=changed)
@@ -202,7 +194,7 @@ class Exchange:
             note, durable = self.outbox.note, self.session.durable_versions.get(self.fragment)
             return note is not None and (durable is None or durable <= note.base_version)
 
-        if not self.session.ranks.from_rank0(needed):
+        if not self.processes.from_first(needed):
             return False
         outcome = self.session.outcome(ticket.id, retries)
         if isinstance(outcome, Lost):
@@ -219,10 +211,7 @@ class Exchange:
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
-        message = "%s: the server fell back to version %d; submitting this site's update again"
-        if self.peer_server is not None:
-            message = "%s: the updates against version %d are collected again; submitting this site's update again"
-        LOG.info(message, self.site, ticket.base.number)
+        LOG.info(self.carrier.resend_line, self.site, ticket.base.number)
         if not self._takes(again, check=False):
             self.outbox.clear()
             return True
@@ -235,7 +224,7 @@ class Exchange:
         return True
 
     def _takes(self, note: OutboxNote, *, check: bool) -> bool:
-        """Assign the update in every rank's outbox to the ticket of `note`. Return whether every rank has this update.
+        """Assign the update in every process's outbox to the ticket of `note`. Return whether all have this update.
 
         Args:
             note: the update's note with the new ticket.
@@ -258,11 +247,11 @@ class Exchange:
                 self.outbox.seal(note)
             return True
 
-        return all(self.session.ranks.gather(takes))
+        return all(self.processes.from_all(takes))
 
     def _agreed_note(self) -> OutboxNote | None:
-        """Return the note of rank 0's outbox, at every rank."""
-        note: OutboxNote | None = self.session.ranks.from_rank0(lambda: self.outbox.note, OutboxNote | None)
+        """Return the note of the first process's outbox, in every process."""
+        note: OutboxNote | None = self.processes.from_first(lambda: self.outbox.note, OutboxNote | None)
         return note
 
     # -- versions
@@ -283,10 +272,7 @@ class Exchange:
             failed. In the last two cases, some of the tensors may already have the version's values.
         """
         try:
-            if self.shards is None:
-                self.puller.pull(version, into, patience, to_next=to_next)
-            elif (lost := self._pull_shares(version, to_next, into is not None, patience.before)) is not None:
-                return lost
+            self.processes.pull(self.puller, version, into, patience, to_next=to_next)
         except Gone as error:
             self._gone.again(error.message)  # a server could announce a version again and again that it does not have
             return VersionGone(error)
@@ -295,26 +281,6 @@ class Exchange:
         self._gone.reset()
         self.session.progress.made("version", self.fragment, version.digest)
         return Pulled(version)
-
-    def _pull_shares(self, version: VersionRef, to_next: bool, load: bool, retries: int | None) -> Lost | None:
-        """Download a version of a sharded model: each rank downloads its parts, and loads its shards if `load` is True.
-
-        Return `Lost` if the server cannot be reached, else None.
-
-        `retries` limits only the first request. After that request, the ranks wait for the server for as long as
-        ATOLL_GIVE_UP_S says, since all ranks have to continue from the same version.
-        """
-        session = self.session
-        ask, what = partial(session.manifest, self.fragment, version.number), f"pull version {version.number}"
-        manifest = session.call(ask, what, retries=retries, kind=messages.VersionManifest)
-        if isinstance(manifest, Lost):
-            return manifest
-        lost = session.move(partial(self.puller.pull, version, None, WAITS, to_next=to_next), what)
-        if lost is None and load and self.shards is not None:
-            shards = self.shards()
-            session.ranks.gather(lambda: apply_version.load_(shards, self.files.next_base() if to_next else self.base))
-            shards.scatter_(session.ranks.swap, session.ranks.from_rank)
-        return lost
 
     def pull_newest(
         self,
@@ -369,7 +335,7 @@ class Exchange:
 
     def break_off(self) -> None:
         """End all running transfers at once, including those of other fragments."""
-        self.transfer.break_off()
+        self.carrier.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
         """Replace the base with another version, and keep the local progress: model ← new base + (model − old base).
@@ -380,14 +346,9 @@ class Exchange:
         if isinstance(pull, Lost):
             self.files.close_next_base()
             return pull
-        shards = self.shards() if self.shards is not None else None
-        if shards is not None:
-            shards.gather_(self.session.ranks.swap)
-        own: AnyTensors = tensors if shards is None else shards
-        apply_version.rebase_(own, self.base, self.files.next_base())
+        apply_version.rebase_(self.processes.own(tensors), self.base, self.files.next_base())
         self.files.move_up()
-        if shards is not None:
-            shards.scatter_(self.session.ranks.swap, self.session.ranks.from_rank)
+        self.processes.share()
         return pull
 
     # -- updates
@@ -415,11 +376,12 @@ class Exchange:
         if not isinstance(agreed, Ticket):
             return agreed
         ticket = agreed
-        if self.peer_server is not None or len(self.outbox.layout.all_parts) == 1:
+        send_early = self.carrier.send_early(self.outbox.layout)
+        if send_early is None:
             self.form(ticket, tensors, report, finish=finish)
             return self.deliver(retries)
-        with self.upload.progress(ticket.round) as bar:
-            with self.upload.pushing(ticket, bar) as pushing:
+        with self._progress(ticket.round) as bar:
+            with send_early(ticket.id, self.outbox.fd, bar.add) as pushing:
                 self.form(ticket, tensors, report, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
 
@@ -442,11 +404,14 @@ class Exchange:
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
-        if self.shards is None:
-            filtered = self.local.filtered(ticket, tensors, report)
-            formed = self._write(ticket, tensors, on_part, finish, filtered)
-        else:
-            formed = self._form_shares(ticket, self.shards(), on_part)
+        filtered, own = self.local.filtered(ticket, tensors, report), self.processes.own(tensors)
+
+        def write() -> encode_update.Formed:  # without a note, which would mark the update as complete
+            self.carrier.retract(self.fragment)
+            self.outbox.begin(ticket.layout_digest)
+            return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_part)
+
+        formed = self.processes.form(write, self.outbox.layout)
         self.session.warn(self.fragment, self.local.warnings_about(formed, report.steps))
         self.outbox.seal(
             OutboxNote(
@@ -465,38 +430,6 @@ class Exchange:
             )
         )
         return formed
-
-    def _form_shares(
-        self, ticket: Ticket, shards: Shards, on_part: Callable[[Part, bytes], None] | None
-    ) -> encode_update.Formed:
-        """Form the update of a sharded model: each rank writes its own parts. Return the digests of all parts."""
-        ranks, layout = self.session.ranks, self.outbox.layout
-        shards.gather_(ranks.swap)
-
-        def own() -> dict[str, Any]:
-            formed = self._write(ticket, shards, on_part, None, None)
-            digests = [digest.hex() for digest in formed.part_digests]
-            indices = [each.index for each in layout.parts]
-            return {"digests": digests, "indices": indices, "is_zero": formed.is_zero, "lost": formed.lost}
-
-        shares = ranks.gather(own)
-        digests = {index: text for each in shares for index, text in zip(each["indices"], each["digests"], strict=True)}
-        every = [bytes.fromhex(digests[part.index]) for part in layout.all_parts]
-        is_zero, lost = all(each["is_zero"] for each in shares), min(each["lost"] for each in shares)
-        return encode_update.Formed(every, layout.blob_id(every), is_zero, lost)
-
-    def _write(
-        self,
-        ticket: Ticket,
-        tensors: AnyTensors,
-        on_part: Callable[[Part, bytes], None] | None,
-        finish: Finish | None,
-        filtered: Filtered | None,
-    ) -> encode_update.Formed:
-        """Write the update's bytes into the outbox, without a note, which would mark the update as complete."""
-        self.upload.retract()
-        self.outbox.begin(ticket.layout_digest)
-        return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
     def sit_out(self, ticket: Ticket, report: Report, retries: int | None = None) -> SatOut | Refused | TooLate | Lost:
         """Tell the server that this site sits out the round of a ticket. Nothing is formed, and no tensor is sent.
@@ -537,8 +470,14 @@ class Exchange:
                 parts; only the others are sent.
         """
         assert self.outbox.note is not None
-        with self.upload.progress(self.outbox.note.round) as bar:
+        with self._progress(self.outbox.note.round) as bar:
             return self._deliver(bar, None if resuming else set(), None, retries)
+
+    def _progress(self, number: int) -> AbstractContextManager[TransferProgress]:
+        """Report that the update of round `number` is being sent. Return what `log_lines.progress` returns."""
+        self.session.tell(state=f"submitting to round {number}")
+        what = f"{self.site}{self.processes.label}: submitting{self._in_words}"
+        return progress(what, self.outbox.layout.own_nbytes)
 
     def _deliver(
         self, bar: TransferProgress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
@@ -555,7 +494,7 @@ class Exchange:
         note = self.outbox.note
         assert note is not None
         try:
-            answer = self.upload.send(note, bar, sent, failure, retries)
+            answer = self.carrier.send(Upload(self.outbox, note, bar, sent, failure, retries))
         except UpdateRefused as error:
             return Refused(error)
         except (TicketClosed, Gone) as error:
@@ -572,7 +511,7 @@ class Exchange:
             self.session.warn(OF_THE_OPTIMIZER, [])
         failpoint("worker.acknowledged")
         nbytes = size(self.outbox.layout.own_nbytes)
-        LOG.debug("%s: submitted%s, %s for round %d", self.site, self.upload.in_words, nbytes, note.round)
+        LOG.debug("%s: submitted%s, %s for round %d", self.site, self._in_words, nbytes, note.round)
         return Accepted(answer.digest)
 
     def refused(self, refusal: Refused) -> None:
@@ -660,7 +599,7 @@ class Exchange:
             Number of local steps that no longer count as local progress; None if no update is unsettled; `Lost` if the
             server cannot be reached.
         """
-        note = self.session.ranks.from_rank0(lambda: self.unsettled_update, OutboxNote | None)
+        note = self.processes.from_first(lambda: self.unsettled_update, OutboxNote | None)
         if note is None:
             return None
         outcome = self.session.outcome(note.ticket, retries)
@@ -698,6 +637,44 @@ class Exchange:
         """
         if self.outbox.note is not None:
             self.settled_ticket = self.outbox.note.ticket
+
+
+def resend_note(
+    note: OutboxNote | None,
+    ticket: Ticket,
+    previous: messages.Outcome | None,
+    info: messages.RunInfo,
+    outcome_of: Callable[[int], messages.Outcome],
+) -> OutboxNote | None:
+    """Return the outbox's note, with the new ticket, if the outbox's update may be sent under this ticket; else None.
+
+    Usually the ticket must name the version that the update was formed from: the same number and the same bits. If the
+    server fell back to an older version and so lost the update, there are two exceptions. The version may have the same
+    bits under another number. And in an asynchronous run, an update that the server had acknowledged may be sent under
+    any ticket, since such a run accepts updates from older versions.
+
+    Args:
+        note: the outbox's note; None: the outbox is empty.
+        ticket: the new ticket.
+        previous: the state of the site's previous ticket.
+        info: the run's description.
+        outcome_of: returns the state of a ticket's update.
+    """
+    fell_back = previous is not None and previous.state == "expired"
+    if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
+        return None
+    if note.generation != ticket.generation:  # it was formed with a state that begins at zero again
+        return None
+    base = ticket.base
+    again = replace(note, ticket=ticket.id, base_version=base.number, base_digest=base.digest, sent=False)
+    same = note.base_digest == base.digest
+    if same and note.base_version == base.number:
+        return again
+    if not fell_back or outcome_of(note.ticket).state != "expired":  # the update was not lost
+        return None
+    if same:
+        return replace(again, base_version=note.base_version)
+    return again if info.mode == "async" and note.sent else None
 
 
 # -- NaN in the optimizer's state after a refused update: it makes every later step NaN.

@@ -21,9 +21,11 @@ from atoll.transport.http_client import Http, http_to
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.arguments import require_labels, takes_part_in_swarms
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
+from atoll.worker.exchange.carrier import Carrier
 from atoll.worker.exchange.encode_update import Layouts, LocalFragment, UpdateWarnings
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.exchange.upload_update import UpdateServer
+from atoll.worker.exchange.server_carrier import ServerCarrier
+from atoll.worker.exchange.worker_processes import OneProcess, ShardedRanks, WorkerProcesses
 from atoll.worker.log_lines import LOG
 from atoll.worker.session.leave_at_exit import LEASES, last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
@@ -121,27 +123,24 @@ def take_part(
         if info.placement == "swarm" and not may_swarm:
             raise _no_swarm(session)
         _check(session, loop)
-        transfer = HttpTransfer(http, info.connections, info.idle_timeout_s, routes.CALL_TIMEOUT_S)
-        opened.callback(transfer.close)
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
         named = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()  # a script may change folders
         where = folder_of(named / site, info.run, share)
         opened.enter_context(locked(where, site, named))
-        peer_server, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
+        processes = OneProcess(session) if terms.shards is None else ShardedRanks(session, terms.shards)
+        carrier, start_carrier = _open_carrier(session, processes, where)
         parts = session.split.schemas if session.split.count > 1 else (session.schema,)
         exchanges = tuple(
-            _open(session, transfer, where, index if len(parts) > 1 else None, each, peer_server, terms.shards)
+            _open(session, carrier, processes, where, index if len(parts) > 1 else None, each)
             for index, each in enumerate(parts)
         )
-        for each in exchanges:
-            each.local.filters = filters
         session.join(sync_every=terms.sync_every, num_fragments=terms.num_fragments)
         for each in exchanges:
+            each.local.filters = filters
             if each.local.algorithm_state is not None:
                 each.local.algorithm_state.begin_at_zero()
         remove_earlier(where, site, share)
-        if start_peer is not None:
-            start_peer()
+        start_carrier()
         return Participation(session, exchanges, where)
     except BaseException as error:
         if http.lease:  # the worker has joined, and a round would wait for it
@@ -219,26 +218,19 @@ def federated_in_diloco(info: RunInfo) -> ConfigError:
 
 
 def _open(
-    session: Session,
-    transfer: HttpTransfer,
-    folder: Path,
-    fragment: int | None,
-    schema: Schema,
-    peer_server: UpdateServer | None,
-    shards: Callable[[], Shards] | None,
+    session: Session, carrier: Carrier, processes: WorkerProcesses, folder: Path, fragment: int | None, schema: Schema
 ) -> Exchange:
     """Open the files of a fragment, and return its `Exchange` with the server.
 
     Args:
         session: the worker's session.
-        transfer: the connections over which parts of files are sent and downloaded.
+        carrier: moves the bytes of versions and updates.
+        processes: the processes of this worker that exchange the fragment together.
         folder: the site's folder in the run; locked by the caller.
         fragment: the fragment's number; None: the run has one fragment.
         schema: the names, shapes and dtypes of the fragment's tensors.
-        peer_server: in a swarm (workers exchange files among themselves): serves this worker's updates; else None.
-        shards: returns this rank's shards of the model; None: the model is not sharded.
     """
-    info, sharded, opened = session.info, shards is not None, session.cleanup
+    info, sharded, opened = session.info, not processes.has_whole_model, session.cleanup
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
     files = DiskFiles(folder, layouts.version, layouts.update, fragment, session.site)
     opened.callback(files.close)
@@ -257,19 +249,26 @@ def _open(
     if local.algorithm_state is not None:
         local.algorithm_state.begin_anew_if_allowed(session.site)
         session.state_fields = partial(getattr, local.algorithm_state, "join_fields")
-    return Exchange(session, transfer, files, local, peer_server, shards)
+    return Exchange(session, carrier, processes, files, local)
 
 
-def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[], None]]:
-    """Prepare a worker of a swarm, in which workers download updates from each other.
+def _open_carrier(session: Session, processes: WorkerProcesses, folder: Path) -> tuple[Carrier, Callable[[], None]]:
+    """Return what moves the bytes of this run's versions and updates, and a function that starts it after joining.
 
-    Returns:
-        The object that serves this worker's updates, and a function that starts the worker's part in the swarm.
+    Args:
+        session: the worker's session.
+        processes: the processes of this worker that exchange together.
+        folder: the site's folder in the run; locked by the caller.
     """
+    http, info = session.http, session.info
+    if info.placement != "swarm":
+        transfer = HttpTransfer(http, info.connections, info.idle_timeout_s, routes.CALL_TIMEOUT_S)
+        session.cleanup.callback(transfer.close)
+        return ServerCarrier(session, transfer, processes), lambda: None
+    from atoll.worker.exchange.peer_carrier import PeerCarrier
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 
-    http, info = session.http, session.info
     plan_message = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
     plan = plan_of(plan_message, session.split)
     host = open_host(session.site, http.host, info.idle_timeout_s)
@@ -279,4 +278,4 @@ def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[
     peer = SwarmPeer(session, peer_server, plan, folder)
     session.cleanup.callback(peer.close)
     session.before_leave = peer.leave
-    return peer_server, peer.start
+    return PeerCarrier(session, peer_server), peer.start

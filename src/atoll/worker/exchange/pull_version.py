@@ -5,19 +5,17 @@ Arriving parts are written into the base file and, at the same time, into the mo
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
 
 from atoll.codecs.version_difference import Downlink
-from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
+from atoll.errors import DiskFull, Gone, PartCorrupt
 from atoll.format_text import number_of, of_fragment
 from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
@@ -27,13 +25,11 @@ from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, Scatter, assign_r
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
-from atoll.tensors.reference import TensorRef
 from atoll.transport.object_server import PartSource
-from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
+from atoll.worker.exchange.carrier import Carrier
 from atoll.worker.log_lines import LOG, progress
-from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import Session
 
 # -- Deltas: the encoded difference between two versions. A delta is downloaded into a file, then added to the base.
@@ -151,19 +147,6 @@ class DeltaAdder:
 MOST_STEPS = 32
 """Maximum number of differences in a row that a site downloads in place of a whole version."""
 
-QUIET_S, LOOK_S = 5.0, 0.1
-"""In a swarm: seconds to wait for a worker that has a version, and seconds between two requests meanwhile."""
-
-
-class Sources(Protocol):
-    """In a swarm: access to the workers that have a version."""
-
-    def in_order(self, sources: Sequence[str]) -> Sequence[str]:
-        """Return references to one version at several workers, in the order of preference."""
-
-    def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, PartSource]]:
-        """Connect to the worker that a reference names; the connection closes at the end of the `with` block."""
-
 
 class Patience(NamedTuple):
     """How often a download is retried after network errors.
@@ -197,19 +180,17 @@ class Puller:
 
     Attributes:
         session: the worker's session, which sends heartbeats and makes calls to the server.
-        transfer: the connections that parts are downloaded over.
+        carrier: downloads parts from where they are.
         files: the fragment's files.
         downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
         number: the fragment's number; None: the run has one fragment.
-        sources: in a swarm: access to the workers that have versions; None: versions are downloaded from the server.
     """
 
     session: Session
-    transfer: HttpTransfer
+    carrier: Carrier
     files: DiskFiles
     downlink: Downlink | None
     number: int | None = None
-    sources: Sources | None = None
 
     def __post_init__(self) -> None:
         self.fragment = self.number or 0
@@ -308,47 +289,10 @@ class Puller:
                 path, expected, todo, [file], into=model, on_bytes=bar.add, on_part=lambda part: arrived.add(part.index)
             )
 
-        def fetch() -> None:
-            if self.sources is None:
-                pull(self.transfer, path)
-            else:
-                self._from_workers(self.sources, version, pull)
-
         what = f"pulling version {version}{of_fragment(self.number)}"
         with progress(f"{session.site}: {what}", sum(part.nbytes for part in missing)) as bar:
-            session.patiently(fetch, retries, f"pull version {version}")
-
-    def _from_workers(self, peers: Sources, version: int, pull: Callable[[PartSource, str], None]) -> None:
-        """In a swarm: try the workers that have a version, one after the other, until a download succeeds.
-
-        If this worker itself serves the version to others, its own file is tried first.
-
-        Args:
-            peers: access to the workers.
-            version: number of the version.
-            pull: downloads the parts from an open connection, given the URL path.
-
-        Raises:
-            Busy: no worker can send the version at this moment.
-            Gone: the server says that the version is no longer kept.
-        """
-        session, until_s = self.session, time.monotonic() + QUIET_S
-        ask = partial(session.manifest, self.fragment, version)
-        while not (sources := ask().sources) and time.monotonic() < until_s:
-            time.sleep(LOOK_S)
-            keep_ranks_waiting()
-        why = "no connected worker has it."
-        for source in peers.in_order(sources):
-            try:
-                with peers.connected(source, session.info.idle_timeout_s) as (ref, parts):
-                    return pull(parts, routes.OBJECT_DATA.format(object=ref.object))
-            except UNPULLED as error:  # the worker may just have dropped the version, or ended
-                why = error.message
-                LOG.info("%s: asking another worker for version %d: %s", session.site, version, why)
-        raise Busy(
-            f"No worker can send version {version} at this moment: {why}",
-            "Atoll tries again; training continues once a worker with this version is back.",
-        )
+            ask = partial(self.carrier.fetch, self.fragment, version, path, pull)
+            session.patiently(ask, retries, f"pull version {version}")
 
     # -- as a difference
 

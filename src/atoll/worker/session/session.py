@@ -819,6 +819,10 @@ class Session:
             outcome = messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
             return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
 
+    def complete(self, ticket: int, message: messages.Complete) -> messages.Receipt:
+        """Tell the server once that the update under a ticket is complete. Return its receipt."""
+        return self.http.post(routes.COMPLETE.format(ticket=ticket), message, messages.Receipt)
+
     def manifest(self, fragment: int, number: int) -> messages.VersionManifest:
         """Ask once for the manifest (the parts and their digests) of the fragment's version with this number."""
         return self.http.get(routes.MANIFEST.format(fragment=fragment, version=number), messages.VersionManifest)

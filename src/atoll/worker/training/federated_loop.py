@@ -294,7 +294,7 @@ class Round:
             if self._backend.local is not None:
                 require_accepted(weight, steps, self._backend.local.info)
             finish = self._finish(groups, steps)
-        found = finite_metrics(metrics or {}, self._backend.site)
+        found = finite_metrics({} if metrics is None else metrics, self._backend.site)
         report = self._clock.report(weight, steps, found)
         if weight:
             self._copies.look_at_end()

@@ -809,7 +809,7 @@ class Synchroniser:
         If the update came too late because the run has ended, load the run's result instead. If the worker wanted to
         sit out the round, its steps so far have no weight: the next update will contain only later ones.
         """
-        if sits_out and fragment.exchange.shards is None:
+        if sits_out and fragment.exchange.processes.has_whole_model:
             fragment.exchange.make_base_of(self._own(fragment))
             fragment.base_step = self._step
         if isinstance(broke_off, TooLate) and self._ended_without_us(fragment):
