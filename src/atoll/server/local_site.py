@@ -8,13 +8,15 @@ it (spool).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
-from atoll.errors import PartCorrupt, UsageError
+from atoll.errors import Busy, ConfigError, LeaseLost, PartCorrupt, ServerFailed, Superseded, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Next, next_of
 from atoll.rounds import events
@@ -26,6 +28,9 @@ from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.update_spool import Spool
 from atoll.store.versions import Pin, Versions
+
+T = TypeVar("T")
+HOST = "in the server's process"
 
 
 class VersionsInUse:
@@ -127,6 +132,11 @@ class LocalSite:
         self._joined = Lease.parse(joined.lease)
         return joined
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether `join` was called."""
+        return self._joined is not None
+
     def seen(self) -> None:
         """Record that the site is alive.
 
@@ -135,6 +145,13 @@ class LocalSite:
             Superseded: the site has joined once more meanwhile.
         """
         self._run.require_lease(self.lease)
+
+    async def stay_alive(self, every_s: float) -> None:
+        """Call `seen` every `every_s` seconds until the lease has ended; 0: return at once."""
+        with contextlib.suppress(LeaseLost, Superseded):
+            while every_s:
+                self.seen()
+                await asyncio.sleep(every_s)
 
     # -- tickets
 
@@ -188,6 +205,10 @@ class LocalSite:
         """
         self._run.require_space()
         return self._with_files(ticket, self._versions.take(ticket.fragment, ticket.base_version))
+
+    def newest(self, fragment: int = 0) -> Pin[VersionRow]:
+        """Protect the newest version of a fragment, and return it. Release it after reading."""
+        return self._run.store.versions.pin(fragment, self._run.store.versions.head(fragment).version)
 
     def _with_files(self, ticket: messages.Ticket, base: Pin[VersionRow]) -> LocalRound:
         try:
@@ -302,6 +323,102 @@ class LocalSite:
     async def leave(self, error: str | None = None) -> None:
         """End the participation. `error` says why training failed; None: it ended well."""
         await self._run.leave(self.lease, messages.Leave(error=error))
+
+
+class SiteCalls:
+    """Calls of a local site from other threads than the server's.
+
+    Args:
+        run: the server's part that coordinates the run.
+        site: the site; it has not joined yet.
+        wait_for: runs a coroutine on the server's event loop, and returns its result.
+        ended: the error of calls after the end of the server.
+    """
+
+    def __init__(
+        self,
+        run: Coordinator,
+        site: LocalSite,
+        wait_for: Callable[[Callable[[], Coroutine[Any, Any, Any]], UsageError], Any],
+        ended: UsageError,
+    ) -> None:
+        self.site = site.site
+        self._run, self._on_loop, self._wait_for, self._ended = run, site, wait_for, ended
+        self._staying: asyncio.Task[None] | None = None
+
+    def __call__(self, work: Callable[[LocalSite], Coroutine[Any, Any, T]]) -> T:
+        """Run `work(site)` on the server's event loop, and return its result.
+
+        Raises:
+            UsageError: the server has ended, or serves this run no more.
+            ServerFailed: the run has failed for good.
+            Exception: an error of `work`.
+        """
+
+        async def answer() -> T:
+            self._require_run()
+            try:
+                return await work(self._on_loop)
+            except Busy:  # the server may be ending, or have found an error that ends the run
+                self._require_run()
+                raise
+
+        found: T = self._wait_for(answer, self._ended)
+        return found
+
+    def _require_run(self) -> None:
+        lease = self._on_loop.lease.header if self._on_loop.has_joined else None
+        if (failed := self._run.failure_for(lease)) is not None:
+            raise failed
+        if self._run.is_ending:
+            raise self._ended
+
+    def describe(self) -> tuple[messages.RunInfo, messages.SchemaMessage]:
+        """Return the description of the run and of its model, as real workers get them.
+
+        Raises:
+            ConfigError: a site in the server's process cannot take part in such a run.
+        """
+
+        async def answer(_: LocalSite) -> tuple[messages.RunInfo, messages.SchemaMessage]:
+            return await self._run.get_run(), await self._run.get_schema()
+
+        info, schema = self(answer)
+        if info.streams or info.sync_every or info.ranks > 1 or info.sends_tasks or info.placement == "swarm":
+            raise ConfigError(
+                f"Site {self.site} cannot take part in the run {info.name!r} inside the server's process: only "
+                "synchronous and asynchronous rounds of whole models can, without tasks, ranks and swarms.",
+                "Join by the server's address: atoll.join(server.url, site=...).",
+            )
+        return info, schema
+
+    def join(self, process: str) -> None:
+        """Join, and stay alive until `leave`: the site lives as long as the server's process.
+
+        Raises:
+            Exception: an error of `LocalSite.join`.
+        """
+
+        async def answer(site: LocalSite) -> None:
+            await site.join(process)
+            self._staying = self._run.spawn(site.stay_alive(self._run.settings.network.heartbeat_interval_s))
+
+        self(answer)
+
+    def leave(self, error: str | None = None) -> None:
+        """Leave the run. `error` says why training failed; None: it ended well. Without effect after the server's end.
+
+        Args:
+            error: as for `LocalSite.leave`.
+        """
+
+        async def answer(site: LocalSite) -> None:
+            if self._staying is not None:
+                self._staying.cancel()
+            await site.leave(error)
+
+        with contextlib.suppress(UsageError, ServerFailed, LeaseLost):
+            self(answer)
 
 
 class _Reader:

@@ -266,6 +266,11 @@ class Coordinator:
         self._ending = True
         self.wake()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether `send_away` was called."""
+        return self._ending
+
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
         self._local_rounds.cancel()
