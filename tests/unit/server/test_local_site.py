@@ -41,19 +41,19 @@ def ticket_of(site: LocalSite) -> Ticket:
 
 
 def test_reads_its_version_and_submits_from_a_file(tmp_path: Path) -> None:
-    """Each takes 1 off all parameters, so the model does: an update is what the model was minus what it is."""
+    """An update is what the model was minus what it is: the mean of 1 and 3 by their weights, (1 + 3·3) / 4."""
 
     async def story(run: LocalRun) -> None:
         sites = [await run.join("a"), await run.join("b")]
-        for site in sites:
+        for site, weight in zip(sites, (1.0, 3.0), strict=True):
             opened = site.open_round()
             assert opened is not None
             base = read_tensors(opened.base.fd, run.run.plan.fragments[0].version, MODEL)
             require_equal(base, MODEL)
             opened.release()
-            await run.submit(site, opened.ticket, ONE)
+            await run.submit(site, opened.ticket, {"w": ONE["w"] * weight}, weight=weight)
         await run.settle()
-        require_equal(run.model(), {"w": MODEL["w"] - 1})
+        require_equal(run.model(), {"w": MODEL["w"] - 2.5})
 
     play(tmp_path, story)
 
