@@ -40,6 +40,7 @@ from atoll.server.guests import guests
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
+from atoll.server.local_site import HOST, LocalSite, SiteCalls, VersionsInUse
 from atoll.server.saved_state import SavedState, save
 from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -140,6 +141,7 @@ class Server:
         self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
         self._started = False
         self._run: Coordinator | None = None
+        self._versions: tuple[Coordinator, VersionsInUse] | None = None  # those that local sites of this run use
         self._last_status: status_messages.Status | None = None
         self.port = 0
 
@@ -290,6 +292,20 @@ class Server:
         saved.warn_of_code(server._code)
         server._saved = saved
         return server
+
+    def local_site(self, site: str) -> SiteCalls:
+        """Return a site in this process, which takes part without a network. `atoll.testing.local_worker` uses it.
+
+        Args:
+            site: name of the site.
+
+        Raises:
+            UsageError: the server is not running.
+        """
+        run, stopped = self._require_run(), UsageError("The server has stopped.", "Start it again, then its sites.")
+        if self._versions is None or self._versions[0] is not run:
+            self._versions = run, VersionsInUse(run.store.versions)
+        return SiteCalls(run, LocalSite(run, site, self._versions[1], HOST), self._thread.wait_for, stopped)
 
     def _require_run(self) -> Coordinator:
         if self._run is None:

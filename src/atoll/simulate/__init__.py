@@ -12,6 +12,8 @@ Simulation             the public class: settings, sites, an engine             
                        and its update goes to the server's spool                           simulated_site.py
           Script       the user's training code                                            script.py
 
+A worker in the process of a server, in another thread, is made of the same parts (embedded_site.py).
+
 State that a site keeps between rounds is stored in the run's state directory. With Ray, the state is sent to the actor
 (a Ray process) with each job.
 """

@@ -1,6 +1,6 @@
 """Run the rounds of a simulation: the simulated sites join and submit updates like workers, but without a network.
 
-This file calls the server's own functions, which record everything in the server's journal, a database. Since there are
+Each site is a `LocalSite` of the server, which records everything in the server's journal, a database. Since there are
 thousands of calls, those of many sites share one transaction of the journal. If the process is killed before the
 commit, these sites are trained again.
 """
@@ -27,56 +27,13 @@ from atoll.errors import (
     TicketClosed,
     UpdateRefused,
 )
-from atoll.protocol import messages, routes, run_events, status_messages
+from atoll.protocol import run_events, status_messages
 from atoll.rounds import events, leases
-from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.coordinator.joining import counted_of
-from atoll.server.coordinator.roster import Lease
+from atoll.server.local_site import LocalRound, LocalSite, VersionsInUse
 from atoll.simulate.engine import ATTEMPTS, Engine, Job, JobResult, SiteRound
-from atoll.store.file_slots import WRITER
-from atoll.store.journal_tables import VersionRow
-from atoll.store.versions import Pin, Versions
 from atoll.worker.exchange.local_state import NEW, pending, state_in, wanted_anew
 from atoll.worker.log_lines import error_text
-
-
-class VersionsInUse:
-    """The versions of the global model that simulated sites train from. The store may not delete a version in use.
-
-    Args:
-        versions: the store of the server's versions.
-    """
-
-    def __init__(self, versions: Versions) -> None:
-        self._versions = versions
-        self._users: dict[Pin[VersionRow], int] = {}
-
-    def take(self, version: int) -> Pin[VersionRow]:
-        """Protect a version for one more site, and return the version.
-
-        If no site has used this version so far, first release the versions that no site uses any more.
-        """
-        base = next((pin for pin in self._users if pin.row.version == version), None)
-        if base is None:
-            for idle in [pin for pin, count in self._users.items() if not count]:
-                del self._users[idle]
-                idle.release()
-            base = self._versions.pin(0, version)
-            self._users[base] = 0
-        self._users[base] += 1
-        return base
-
-    def give_back(self, base: Pin[VersionRow]) -> None:
-        """Record that a site no longer trains from the version."""
-        self._users[base] -= 1
-
-    def release(self) -> None:
-        """Release all versions, so that the store may delete them. Call this when no site trains any more."""
-        for base in self._users:
-            base.release()
-        self._users.clear()
-
 
 LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
@@ -120,17 +77,16 @@ class SiteScheduler:
         folder: Path | None,
         on_round: Callable[[status_messages.RoundSummary], object],
     ) -> None:
-        self._run, self._sites, self._engine, self._folder, self._on_round = run, sites, engine, folder, on_round
+        self._run, self._engine, self._folder, self._on_round = run, engine, folder, on_round
         self._loop = asyncio.get_running_loop()
         self._news, self._rung = asyncio.Event(), False
         self._heard: deque[tuple[Job, JobResult]] = deque()
         self._lock = threading.Lock()  # guards `_rung`
-        self._leases: dict[str, Lease] = {}
-        self._jobs: dict[str, Job] = {}
-        self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = VersionsInUse(run.store.versions)
         self._ended: list[status_messages.RoundSummary] = []  # rounds of which the watcher has not heard yet
         run.events.subscribe("the simulation", self._on_event)
+        self._sites = {site: LocalSite(run, site, self._bases, HOST) for site in sites}
+        self._jobs: dict[str, Job] = {}
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
@@ -279,35 +235,23 @@ class SiteScheduler:
                 f"The run in {self._run.settings.disk.state_dir} has real workers, for example {real}.",
                 "Use a separate state directory for the simulation.",
             )
-        sites = set(self._sites)
-        if begun and self._run.plan.algorithm.state_groups:
-            self._counted.update(filter(self._has_counted, self._sites))
-            if not wanted_anew():
-                self._require_state()
+        if begun and self._run.plan.algorithm.state_groups and not wanted_anew():
+            self._require_state()
         with self._one_transaction():
             for member in leases.alive(self._run.state.members):
-                if member.site not in sites:
+                if member.site not in self._sites:
                     self._run.ledger.record(events.WorkerLeft(member.site, member.lease, ""))
-        for first in range(0, len(self._sites), JOIN_AT_ONCE):
+        sites = list(self._sites.values())
+        for first in range(0, len(sites), JOIN_AT_ONCE):
             with self._one_transaction():
-                for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
-                    message = messages.Join(
-                        protocol=routes.PROTOCOL,
-                        site=site,
-                        host=HOST,
-                        process=f"{self._run.store.run_log.epoch}x{number}",
-                    )
-                    self._leases[site] = Lease.parse(now(self._run.join(message)).lease)
+                for number, site in enumerate(sites[first : first + JOIN_AT_ONCE], first):
+                    now(site.join(f"{self._run.store.run_log.epoch}x{number}"))
             await asyncio.sleep(0)  # so that a large simulation can be stopped meanwhile
-
-    def _has_counted(self, site: str) -> bool:
-        ticket, known = self._run.store.tickets.last_of(site), self._run.roster.get(site)
-        return (known is not None and known.rounds > 0) or (ticket is not None and ticket.state == "accepted")
 
     def _require_state(self) -> None:
         assert self._folder is not None
-        for site in sorted(self._counted):
-            if not (self._folder / site / "algorithm.json").is_file():
+        for site in sorted(self._sites):
+            if self._sites[site].has_counted and not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
                     f"The local state of site {site} is missing in {self._folder}, although the run's model contains "
                     "updates that depend on it.",
@@ -333,51 +277,29 @@ class SiteScheduler:
                 return
             if site in self._jobs:
                 continue
-            lease = self._leases[site]
+            told = None
             if self._folder is not None and self._run.plan.algorithm.state_groups:
-                store = self._run.store
-                told = state_in(self._folder / site, counted_of(site, store), store.versions.head().version)
-                self._run.begin_anew_if_needed(lease, told)
-            for effect in self._run.ledger.record(events.TicketRequested(site, lease.number, 0)):
-                if isinstance(effect, events.TicketIssued):
-                    self._jobs[site] = job = self._job(effect)
-                    self._run.store.journal.after_commit(partial(self._engine.put, job))
+                head = self._run.store.versions.head().version
+                told = state_in(self._folder / site, self._sites[site].counted(), head)
+            if (opened := self._sites[site].open_round(told)) is not None:
+                self._jobs[site] = job = self._job(self._sites[site], opened)
+                self._run.store.journal.after_commit(partial(self._engine.put, job))
 
-    def _job(self, issued: events.TicketIssued) -> Job:
-        site, base = issued.site, self._bases.take(issued.base_version)
-        ticket = self._run.ticket_message(site, issued.ticket, 0, issued.base_version, base.row.digest)
-        spool = self._run.store.tickets.spool(issued.ticket)
-        spool.pool.hold(spool.slot, WRITER)
-        nbytes = self._run.plan.fragments[0].update.nbytes
-        counted = counted_of(site, self._run.store) if self._run.plan.algorithm.state_groups else None
+    def _job(self, site: LocalSite, opened: LocalRound) -> Job:
+        has_state = bool(self._run.plan.algorithm.state_groups)
         return Job(
             SiteRound(
-                site=site,
-                ticket=ticket,
-                outcomes=self._outcomes(site),
-                counts=site in self._counted,
-                counted=counted,
+                site=site.site,
+                ticket=opened.ticket,
+                outcomes=() if self._folder is None else site.outcomes(pending(self._folder / site.site)),
+                counts=has_state and site.has_counted,
+                counted=site.counted() if has_state else None,
             ),
-            base,
-            spool.fd,
-            nbytes,
-            lambda: spool.pool.drop(spool.slot, WRITER),
+            opened.base,
+            opened.spool.fd,
+            self._run.plan.fragments[0].update.nbytes,
+            opened.release,
         )
-
-    def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Return the states of the updates on which the site's local state depends.
-
-        A ticket that the run does not know is left out. This happens if the state directory was restored from a backup,
-        and the folder of the sites was not.
-        """
-        if self._folder is None:
-            return ()
-        store, tickets = self._run.store, sorted(pending(self._folder / site))
-        return tuple(outcome_of(store, row) for ticket in tickets for row in store.tickets.select("ticket = ?", ticket))
-
-    def _release(self, job: Job) -> None:
-        job.release()
-        self._bases.give_back(job.base)
 
     def _release_all(self) -> None:
         """Close the engine, and release the files and versions of all jobs, so that the store may reuse them."""
@@ -390,8 +312,8 @@ class SiteScheduler:
     async def _take(self, job: Job, result: JobResult) -> None:
         """Handle the result of a job: submit the update, sit out the round, or end the site's participation."""
         del self._jobs[job.site]
-        self._release(job)
-        lease = self._leases[job.site]
+        job.release()
+        site = self._sites[job.site]
         self.bytes_down += result.bytes_down
         self._run.bytes_down += result.bytes_down
         try:
@@ -403,19 +325,16 @@ class SiteScheduler:
             if result.remedy:
                 raise NotSimulated(result.error, result.remedy)
             if result.stuck:
-                await self._did_not_return(job, lease)
+                await self._did_not_return(job, site)
                 return
             if result.sit_out is not None:
-                await self._run.sit_out(lease, job.ticket.id, result.sit_out)
+                await site.sit_out(job.ticket, result.sit_out)
                 self._stuck.pop(job.site, None)
                 return
             if result.update is None:
-                await self._end(lease, result)
+                await self._end(site, result)
                 return
-            for part, stats in enumerate(result.stats):
-                self._run.record_part(lease, job.ticket.id, part, stats)
-            await self._run.complete(lease, job.ticket.id, result.update)
-            self._counted.add(job.site)
+            await site.submit(job.ticket, result.update, result.stats)
             del self._stuck[job.site]
         except TicketClosed:
             self.late += 1
@@ -430,29 +349,29 @@ class SiteScheduler:
             self.bytes_up += nbytes
             self._run.bytes_up += nbytes
 
-    async def _did_not_return(self, job: Job, lease: Lease) -> None:
+    async def _did_not_return(self, job: Job, site: LocalSite) -> None:
         """Record that a site's script did not return in time. After `ATTEMPTS` times, end the site's participation."""
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning("%s did not return within %s while other sites waited; its process was stopped", job.site, told_s)
-        if self._run.state.may_submit(job.site, lease.number, job.ticket.id) is not None:
+        if self._run.state.may_submit(job.site, site.lease.number, job.ticket.id) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (
                 f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer rounds.deadline_s "
                 "gives it more time"
             )
-            await self._end(lease, JobResult(error=why))
+            await self._end(site, JobResult(error=why))
 
-    async def _end(self, lease: Lease, result: JobResult) -> None:
+    async def _end(self, ended: LocalSite, result: JobResult) -> None:
         """End the participation of a site that failed or submitted nothing: log the reason, and let the site leave."""
-        site = lease.site
+        site = ended.site
         self.failed[site] = result.error or "its script returned without an update"
         if result.trace and len(self.failed) <= TRACES:
             LOG.error("%s raised an error and no longer takes part in the simulation:\n%s", site, result.trace.rstrip())
         else:
             LOG.error("%s no longer takes part in the simulation: %s", site, self.failed[site])
-        await self._run.leave(lease, messages.Leave(error=error_text(result.error) if result.error else None))
+        await ended.leave(error_text(result.error) if result.error else None)
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:

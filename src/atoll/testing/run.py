@@ -37,7 +37,9 @@ from atoll.protocol.status_messages import Status
 if TYPE_CHECKING:
     from torch import nn
 
+    from atoll.filters.base import Filter
     from atoll.server.serve import Server
+    from atoll.worker.training.federated_loop import Worker
 
 __all__ = [
     "Status",
@@ -45,6 +47,7 @@ __all__ = [
     "failpoints",
     "free_port",
     "history",
+    "local_worker",
     "serve",
     "status",
     "together",
@@ -81,6 +84,37 @@ def serve(
         yield server
     finally:
         server.stop()
+
+
+def local_worker(
+    server: Server, site: str, *, folder: Path | str | None = None, filters: Sequence[Filter] = ()
+) -> Worker:
+    """Join the run of a server in this program, without a network. Use a thread for each site, as in a notebook.
+
+        def train(site):
+            with local_worker(server, site) as worker:
+                for fl_round in worker: ...
+
+        with atoll.Server(model, settings) as server:
+            together(lambda: train("a"), lambda: train("b"))
+
+    Args:
+        server: the server, which has been started.
+        site: name of the site.
+        folder: the folder for Atoll's files of the sites; by default `local-sites` in the server's state directory.
+        filters: filters that are applied to every update of this site, in this order.
+
+    Returns:
+        The worker, as of `atoll.join`.
+
+    Raises:
+        ConfigError: the run has fragments, ranks, a number of local steps between synchronisations, tasks or a swarm.
+        StateLocked: another worker takes part as the same site, with the same folder.
+        UsageError: the server is not running.
+    """
+    from atoll.simulate import embedded_site
+
+    return embedded_site.local_worker(server, site, folder=folder, filters=filters)
 
 
 def status(url: str) -> Status:

@@ -89,6 +89,52 @@ class LoopThread:
         finally:
             self._calls.discard(answer)
 
+    def wait_for(self, work: Callable[[], Coroutine[Any, Any, T]], ended: UsageError) -> T:
+        """Run a coroutine on the event loop, wait for its end without a limit, and return its result.
+
+        If this thread is interrupted meanwhile, the coroutine is cancelled.
+
+        Args:
+            work: returns the coroutine; called on the event loop.
+            ended: error to raise if the event loop's coroutine has ended.
+
+        Raises:
+            UsageError: the event loop's coroutine has ended.
+            Exception: an error of `work` or of the coroutine.
+        """
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def begin() -> None:
+            task = asyncio.ensure_future(work())
+            task.add_done_callback(finish)
+            answer.add_done_callback(lambda _: self._cancel_soon(task))  # without effect if the task has ended
+
+        def finish(task: asyncio.Future[T]) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # the waiting thread was interrupted
+                if task.cancelled():
+                    answer.cancel()
+                elif (error := task.exception()) is not None:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(task.result())
+
+        self._calls.add(answer)
+        try:
+            self.call(begin, ended)
+            return answer.result()
+        except concurrent.futures.CancelledError:
+            raise ended from None
+        finally:
+            answer.cancel()
+            self._calls.discard(answer)
+
+    def _cancel_soon(self, task: asyncio.Future[Any]) -> None:
+        def cancel() -> None:
+            task.cancel()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._soon(cancel)
+
     def stop(self) -> None:
         """Set `stopping`, and wait until the thread has ended. If called by that thread, do not wait. Idempotent."""
         if self._loop is None:

@@ -20,9 +20,9 @@ from torch import nn
 import atoll
 from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
+from atoll.server.local_site import VersionsInUse
 from atoll.simulate import engine, simulated_site
 from atoll.simulate.engine import Beginning, Job, JobResult
-from atoll.simulate.schedule_sites import VersionsInUse
 from atoll.simulate.simulated_site import result_of_error
 from atoll.simulate.simulation import threads_of
 from atoll.tensors.schema import TensorSpec
@@ -35,7 +35,7 @@ from atoll.worker.exchange.local_state import Owner, TwoPhaseFile
 class Pin:
     def __init__(self, version: int, held: list[int]) -> None:
         self.row, self._held = self, held
-        self.version = version
+        self.fragment, self.version = 0, version
         held.append(version)
 
     def release(self) -> None:
@@ -60,23 +60,23 @@ def bases(held: list[int]) -> VersionsInUse:
 
 
 def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: VersionsInUse, held: list[int]) -> None:
-    first, again = bases.take(0), bases.take(0)
+    first, again = bases.take(0, 0), bases.take(0, 0)
     assert first is again
     assert held == [0]
     bases.give_back(first)
-    other = bases.take(1)
+    other = bases.take(0, 1)
     assert held == [0, 1]  # one still trains from the first
     bases.give_back(again)
     bases.give_back(other)
-    bases.take(1)
+    bases.take(0, 1)
     assert held == [0, 1]  # looked at when another is pinned
-    bases.take(2)
+    bases.take(0, 2)
     assert held == [1, 2]
 
 
 def test_all_are_given_back_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
-    bases.take(0)
-    bases.take(1)
+    bases.take(0, 0)
+    bases.take(0, 1)
     bases.release()
     assert held == []
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ LOG = logging.getLogger("atoll.server")
 
 def status_of(run: Coordinator) -> status_messages.Status:
     """Return the status of a run: its settings, rounds, workers, last metrics and warnings."""
-    now_s = time.monotonic()
+    now_s = run.clock()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]

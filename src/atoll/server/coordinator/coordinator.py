@@ -109,9 +109,19 @@ class Coordinator:
 
     Its methods carry out the operations on rounds, leases and updates that `protocol/openapi.py` lists. Operations that
     transfer bytes are in `server/http`, operations on tasks in `server/tasks`.
+
+    Args:
+        plan: plan of the run.
+        store: store of the run, which `stop` closes.
+        lost: a sentence for each loss of data in a crash.
+        persistor: the user's persistor.
+        filters: the server's filters of what sites send.
+        guests: makes what plugs into the coordinator: the place of the rounds, and the tasks.
+        workflows: the run's workflows; None: the run only trains.
+        clock: returns the time in seconds, as `time.monotonic` does: for leases, deadlines and estimates.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what a run is made of)
         self,
         plan: Plan,
         store: Store,
@@ -120,8 +130,9 @@ class Coordinator:
         filters: SiteFilters,
         guests: Callable[[Coordinator], Guests],
         workflows: Workflows | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.plan, self.store, self.settings = plan, store, plan.settings
+        self.plan, self.store, self.settings, self.clock = plan, store, plan.settings, clock
         self._info = run_info(plan, store.run_log.run_id)
         self.roster = roster_of(
             store.run_log.members(), [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
@@ -133,7 +144,7 @@ class Coordinator:
         self.events.subscribe("the coordinator", self._on_event)
         write = functools.partial(write_change, store, self.roster, self.events, keep_weights=plan.needs_population)
         self.extensions = Extensions(self)
-        self.ledger = Ledger(rules, write, self._act, on_failure=self.fail, publish=self.events.publish)
+        self.ledger = Ledger(rules, write, self._act, clock=clock, on_failure=self.fail, publish=self.events.publish)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
         self._snapshot = snapshot_of(store, progress)
@@ -163,7 +174,7 @@ class Coordinator:
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
         self.bytes_up = self.bytes_down = 0
-        self.started_s, self.address, self._moved_from = time.monotonic(), "", ""
+        self.started_s, self.address, self._moved_from = self.clock(), "", ""
         self.watched_s: float | None = None  # time of the last status request of a client that is no site
 
         self.failed: AtollError | None = None
@@ -252,6 +263,11 @@ class Coordinator:
         self._ending = True
         self.wake()
         self.events.end()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether `send_away` was called."""
+        return self._ending
 
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
@@ -513,7 +529,7 @@ class Coordinator:
             if isinstance(effect, events.LeaseRefused):
                 self._refuse_lease(lease, effect)
         if presence is not None:
-            presence.heard, presence.heard_s = True, time.monotonic()
+            presence.heard, presence.heard_s = True, self.clock()
         return lease
 
     def _refuse_lease(self, lease: Lease, effect: events.LeaseRefused) -> None:
@@ -569,15 +585,15 @@ class Coordinator:
             )
         self.task_queue.require_rounds()
         self._require_shapes(lease.site, message)
-        until_s = time.monotonic() + message.wait_s
+        until_s = self.clock() + message.wait_s
         previous = self.store.tickets.last_of(lease.site, message.fragment)
         while True:
             if message.tasks and self.task_queue.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
             if reason := self.place.why_withheld(lease.site, message.fragment):
-                if time.monotonic() >= until_s:
+                if self.clock() >= until_s:
                     return self._wait_reply(message.fragment, reason, previous)
-                await self.changed(min(1.0, until_s - time.monotonic()))
+                await self.changed(min(1.0, until_s - self.clock()))
                 continue
             self.begin_anew_if_needed(lease, message)
             effects = self.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
@@ -599,9 +615,9 @@ class Coordinator:
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
                         moved = moved or (previous is not None and previous.state == "sat out")
                         ended = reason == events.ENDS and moved
-                        if reason == events.FINISHED or ended or time.monotonic() >= until_s:
+                        if reason == events.FINISHED or ended or self.clock() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
-            await self.changed(until_s - time.monotonic())
+            await self.changed(until_s - self.clock())
 
     def _reply(
         self,
@@ -692,7 +708,7 @@ class Coordinator:
         if reason == events.FINISHED:
             text = state.rules.tracking.why(state.progress) or reason
         else:
-            now_s = time.monotonic()
+            now_s = self.clock()
             rest, known = self.why(fragment, now_s), state.why(fragment, now_s)
             if reason.endswith(known):  # the reason already ends with this text
                 text = reason + rest.removeprefix(known)
@@ -705,7 +721,7 @@ class Coordinator:
             waiting_for=[site for site, _ in state.missing(fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
-            left_s=self.time_left.of(state, time.monotonic()),
+            left_s=self.time_left.of(state, self.clock()),
         )
 
     def why(self, fragment: int, now_s: float) -> str:
@@ -906,8 +922,8 @@ class Coordinator:
         if tracking.metric and value_of(summary, tracking.metric) is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
-        self.time_left.committed(time.monotonic())
-        left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
+        self.time_left.committed(self.clock())
+        left = f"; {told}" if (told := time_left(self.time_left.of(self.state, self.clock()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
@@ -930,23 +946,27 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Every second, and at each deadline, remove expired objects and handle timeouts of workers and rounds."""
+        """Every second, and at each deadline, do what is due."""
         while True:
             deadline_s = self.state.next_deadline_s
-            pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
+            pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - self.clock()))
             await asyncio.sleep(pause_s)
-            self.objects.sweep()
-            self.extensions.tick(time.monotonic())
-            with contextlib.suppress(DiskFull):
-                self.ledger.record(events.TimePassed())
-                self.place.tick()
-                if self.no_space:  # check here, because it may take long until a site tries again
-                    self.require_space()
-            warnings = self.warnings
-            for text in warnings:
-                if text not in self._warned:
-                    self.events.tell(run_events.Warned(text=text))
-            self._warned = frozenset(warnings)
+            self.tick()
+
+    def tick(self) -> None:
+        """Do what is due now: remove expired objects, handle timeouts of workers and rounds, and tell new warnings."""
+        self.objects.sweep()
+        self.extensions.tick(self.clock())
+        with contextlib.suppress(DiskFull):
+            self.ledger.record(events.TimePassed())
+            self.place.tick()
+            if self.no_space:  # check here, because it may take long until a site tries again
+                self.require_space()
+        warnings = self.warnings
+        for text in warnings:
+            if text not in self._warned:
+                self.events.tell(run_events.Warned(text=text))
+        self._warned = frozenset(warnings)
 
     # -- tasks of the event loop
 
