@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from kit.requests import get
 from kit.world import World
 
-from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded
+from atoll.errors import UsageError
+from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded, RunFailed, Warned
 from atoll.protocol.status_messages import RoundSummary, SiteRound
 from atoll.server.coordinator.event_log import EventLog
 from atoll.store import kept_events as kept
@@ -189,3 +191,63 @@ def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypa
         assert len(get(world.url, "/v1/status")[1]["workers"]) == 2
         assert len(built) == 1
         world.close()
+
+
+def test_followers_get_events_in_order_though_one_adds_an_event(tmp_path: Path) -> None:
+    """A follower answers the first event by another: those after it get the first one first, each once."""
+
+    async def follow() -> list[int]:
+        with Store(tmp_path) as store:
+            log, seen = EventLog(store), list[int]()
+            log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
+            log.subscribe("follows", lambda event: seen.append(event.number))
+            log.tell(Warned(text="first"))
+            await asyncio.sleep(0)
+            return seen
+
+    assert asyncio.run(follow()) == [1, 2]
+
+
+def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
+    """In the journal, it would make every later answer with events fail."""
+
+    class Own(Happened):
+        pass
+
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        with pytest.raises(UsageError, match="Own is not an event"):
+            log.tell(Own())
+        assert log.page(EventQuery()).newest == 0
+
+
+def test_followers_hear_of_a_failure_that_the_journal_cannot_record(tmp_path: Path) -> None:
+    """After a failed fsync, nothing can be written, and that is why the run fails."""
+    with Store(tmp_path) as store:
+        log, heard = EventLog(store), list[Happened]()
+        log.subscribe("follows", heard.append)
+        store.journal.sync_failed("the journal", OSError(5, "input/output error"))
+        log.tell(RunFailed(reason="fsync failed"))
+        assert [(each.what, each.number) for each in heard] == [("run failed", 0)]
+        assert log.page(EventQuery()).events == []
+
+
+def test_a_page_of_wide_characters_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        for _ in range(200):
+            log.tell(Warned(text="中" * 2000))
+        page = log.page(EventQuery())
+        assert 100 < len(page.events) < 200
+        assert len(page.model_dump_json().encode()) <= 2**20
+
+
+def test_an_event_keeps_the_time_that_it_has(tmp_path: Path) -> None:
+    """The time of a round is that of its version, which `metrics.jsonl` has again after a restart."""
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        log.tell(Warned(text="then", at="2026-01-01T00:00:00+00:00"))
+        log.tell(Warned(text="now"))
+        then, now = log.page(EventQuery()).events
+        assert then.at == "2026-01-01T00:00:00+00:00"
+        assert now.at > then.at
