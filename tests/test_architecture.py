@@ -141,7 +141,7 @@ LINES: dict[str, int] = {
     "reducers": 259,
     "rounds": 1081,
     "server": 1178,
-    "server/coordinator": 3498,
+    "server/coordinator": 3499,
     "server/http": 703,
     "server/swarm": 730,
     "server/tasks": 1443,

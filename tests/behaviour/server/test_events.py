@@ -12,12 +12,13 @@ import torch
 from kit.requests import get
 from kit.world import World
 
-from atoll.errors import UsageError
+from atoll.errors import DiskFull, UsageError
 from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded, RunFailed, Warned
 from atoll.protocol.status_messages import RoundSummary, SiteRound
 from atoll.server.coordinator.event_log import EventLog
 from atoll.store import kept_events as kept
 from atoll.store.store import Store
+from atoll.testing.run import wait_until
 
 pytestmark = pytest.mark.covers("X13")
 
@@ -88,6 +89,32 @@ def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path:
         (problem,) = [text for text in world.status.warnings if text.startswith("a follower failed")]
         assert "ZeroDivisionError" in problem
         assert world.text.count("a follower failed") == 1
+        world.finish()
+
+
+def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check finds other free space; the stream, which keeps a bounded number of events, has it once."""
+    with World(tmp_path, START, "a", rounds=1) as world:
+        run, free = world.server._run, iter(range(10_000, 0, -1))
+        assert run is not None
+
+        def lacks(_: int) -> None:
+            raise DiskFull(f"only {next(free)} MB are left")
+
+        def warned(word: str) -> list[str]:
+            return [each["text"] for each in events_of(world.url)["events"] if word in each.get("text", "")]
+
+        world.pull("a")
+        with monkeypatch.context() as full:
+            full.setattr(run.store, "require_space", lacks)
+            submits = threading.Thread(target=world.submit, args=("a", 1.0))
+            submits.start()
+            wait_until(lambda: len(warned("MB")) > 0, "uploads to be refused")
+            for mark in ("one check", "another check"):  # the checks of a second tell it, after the disk's warning
+                run.trouble[0] = mark
+                wait_until(lambda mark=mark: warned(mark) == [mark], mark)
+        submits.join()
+        assert len(warned("MB")) == 1
         world.finish()
 
 
