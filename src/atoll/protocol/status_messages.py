@@ -54,7 +54,7 @@ class WorkerStatus(Message):
     metrics: Table[float] = Field(default_factory=dict)
     labels: Table[Shown] = Field(default_factory=dict)
     error: Shown = ""
-    last: SiteRound | None = Field(None, description="The site's update in the last round that it took part in.")
+    last: SiteRound | None = Field(None, description="The site's newest update among the rounds of `history`.")
 
 
 class Missing(Message):

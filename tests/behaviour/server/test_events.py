@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from kit.requests import get
 from kit.world import World
 
-from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded
+from atoll.errors import DiskFull, UsageError
+from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded, RunFailed, Warned
 from atoll.protocol.status_messages import RoundSummary, SiteRound
 from atoll.server.coordinator.event_log import EventLog
 from atoll.store import kept_events as kept
 from atoll.store.store import Store
+from atoll.testing.run import wait_until
 
 pytestmark = pytest.mark.covers("X13")
 
@@ -86,6 +89,32 @@ def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path:
         (problem,) = [text for text in world.status.warnings if text.startswith("a follower failed")]
         assert "ZeroDivisionError" in problem
         assert world.text.count("a follower failed") == 1
+        world.finish()
+
+
+def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check finds other free space; the stream, which keeps a bounded number of events, has it once."""
+    with World(tmp_path, START, "a", rounds=1) as world:
+        run, free = world.server._run, iter(range(10_000, 0, -1))
+        assert run is not None
+
+        def lacks(_: int) -> None:
+            raise DiskFull(f"only {next(free)} MB are left")
+
+        def warned(word: str) -> list[str]:
+            return [each["text"] for each in events_of(world.url)["events"] if word in each.get("text", "")]
+
+        world.pull("a")
+        with monkeypatch.context() as full:
+            full.setattr(run.store, "require_space", lacks)
+            submits = threading.Thread(target=world.submit, args=("a", 1.0))
+            submits.start()
+            wait_until(lambda: len(warned("MB")) > 0, "uploads to be refused")
+            for mark in ("one check", "another check"):  # the checks of a second tell it, after the disk's warning
+                run.trouble[0] = mark
+                wait_until(lambda mark=mark: warned(mark) == [mark], mark)
+        submits.join()
+        assert len(warned("MB")) == 1
         world.finish()
 
 
@@ -189,3 +218,63 @@ def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypa
         assert len(get(world.url, "/v1/status")[1]["workers"]) == 2
         assert len(built) == 1
         world.close()
+
+
+def test_followers_get_events_in_order_though_one_adds_an_event(tmp_path: Path) -> None:
+    """A follower answers the first event by another: those after it get the first one first, each once."""
+
+    async def follow() -> list[int]:
+        with Store(tmp_path) as store:
+            log, seen = EventLog(store), list[int]()
+            log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
+            log.subscribe("follows", lambda event: seen.append(event.number))
+            log.tell(Warned(text="first"))
+            await asyncio.sleep(0)
+            return seen
+
+    assert asyncio.run(follow()) == [1, 2]
+
+
+def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
+    """In the journal, it would make every later answer with events fail."""
+
+    class Own(Happened):
+        pass
+
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        with pytest.raises(UsageError, match="Own is not an event"):
+            log.tell(Own())
+        assert log.page(EventQuery()).newest == 0
+
+
+def test_followers_hear_of_a_failure_that_the_journal_cannot_record(tmp_path: Path) -> None:
+    """After a failed fsync, nothing can be written, and that is why the run fails."""
+    with Store(tmp_path) as store:
+        log, heard = EventLog(store), list[Happened]()
+        log.subscribe("follows", heard.append)
+        store.journal.sync_failed("the journal", OSError(5, "input/output error"))
+        log.tell(RunFailed(reason="fsync failed"))
+        assert [(each.what, each.number) for each in heard] == [("run failed", 0)]
+        assert log.page(EventQuery()).events == []
+
+
+def test_a_page_of_wide_characters_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        for _ in range(200):
+            log.tell(Warned(text="中" * 2000))
+        page = log.page(EventQuery())
+        assert 100 < len(page.events) < 200
+        assert len(page.model_dump_json().encode()) <= 2**20
+
+
+def test_an_event_keeps_the_time_that_it_has(tmp_path: Path) -> None:
+    """The time of a round is that of its version, which `metrics.jsonl` has again after a restart."""
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        log.tell(Warned(text="then", at="2026-01-01T00:00:00+00:00"))
+        log.tell(Warned(text="now"))
+        then, now = log.page(EventQuery()).events
+        assert then.at == "2026-01-01T00:00:00+00:00"
+        assert now.at > then.at

@@ -85,6 +85,34 @@ def test_a_package_brings_operations_events_status_and_a_tick(tmp_path: Path, mo
         world.finish()
 
 
+def test_an_operation_named_like_a_head_route_keeps_its_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
+    package(monkeypatch, tmp_path / "packages", COUNTS.replace("set_goal", "set_goal_head"))
+    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+        status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})
+        assert status in (401, 403), problem
+        world.rounds(1.0, 1)
+        world.finish()
+
+
+NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x' * 2**17", "no value": "object()"}
+
+
+@pytest.mark.parametrize("case", NO_JSON)
+def test_a_status_that_is_no_json_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The rest of the status is there, with a warning, and the run goes on."""
+    code = COUNTS.replace('{"ended": self.ended', f'{{"bad": {NO_JSON[case]}, "ended": self.ended')
+    package(monkeypatch, tmp_path / "packages", code)
+    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+        assert get(world.url, "/v1/status")[1]["extensions"] == {}
+        world.rounds(1.0, 1)
+        (problem,) = [text for text in world.status.warnings if "counts" in text]
+        assert problem.startswith("the extension counts failed: ")
+        world.finish()
+
+
 def test_an_installed_package_alone_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package(monkeypatch, tmp_path / "packages")
     with World(tmp_path, START, "a", rounds=1) as world:
@@ -109,6 +137,14 @@ def test_refuses_an_extension_that_is_not_possible(tmp_path: Path, monkeypatch: 
     package(monkeypatch, tmp_path / "packages", code)
     server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": ("counts",)})
     with pytest.raises(ConfigError, match=why), server:
+        pass
+
+
+def test_refuses_two_extensions_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package(monkeypatch, tmp_path / "packages", COUNTS.replace("operations = (", "others = ("))
+    names = ("counts", "counts_plugin:Counts")
+    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": names})
+    with pytest.raises(ConfigError, match="Two extensions have the name 'counts'"), server:
         pass
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from scripted_swarm import ScriptedSwarm, played, scripted_swarm
 
+from atoll.errors import DiskFull
 from atoll.server.swarm import assignments
 from atoll.server.swarm.assignments import PULLS, SLOWER, WARY
 
@@ -381,6 +382,26 @@ def test_an_unsound_report_of_a_round_replaces_the_aggregator(tmp_path: Path) ->
     asyncio.run(play("other", {"digest": "3" * 64}, mismatch))
     asyncio.run(play("few", {"part_digests": ""}, mismatch))
     asyncio.run(play("failed", {"digest": None, "failed": "its disk is full"}, "a: its disk is full"))
+
+
+@pytest.mark.covers("P10")
+@played
+async def test_a_full_disk_only_delays_the_loss_of_an_aggregator(tmp_path: Path) -> None:
+    """A round that could not be opened again is opened at the next report; until then, no other worker aggregates."""
+
+    def no_space(*_: object) -> None:
+        raise DiskFull("The disk is full.")
+
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await closed_round(swarm)
+        with pytest.MonkeyPatch.context() as lacking:
+            lacking.setattr(swarm.run.store.tickets, "reopen", no_space)
+            with pytest.raises(DiskFull):
+                await swarm.report("a", closed=[swarm.reduced(digest=None, failed="its disk is full")])
+        assert (swarm.run.state.rounds[0].phase, swarm.job.aggregator) == ("closing", "a")
+        await swarm.report("c")
+        await asyncio.sleep(0)
+        assert (swarm.run.state.rounds[0].phase, swarm.job.aggregator) == ("open", "b")
 
 
 @pytest.mark.covers("P10")

@@ -424,6 +424,7 @@ class Coordinator:
         except DiskFull as error:
             if not self.no_space:
                 LOG.warning("uploads to %s are refused: %s", folder, error)
+                self.events.tell(run_events.Warned(text=str(error)))
             self.no_space = str(error)
             raise
         if self.no_space:
@@ -962,7 +963,8 @@ class Coordinator:
             self.place.tick()
             if self.no_space:  # check here, because it may take long until a site tries again
                 self.require_space()
-        warnings = self.warnings
+        # `require_space` tells its own warning once: it has the free space, another number at each check
+        warnings = [text for text in self.warnings if text != self.no_space]
         for text in warnings:
             if text not in self._warned:
                 self.events.tell(run_events.Warned(text=text))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
-from atoll.errors import Gone, StoreError
+from atoll.errors import Gone, StoreError, UsageError
 from atoll.protocol import run_events
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events
@@ -22,6 +23,8 @@ LOG = logging.getLogger("atoll.server")
 PAGE_BYTES = 2**20 - 2**14
 """Maximum bytes of the events in an answer, so that the whole answer has at most 1 MiB."""
 PAGE_EVENTS = 1000
+KINDS: tuple[type[run_events.Happened], ...] = get_args(get_args(run_events.RunEvent)[0])
+"""The classes of events that clients understand."""
 
 OnEvent = Callable[[run_events.Happened], None]
 
@@ -40,7 +43,7 @@ class EventLog:
         self._store, self._rows = store, store.events
         self._told: list[run_events.Happened] = []  # written, but not yet passed to the subscribers
         self._subscribers: dict[str, OnEvent] = {}
-        self._news, self._has_ended = FairEvent(), False
+        self._news, self._has_ended, self._is_publishing = FairEvent(), False, False
         self.problems: dict[str, str] = {}
 
     def subscribe(self, name: str, on_event: OnEvent) -> None:
@@ -57,7 +60,7 @@ class EventLog:
         count = len(self._told)
         self._store.journal.after_rollback(lambda: self._told.__delitem__(slice(count, None)))
         for each in happened:
-            told = each.model_copy(update={"at": utc_text()})
+            told = each.model_copy(update={"at": each.at or utc_text()})
             left_out: Any = {"number": True}
             if isinstance(told, run_events.RoundEnded):  # the journal has the sites in rows of their own
                 left_out |= {"summary": {"sites"}}
@@ -68,29 +71,47 @@ class EventLog:
     def tell(self, happened: run_events.Happened) -> None:
         """Write an event that belongs to no change of the run's state, and publish it.
 
-        If the journal cannot be written, leave the event out: the run does not depend on it.
+        If the journal cannot be written, the event has the number 0, and only subscribers get it: a failure of the disk
+        is often why the run fails, and they hear of that.
+
+        Raises:
+            UsageError: it is an event of a class that clients do not know.
         """
+        if type(happened) not in KINDS:
+            raise UsageError(
+                f"{type(happened).__name__} is not an event of a run.", "Use one of the classes in run_events.RunEvent."
+            )
         try:
             with self._store.journal.transaction():
                 self.write([happened])
         except StoreError as error:
-            LOG.debug("the event %r was left out: %s", happened.what, error)
+            LOG.debug("the event %r is not in the journal: %s", happened.what, error)
+            self._told.append(happened.model_copy(update={"at": happened.at or utc_text()}))
         self.publish()
 
     def publish(self) -> None:
         """Pass the events that were written to the subscribers, and wake the requests that wait for events."""
         if not self._told:
             return
-        told, self._told = self._told, []
-        for event in told:
-            for name, on_event in list(self._subscribers.items()):
-                try:
-                    on_event(event)
-                except Exception as error:
-                    if name not in self.problems:
-                        self.problems[name] = f"{name} failed at the event {event.number}: {error!r}"
-                        LOG.exception("%s failed at the event %d; the run goes on", name, event.number)
+        if self._is_publishing:  # a subscriber has added an event: first, all subscribers get the present one
+            asyncio.get_running_loop().call_soon(self.publish)
+            return
+        told, self._told, self._is_publishing = self._told, [], True
+        try:
+            for event in told:
+                for name, on_event in list(self._subscribers.items()):
+                    self._pass(event, name, on_event)
+        finally:
+            self._is_publishing = False
         self._news.set()
+
+    def _pass(self, event: run_events.Happened, name: str, on_event: OnEvent) -> None:
+        try:
+            on_event(event)
+        except Exception as error:
+            if name not in self.problems:
+                self.problems[name] = f"{name} failed at the event {event.number}: {error!r}"
+                LOG.exception("%s failed at the event %d; the run goes on", name, event.number)
 
     def end(self) -> None:
         """Answer all requests that wait for events, because the server is about to end."""
@@ -133,13 +154,13 @@ class EventLog:
         for number, text in self._rows.after(query.after, PAGE_EVENTS):
             event, known = {"number": number, **json.loads(text)}, 0 if found else query.within
             sites = self._sites(event)[known:]
-            room -= len(text) + 64
+            room -= len(text.encode()) + 64
             sent = _fitting(sites, room)
             if found and (room < 0 or sent < len(sites)):
                 break
             if sites:
                 event["summary"]["sites"] = [json.loads(site) for site in sites[:sent]]
-                room -= sum(map(len, sites))
+                room -= sum(len(site.encode()) for site in sites)
             found.append(event)
             if sent < len(sites):
                 within = known + sent
@@ -156,7 +177,7 @@ class EventLog:
 def _fitting(texts: list[str], room: int) -> int:
     """Return how many of the texts fit into `room` bytes; at least one."""
     for count, text in enumerate(texts):
-        room -= len(text) + 2
+        room -= len(text.encode()) + 2
         if room < 0:
             return max(count, 1)
     return len(texts)

@@ -8,6 +8,7 @@ on.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ LOG = logging.getLogger("atoll.server")
 
 CLOSE_S = 5.0
 """Seconds that an extension has to close."""
+PART_BYTES = 2**16
+"""Maximum size of an extension's part of the status, as JSON."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
 
@@ -43,7 +46,7 @@ class RunView(Protocol):
 
     @property
     def state(self) -> State:
-        """The state of the rounds, leases and tickets. Only the run changes it."""
+        """The state of the rounds, leases and tickets. Only the run changes it. It is not there yet in `__init__`."""
 
 
 class Extension:
@@ -51,7 +54,8 @@ class Extension:
 
     Each operation is carried out by the method of the same name: `async def NAME(self, message)` if the operation has
     a message, with `query` and the parameters of the path as further arguments. Its path begins with
-    `/v1/extensions/EXTENSION/`.
+    `/v1/extensions/EXTENSION/`; parameters of the path are numbers. If the reply is `bytes`, the method also gets
+    `request` (aiohttp's) and `caller`, and returns an `aiohttp.web.StreamResponse`.
 
     Attributes:
         name: name of the extension, as the run file and the entry point have it.
@@ -68,7 +72,7 @@ class Extension:
         """Follow the events of the run. This is called after each event is in the journal."""
 
     def status(self) -> JsonValue:
-        """Return the extension's part of the status, of values that JSON can express; None for no part."""
+        """Return the extension's part of the status: at most `PART_BYTES` of JSON, so no NaN; None for no part."""
         return None
 
     def tick(self, now_s: float) -> None:
@@ -110,6 +114,11 @@ class Extensions:
             run.events.subscribe(f"the extension {each.name}", each.on_event)
 
     def _add(self, extension: Extension) -> None:
+        if extension.name in self._all:  # the second would silently replace the first
+            raise ConfigError(
+                f"Two extensions have the name {extension.name!r}.",
+                "Name each once in server.extensions, or rename one.",
+            )
         taken = {operation.name for operation in (*OPERATIONS, *self.operations)}
         begin = f"/v1/extensions/{extension.name}/"
         for operation in extension.operations:
@@ -169,4 +178,8 @@ class Extensions:
 
 
 def _part(extension: Extension) -> JsonValue:
-    return _JSON.validate_python(extension.status())
+    # through JSON text: NaN and lone surrogates would else fail only with the whole status, and so end the server
+    text = json.dumps(extension.status(), allow_nan=False)
+    if len(text) > PART_BYTES:
+        raise ValueError(f"its part of the status has {len(text)} bytes, more than {PART_BYTES}")
+    return _JSON.validate_json(text)

@@ -118,7 +118,7 @@ class Ledger:
         if is_written:
             self._write(change)
         self.state = change.after
-        if is_written:
+        if is_written:  # followers read the new state, and hear of a round's last update before the round is aggregated
             self._publish()
         for effect in effects:
             self._act(effect)

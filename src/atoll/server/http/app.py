@@ -300,7 +300,9 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
-        operation = operations.get((request.match_info.route.name or "").removesuffix("_head"))
+        name = request.match_info.route.name or ""
+        # the whole name first: an operation of an extension may end in _head by itself
+        operation = operations.get(name) or operations.get(name.removesuffix("_head"))
 
         def failure() -> ServerFailed | None:
             return None if operation and operation.name in PAGES else coordinator.failure_for(caller.lease)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.errors import AtollError, BadRequest, RunFailed, UpdateRefused
+from atoll.errors import AtollError, BadRequest, RunFailed, StoreError, UpdateRefused
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
@@ -584,8 +584,13 @@ class SwarmRounds:
         self.news.set()
 
     def _reassign_fragment(self, fragment: int, job: Assignment) -> None:
+        counted = len(job.raised)
         if job.aggregator and (reason := self._why_lost(fragment, job)):
-            self._lose(fragment, job, reason)
+            try:
+                self._lose(fragment, job, reason)
+            except StoreError:
+                del job.raised[counted:]  # the next check finds these errors again
+                raise
         while job.aggregator or self._choose_aggregator(fragment, job):
             self._take_in(fragment, job)
             if job.aggregator:  # else it could not download an update: choose another one
@@ -706,6 +711,8 @@ class SwarmRounds:
         return ""
 
     def _lose(self, fragment: int, job: Assignment, reason: str) -> None:
+        # first in the journal: if its disk is full, the aggregator stays, and the next check replaces it
+        self._ledger.record(events.AggregatorLost(fragment, reason))
         LOG.warning(
             "%s no longer aggregates round %d: %s. Another worker takes over, and collects the updates again",
             job.aggregator,
@@ -715,7 +722,6 @@ class SwarmRounds:
         self._lost_at[fragment, job.aggregator] = job.version
         job.lose(reason)
         self._reopened[fragment] += 1
-        self._ledger.record(events.AggregatorLost(fragment, reason))
         self.news.set()
 
     # -- closing a round
