@@ -333,6 +333,12 @@ class Journal:
                     raise
 
     @property
+    def in_transaction(self) -> bool:
+        """Whether this thread is inside a transaction."""
+        with self.lock:  # while another thread is inside one, this waits
+            return self._depth > 0
+
+    @property
     def usable(self) -> bool:
         """Whether the journal is open, and no fsync has failed."""
         return not self.closed and self._broken is None

@@ -150,7 +150,7 @@ def test_the_users_weight_and_steps_win(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
             patched(server, tmp_path).fit(Tiny(), words)
         patched(server, tmp_path, weight=lambda: 5.0, steps=7).fit(Tiny(), words)
-        assert rounds_of(server)[0].weights == [5.0]
+        assert [each.weight for each in rounds_of(server)[0].sites] == [5.0]
         assert steps_of_updates(tmp_path) == [7]
 
 

@@ -181,3 +181,13 @@ def test_an_extension_that_raises_is_named_once_and_the_run_goes_on(
         assert len(warned) == 1
         assert world.text.count("the extension counts failed") == 1
         assert world.finish()["w"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("error", ["ConnectionResetError", "TimeoutError", "ZeroDivisionError"])
+def test_an_operation_that_raises_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """Whatever it raises, the client gets an answer, and the run goes on."""
+    package(monkeypatch, tmp_path / "packages", COUNTS.replace("return self.goal", f"raise {error}"))
+    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+        assert get(world.url, "/v1/extensions/counts/goal")[0] == 500
+        world.rounds(1.0, 1)
+        assert world.finish()["w"].tolist() == [1.0, 1.0]

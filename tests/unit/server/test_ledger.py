@@ -78,3 +78,21 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
     assert [type(each) for each in acted[before[1] :]] == [events.RoundClosed]
     assert [(each.number, each.what) for each in happened] == list(enumerate(WHAT, 1))
     store.close()
+
+
+def test_followers_hear_of_a_change_after_the_outermost_commit(store: Store) -> None:
+    """A simulation groups changes in one transaction, which may be undone as a whole."""
+    happened = list[run_events.Happened]()
+    log = EventLog(store)
+    log.subscribe("the test", happened.append)
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        log.tell(run_events.RunFinished())
+        assert happened == []
+        raise ZeroDivisionError
+    assert happened == []
+    with store.journal.transaction():
+        log.tell(run_events.RunFinished())
+        log.tell(run_events.RunFinished())
+        assert happened == []
+    assert [each.number for each in happened] == [1, 2]
+    store.close()

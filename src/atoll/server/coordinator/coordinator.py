@@ -141,7 +141,7 @@ class Coordinator:
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
         self.events = EventLog(store)
-        self.events.subscribe("the coordinator", self._on_event)
+        self.events.subscribe("the coordinator", self._on_event, lambda error: self.fail_by(error, "The server"))
         write = functools.partial(write_change, store, self.roster, self.events, keep_weights=plan.needs_population)
         self.extensions = Extensions(self)
         self.ledger = Ledger(rules, write, self._act, clock=clock, on_failure=self.fail, publish=self.events.publish)

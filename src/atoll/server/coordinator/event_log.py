@@ -42,18 +42,19 @@ class EventLog:
     def __init__(self, store: Store) -> None:
         self._store, self._rows = store, store.events
         self._told: list[run_events.Happened] = []  # written, but not yet passed to the subscribers
-        self._subscribers: dict[str, OnEvent] = {}
+        self._subscribers: dict[str, tuple[OnEvent, Callable[[Exception], None] | None]] = {}
         self._news, self._has_ended, self._is_publishing = FairEvent(), False, False
         self.problems: dict[str, str] = {}
 
-    def subscribe(self, name: str, on_event: OnEvent) -> None:
+    def subscribe(self, name: str, on_event: OnEvent, on_error: Callable[[Exception], None] | None = None) -> None:
         """Call `on_event` for each event from now on.
 
         Args:
             name: name of the subscriber, for messages.
             on_event: it must not block.
+            on_error: called with an error of `on_event`, if the run cannot go on after one.
         """
-        self._subscribers[name] = on_event
+        self._subscribers[name] = on_event, on_error
 
     def write(self, happened: Iterable[run_events.Happened]) -> None:
         """Write events into the journal. Call it inside a transaction; after the commit, call `publish`."""
@@ -90,8 +91,14 @@ class EventLog:
         self.publish()
 
     def publish(self) -> None:
-        """Pass the events that were written to the subscribers, and wake the requests that wait for events."""
+        """Pass the events that were written to the subscribers, and wake the requests that wait for events.
+
+        Inside a transaction, which may still be undone, this happens after its commit.
+        """
         if not self._told:
+            return
+        if self._store.journal.in_transaction:
+            self._store.journal.after_commit(self.publish)
             return
         if self._is_publishing:  # a subscriber has added an event: first, all subscribers get the present one
             asyncio.get_running_loop().call_soon(self.publish)
@@ -99,17 +106,21 @@ class EventLog:
         told, self._told, self._is_publishing = self._told, [], True
         try:
             for event in told:
-                for name, on_event in list(self._subscribers.items()):
-                    self._pass(event, name, on_event)
+                for name, (on_event, on_error) in list(self._subscribers.items()):
+                    self._pass(event, name, on_event, on_error)
         finally:
             self._is_publishing = False
         self._news.set()
 
-    def _pass(self, event: run_events.Happened, name: str, on_event: OnEvent) -> None:
+    def _pass(
+        self, event: run_events.Happened, name: str, on_event: OnEvent, on_error: Callable[[Exception], None] | None
+    ) -> None:
         try:
             on_event(event)
         except Exception as error:
-            if name not in self.problems:
+            if on_error is not None:
+                on_error(error)
+            elif name not in self.problems:
                 self.problems[name] = f"{name} failed at the event {event.number}: {error!r}"
                 LOG.exception("%s failed at the event %d; the run goes on", name, event.number)
 

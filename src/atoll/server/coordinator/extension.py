@@ -18,7 +18,7 @@ from pydantic import JsonValue, TypeAdapter
 
 from atoll import registry
 from atoll.config import Settings
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, StoreError
 from atoll.protocol.openapi import OPERATIONS, Operation
 from atoll.protocol.run_events import Happened
 from atoll.rounds.state import State
@@ -143,10 +143,21 @@ class Extensions:
         return [operation for each in self._all.values() for operation in each.operations]
 
     def method(self, operation: Operation) -> Callable[..., Any]:
-        """Return the method of the extension that carries out an operation."""
+        """Return a function that carries out an operation by the method of its extension.
+
+        Errors that mean something else where requests are handled, such as a broken connection of the extension's own,
+        become a `RuntimeError`: the request gets status 500, and the log the error.
+        """
         owner = next(each for each in self._all.values() if operation in each.operations)
         method: Callable[..., Any] = getattr(owner, operation.name)
-        return method
+
+        async def carry_out(**arguments: Any) -> Any:
+            try:
+                return await method(**arguments)
+            except (OSError, TimeoutError, StoreError) as error:
+                raise RuntimeError(f"{operation.name} of the extension {owner.name} failed: {error!r}") from error
+
+        return carry_out
 
     def status(self) -> dict[str, Any]:
         """Return the parts of the status: name of the extension → its part."""

@@ -223,7 +223,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
             arguments["request"] = request
         if operation.reply is bytes:
             arguments["caller"] = caller
-        if operation.path == routes.STATUS and caller.lease is None:
+        if operation.path in (routes.STATUS, routes.EVENTS) and caller.lease is None:
             coordinator.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
