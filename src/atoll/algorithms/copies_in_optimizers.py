@@ -373,7 +373,8 @@ def tensors_in(optimizer: Any, weights: Weights, most: int | None = None) -> dic
             waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
             names.append(type(each).__name__)
             number = names.count(names[-1])
-            _search(each, names[-1] if number == 1 else f"{names[-1]}[{number}]", weights, most, found)
+            name = names[-1] if number == 1 else f"{names[-1]}[{number}]"
+            _search(each, name, weights, most, found, is_inside=each is not optimizer)
     return found
 
 
@@ -423,8 +424,13 @@ def _split(flats: Iterable[Tensor], parameters: Iterable[Tensor], alignment: int
     return [] if waiting else pairs
 
 
-def _search(optimizer: Any, name: str, weights: Weights, most: int | None, found: dict[str, list[Pair]]) -> None:
-    """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`."""
+def _search(
+    optimizer: Any, name: str, weights: Weights, most: int | None, found: dict[str, list[Pair]], *, is_inside: bool
+) -> None:
+    """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`.
+
+    `is_inside`: whether another optimizer wraps it.
+    """
     is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
     if is_torchs and most is not None:
         return
@@ -433,7 +439,8 @@ def _search(optimizer: Any, name: str, weights: Weights, most: int | None, found
         own = [each for each in parameters_of(optimizer) if weights.find(each) is None]
         mine = set(map(id, held.mine))
         pairs = _aligned(own, [each for each in weights.by_place.values() if id(each) not in mine])
-        if any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs):  # else another model's
+        is_wider = any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs)
+        if is_wider or (is_inside and are_equal(pairs)):  # else another model's
             found.setdefault(name + OWN_PARAMETERS, []).extend(pairs)
     if is_torchs:
         return

@@ -67,7 +67,7 @@ class InOptimizer(Masters):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.weights], lr=1.0)
+        self.inner = SGD([nn.Parameter(value.detach().float().clone()) for value in self.weights], lr=1.0)
 
     def copies(self) -> list[Tensor]:
         masters: list[Tensor] = self.inner.param_groups[0]["params"]

@@ -110,6 +110,7 @@ def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_roun
         run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
         before = best_of(server.exports)
+        wait_until(lambda: server.status().durable_version == 2, "all files of version 2")
         shutil.rmtree(server.exports)
         run_rounds(server, tmp_path, 0.2)
         wait_until((server.exports / "best.json").exists, "the best version is written again")
