@@ -65,6 +65,7 @@ def stubborn(monkeypatch: pytest.MonkeyPatch) -> type[Stubborn]:
     """The reducer `stubborn`, which waits and then raises."""
     monkeypatch.setattr(Stubborn, "may_raise", threading.Event())
     monkeypatch.setattr(Stubborn, "is_mended", False)
+    monkeypatch.setattr("atoll.registry._registered", {})
     atoll.register("reducers", "stubborn", Stubborn)
     return Stubborn
 

@@ -313,6 +313,7 @@ def test_code_that_raises_at_every_worker_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], what: str
 ) -> None:
     """Each of the two holders of version 0 is asked, and all three sites end with the reason."""
+    monkeypatch.setattr("atoll.registry._registered", {})
     atoll.register("reducers", "raises", Raises)
     atoll.register("codecs", "undecodable", Undecodable)
     atoll.register("outer", "raises", RaisingSGD)
