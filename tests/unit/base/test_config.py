@@ -257,7 +257,7 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
         "Did you mean rounds.sites? `atoll config schema` lists all settings."
     )
     assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
-    assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
+    assert "Did you mean network.port?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
 
 
 @pytest.mark.covers("X3")
