@@ -145,7 +145,9 @@ class _Child:
     def expect(self, mark: str) -> dict[str, Any]:
         """The line in which it reports `mark`."""
         assert self.process.stdout is not None
-        while not select.select([self.process.stdout], [], [], LOOK_S)[0]:
+        said_something = select.poll()  # `select` takes no descriptor above 1,023
+        said_something.register(self.process.stdout, select.POLLIN)
+        while not said_something.poll(1e3 * LOOK_S):
             if self._server is not None and self._server.process.poll() is not None:
                 raise self._server.ended(f"{self.log.stem} had {mark}")
         line = self.process.stdout.readline()

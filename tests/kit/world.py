@@ -22,7 +22,7 @@ from torch import Tensor
 
 import atoll
 from atoll.protocol.status_messages import Status
-from atoll.testing.run import free_port, wait_until
+from atoll.testing.run import free_port, give_back_port, wait_until
 from kit.digests import exported
 from kit.folders import copy_folder, put_back
 from kit.manual_site import ManualSite
@@ -96,6 +96,7 @@ class World:
                 self.sites.popitem()[1].close(error)
         finally:
             self.stop()
+            give_back_port(self._settings["network.port"])
 
     def backup(self) -> Path:
         """A copy of the state directory."""

@@ -228,7 +228,9 @@ class _TrainingProcess:
 
     def _next_number(self) -> int:
         while (number := take_number(self._numbers_fd)) is None:  # no job, or it was taken back
-            select.select([self._numbers_fd], [], [])
+            poll_number = select.poll()  # `select` takes no descriptor above 1,023
+            poll_number.register(self._numbers_fd, select.POLLIN)
+            poll_number.poll()
         return number
 
     def _job(self, number: int) -> tuple[SiteRound, int]:

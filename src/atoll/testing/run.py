@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 POLL_S = 0.01
 _PORTS: Sequence[int] = range(20_000, 32_000)  # below Linux's ephemeral ports, 32,768 to 60,999
-_HELD_PORTS: list[socket.socket] = []
+_HELD_PORTS: dict[int, socket.socket] = {}
 
 
 # -- a server in this process
@@ -222,7 +222,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1. Until this process ends, no other call returns the same port.
+    """Return a free port of 127.0.0.1. Until `give_back_port` or the end of this process, no other call returns it.
 
     The port is not one of Linux's ephemeral ports, so the system does not give it to another socket between two starts
     of a server. A Unix socket named after the port reserves the port, so that no call in another process returns it.
@@ -238,6 +238,12 @@ def free_port() -> int:
             except OSError:
                 held.close()
                 continue
-        _HELD_PORTS.append(held)
+        _HELD_PORTS[port] = held
         return port
     raise RuntimeError(f"no port of {_PORTS} is free")
+
+
+def give_back_port(port: int) -> None:
+    """Let `free_port` return a port again, which no server of the test uses any more."""
+    if (held := _HELD_PORTS.pop(port, None)) is not None:
+        held.close()
