@@ -162,7 +162,7 @@ def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
 def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = [free_port() for _ in range(4)]
     for port in ports:
-        give_back_port(port)
+        run.give_back_port(port)
     monkeypatch.setattr(run, "_PORTS", ports)
     monkeypatch.setattr(run, "_HELD_PORTS", {})  # free again behind this test
     (tmp_path / "other.py").write_text(
