@@ -1,4 +1,4 @@
-"""A run whose sites are in the server's process, on the test's own event loop, with a clock that the test moves.
+"""A run with its sites in the server's process, on the test's own event loop, with a clock that the test moves.
 
 async with LocalRun(tmp_path, {"w": torch.zeros(3)}, {"rounds.sites": 2}) as run:
     a = await run.join("a")

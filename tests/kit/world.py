@@ -145,7 +145,7 @@ class World:
             self.server.run()
 
     def train_rounds(self, model: Any, train: Callable[[Any], object]) -> None:
-        """The whole federated run with the site a, in this thread; `train` gets each round, whose model is loaded."""
+        """The whole federated run with the site a, in this thread; `train` gets each round once it is loaded."""
         with self:
             with self.worker() as worker:
                 for fl_round in worker:

@@ -39,7 +39,7 @@ Rounds = dict[tuple[str, int], Seen]
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    """Three sites, whose processes end with the block in which the server is there."""
+    """Three sites. Their processes end with the block in which the server is there."""
     world = World(tmp_path, One(), TARGETS.keys(), algorithm="scaffold", rounds=20)
     yield world
     world.close()

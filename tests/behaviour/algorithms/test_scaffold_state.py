@@ -56,7 +56,8 @@ def part(world: World, name: str = "a", until: int = 0, workers: Path | None = N
     """A process of a site takes rounds, and ends; c_i as the last of them began."""
     with ManualSite(world.url, site=name, folder=workers or world.workers) as client:
         seen = take_rounds(client, name, until)
-    return seen[max(seen)][1].tolist()  # type: ignore[no-any-return]
+    own: list[float] = seen[max(seen)][1].tolist()
+    return own
 
 
 def both(world: World, until: int) -> dict[str, Seen]:

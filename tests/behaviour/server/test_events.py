@@ -1,4 +1,4 @@
-"""The stream of what happens in a run: numbered, resumable, in the transaction of what it tells, for all who follow."""
+"""The stream of what happens in a run: numbered, resumable, in the transaction of what it tells, for all followers."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
     optimizer = make(model.parameters())
     with World(folder, build(tensors), "a", rounds=3) as world, world.worker() as worker:
         for number, fl_round in enumerate(worker):
-            made += bool(number) * calls(lambda fl_round=fl_round: fl_round.load_into(model))  # type: ignore[misc]
+            made += bool(number) * calls(partial(fl_round.load_into, model))
             step(model, optimizer, 3)
             fl_round.submit(model)
     return made

@@ -332,7 +332,9 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
         if number == 2 * every - 1 and site == "a":
             wait_until(warned, "the warning")
 
-    inner: Any = lambda model: make(model.parameters())  # noqa: E731
+    def inner(model: Any) -> Any:
+        return make(model.parameters())
+
     with World(tmp_path, two(), rounds=4, H=every, **HALF | {"network.heartbeat_interval_s": 0.2}) as world:
         with contextlib.suppress(UsageError):  # the next synchronisation of Lookahead is refused
             world.begin(steps=2 * every, build=two, inner=inner, step=work).join()
@@ -402,7 +404,7 @@ def test_says_nothing_of_optimizers_that_step_in_turn(tmp_path: Path, caplog: py
 def with_another_site(world: World, model: Any, train: Callable[[Any], None]) -> list[str]:
     """Train the site a's model in a run of two sites, of which b adds 10 in each round; what the server warns of.
 
-    `train` gets each round, whose model is loaded.
+    `train` gets each round after its model is loaded.
     """
     with world:
         world.join("b")

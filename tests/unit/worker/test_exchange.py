@@ -323,7 +323,7 @@ def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
 
 
 class FromFile:
-    """A carrier whose versions come from a file, and which is the source of their parts, too."""
+    """A carrier with the versions of a file. It is the source of their parts, too."""
 
     def __init__(self, path: Path) -> None:
         self._bytes = bytearray(path.read_bytes())
