@@ -15,7 +15,6 @@ from atoll.store.reader import StateReader, open_state, saved_status
 from atoll.tensors.schema import Schema
 from atoll.transport.tls import Token
 
-HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
 UNDER_WAY = "was under way; if no server runs, `atoll server` "
 PHASES = {"open": "open", "frozen": "closing"}
@@ -89,7 +88,8 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
                 _worker(each, before.get(each.site), age_s, has_failed=failed != "") for each in state.members()
             ],
             "history": [
-                status_messages.RoundSummary.model_validate_json(each.summary_json) for each in state.summaries(HISTORY)
+                status_messages.RoundSummary.model_validate_json(each.summary_json)
+                for each in state.summaries(status_messages.HISTORY)
             ],
             "deaths": state.counter("deaths"),
             "refused": state.counter("refused"),

@@ -16,6 +16,8 @@ KEPT = "status.json"
 The server saves the status when the server starts, after new versions, when the run is finished, and when the server
 ends.
 """
+HISTORY = 20
+"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
 
 
 class SiteRound(Report):

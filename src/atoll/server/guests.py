@@ -14,6 +14,4 @@ def guests(run: Coordinator) -> Guests:
     place: RoundPlace = LocalRounds(run.plan, run.store, run.filtering, run.io)
     if run.plan.is_swarm:
         place = SwarmRounds(run.plan, run.store, run.ledger, run.admission, run.wake, run.require_open)
-    queue = TaskQueue(run.objects, run.wake, run.alive, run.changed, run.require_lease, run.require_space, run.io)
-    queue.tell = run.events.tell
-    return Guests(place, queue)
+    return Guests(place, TaskQueue(run))

@@ -459,15 +459,18 @@ class BackgroundWriter:
         async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
             await loop.run_in_executor(self._io, self.exports.append_metrics, summary, at)
 
-    async def after_sat_out(self, fragment: int) -> None:
-        """Write the metrics of the fragment's last round that all sites sat out: it has no version."""
-        row = self._store.run_log.last_sat_out_round(fragment)
-        summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
+    async def after_sat_out(self, summary: status_messages.RoundSummary, at: str) -> None:
+        """Write the metrics of a round that all sites sat out: it has no version.
+
+        Args:
+            summary: summary of the round.
+            at: time at which it ended.
+        """
         try:
-            await self._append_metrics(summary, row.created_at)
+            await self._append_metrics(summary, at)
             self._said_unwritten = False
         except (AtollError, OSError) as error:
-            self._go_on_after(error, row.base_version)
+            self._go_on_after(error, self._store.versions.head(summary.fragment).version)
 
     def _go_on_after(self, error: AtollError | OSError, version: int) -> None:
         """Raise the error if the run cannot continue after it. Else log it, once until files can be written again."""

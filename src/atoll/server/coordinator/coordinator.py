@@ -80,9 +80,6 @@ from atoll.tensors.layout import Layout
 
 LOG = logging.getLogger("atoll.server")
 
-HISTORY = 20
-"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
-
 
 class Workflows(Protocol):
     """Facts about a run's workflows (training, evaluations, functions of the user) that the coordinator needs.
@@ -168,8 +165,8 @@ class Coordinator:
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
-        summaries = [each.summary_json for each in store.run_log.summaries(HISTORY)]
-        self.history = deque(map(status_messages.RoundSummary.model_validate_json, summaries), HISTORY)
+        summaries = [each.summary_json for each in store.run_log.summaries(status_messages.HISTORY)]
+        self.history = deque(map(status_messages.RoundSummary.model_validate_json, summaries), status_messages.HISTORY)
         self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
@@ -369,7 +366,7 @@ class Coordinator:
             case run_events.RoundEnded(summary=summary, at=at):
                 self.history.append(summary)
                 if summary.version is None:
-                    self._last_write = self.spawn(self.background.after_sat_out(summary.fragment))
+                    self._last_write = self.spawn(self.background.after_sat_out(summary, at))
                 else:
                     self._follow_commit(summary, at)
 

@@ -194,16 +194,19 @@ def _fitting(texts: list[str], room: int) -> int:
     return len(texts)
 
 
-def happened_by(
-    effect: events.Effect, before: State, after: State, sat_out: Callable[[events.RoundSatOut], RoundSummary]
-) -> run_events.Happened | None:
+def sat_out_by_all(effect: events.RoundSatOut, population: int) -> RoundSummary:
+    """Return the summary of a round that all sites sat out, in a run of `population` sites."""
+    return RoundSummary.sat_out_by_all(effect.fragment, effect.number, effect.sites, population)
+
+
+def happened_by(effect: events.Effect, before: State, after: State, population: int) -> run_events.Happened | None:
     """Return what an effect of the round machine means for people and programs; None for effects that mean nothing.
 
     Args:
         effect: the effect.
         before: state of the run before the event.
         after: state after it.
-        sat_out: returns the summary of a round that all sites sat out.
+        population: number of sites that have joined so far.
     """
     match effect:
         case events.LeaseGranted(site):
@@ -225,7 +228,7 @@ def happened_by(
         case events.RoundReopened(fragment, _, _, reason):
             return run_events.RoundReopened(fragment=fragment, round=after.rounds[fragment].number, reason=reason)
         case events.RoundSatOut(fragment, number=number):
-            return run_events.RoundEnded(fragment=fragment, round=number, summary=sat_out(effect))
+            return run_events.RoundEnded(fragment=fragment, round=number, summary=sat_out_by_all(effect, population))
         case events.RunFinished():
             return run_events.RunFinished()
     return None

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from atoll.errors import StoreError, transient_reason
 from atoll.protocol.run_events import Happened
-from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import MetricProgress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IssuedTicket
-from atoll.server.coordinator.event_log import EventLog, happened_by
+from atoll.server.coordinator.event_log import EventLog, happened_by, sat_out_by_all
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
@@ -153,7 +152,7 @@ def write_change(
             log.write([change.happened])
         for effect in change.decided:
             _write_decision(store, roster, effect, keep_weights=keep_weights)
-            happened = happened_by(effect, change.before, change.after, lambda effect: sat_out_by_all(effect, roster))
+            happened = happened_by(effect, change.before, change.after, len(roster))
             if happened is not None:
                 log.write([happened])
 
@@ -182,15 +181,10 @@ def _write_decision(
         case events.RoundClosed(fragment, base, numbers):
             run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
         case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
-            summary = sat_out_by_all(effect, roster)
+            summary = sat_out_by_all(effect, len(roster))
             run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
         case events.RunFinished():
             run_log.finish()
-
-
-def sat_out_by_all(effect: events.RoundSatOut, roster: Sized) -> RoundSummary:
-    """Return the summary of a round that all sites sat out. `roster` has all sites of the run."""
-    return RoundSummary.sat_out_by_all(effect.fragment, effect.number, effect.sites, len(roster))
 
 
 def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:

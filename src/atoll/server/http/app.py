@@ -132,11 +132,15 @@ class NoSwarm:
         Raises:
             ConfigError: the run is not a swarm.
         """
-        raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
+        raise _no_swarm()
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
         """Refuse the request, as `get_swarm_plan` does."""
-        raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
+        raise _no_swarm()
+
+
+def _no_swarm() -> ConfigError:
+    return ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
 
 
 STATUS_S = 0.5

@@ -12,7 +12,6 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -228,42 +227,21 @@ def queue_of(run: Coordinator) -> TaskQueue:
 
 
 class TaskQueue:
-    """The tasks that a server has sent, and their answers.
+    """The tasks that a server has sent, and their answers. It is the `Tasks` of the coordinator.
 
     Args:
-        objects: store of payloads and answers.
-        wake: function that wakes all requests that wait for a task, and workflows that wait for an answer.
-        alive: function that returns the names of the sites that take part.
-        changed: function that waits for the next `wake`, for at most the given number of seconds.
-        require_lease: function that raises an error if a lease is no longer valid.
-        require_space: function that raises DiskFull if the disk has too little space for another file.
-        io: threads that read files.
+        run: the coordinator of the run.
 
     Attributes:
-        active: whether the run sends tasks now or will send some later.
-        trains: whether the run has rounds now or will have some later.
-        rounds: state of the run's rounds: "to come", "now" or "over".
-        follows: whether the run sends tasks after its rounds.
-        finished: whether the last workflow has ended.
         moves: number of tasks sent plus answers received.
         answer_filter: function (answer, task name) → filtered answer; None if the run has no filters of answers.
         names: names of all tasks that were sent.
-        tell: function that adds an event to the events of the run.
     """
 
-    def __init__(
-        self,
-        objects: ObjectStore,
-        wake: Callable[[], None],
-        alive: Callable[[], list[str]],
-        changed: Callable[[float], Awaitable[None]],
-        require_lease: Callable[[Lease], object],
-        require_space: Callable[[], None],
-        io: Executor,
-    ) -> None:
-        self.objects, self.wake, self.alive = objects, wake, alive
-        self._changed, self._require_lease, self._require_space, self._io = changed, require_lease, require_space, io
-        self.tell: Callable[[run_events.Happened], None] = lambda event: None
+    def __init__(self, run: Coordinator) -> None:
+        self.objects, self.wake, self.alive, self._tell = run.objects, run.wake, run.alive, run.events.tell
+        self._changed, self._require_lease = run.changed, run.require_lease
+        self._require_space, self._io = run.require_space, run.io
         self.active = self.finished = self.follows = False
         self.trains = True
         self.rounds: Literal["to come", "now", "over"] = "now"
@@ -331,7 +309,7 @@ class TaskQueue:
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
-        self.tell(run_events.TaskOpened(task=name, sites=list(sites)))
+        self._tell(run_events.TaskOpened(task=name, sites=list(sites)))
         for site, error in payloads.failed.items():
             self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
@@ -436,7 +414,7 @@ class TaskQueue:
 
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
         task.answers[answer.site] = answer
-        self.tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
+        self._tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
         self._answer_keys[task.message.task, answer.site] = answer.key
         while len(self._answer_keys) > REMEMBERED:
             del self._answer_keys[next(iter(self._answer_keys))]
