@@ -8,10 +8,6 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-import pytest
-
-from atoll.worker.exchange.base_and_outbox import BaseFile
-
 
 def get(url: str, path: str, lease: str = "") -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
@@ -42,11 +38,6 @@ def joined(url: str, site: str, **more: Any) -> str:
     status, reply = post(url, "/v1/workers", {"protocol": 1, "site": site} | more)
     assert status == 200, reply
     return str(reply["lease"])
-
-
-def pull_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no version come with its ticket in this process: each is a download of its own, as a large one is."""
-    monkeypatch.setattr(BaseFile, "digest_of", lambda self, run: None)
 
 
 def version_path(url: str, version: int = 0) -> str:

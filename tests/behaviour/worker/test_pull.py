@@ -14,7 +14,6 @@ from blake3 import blake3
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import rewrite_note, tensors_digest
 from kit.digests import same
-from kit.requests import pull_versions_apart
 from kit.world import World
 from torch import Tensor, nn
 
@@ -70,9 +69,9 @@ class HalfFrozen(nn.Module):
 
 @pytest.mark.covers("F1", "P8")
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
-def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("pulled_apart")
+def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
-    pull_versions_apart(monkeypatch)
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
         fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")

@@ -18,7 +18,6 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit.by_hand import formed, note_of, push, put_part
-from kit.requests import pull_versions_apart
 from kit.servers import plain_server
 from kit.sites import together
 from torch import Tensor, nn
@@ -340,11 +339,9 @@ class FromFile:
             on_part(part)
 
 
-def test_an_exchange_pulls_through_any_carrier(
-    large_place: Participation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("pulled_apart")
+def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
     exchange = large_place.exchange
-    pull_versions_apart(monkeypatch)
     ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]
     assert ticket is not None
     (slot,) = tmp_path.rglob("version-0-0.safetensors")

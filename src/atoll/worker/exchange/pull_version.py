@@ -280,7 +280,7 @@ class Puller:
         missing: list[Part],
         model: Scatter | None,
     ) -> list[Part]:
-        """Write parts of a version, whose bytes came with the ticket, into the base file.
+        """Write parts of a version, which came with the ticket as bytes, into the base file.
 
         Args:
             data: the bytes of the version; empty if they did not come.
