@@ -96,3 +96,9 @@ def nursery() -> Iterator[processes.Nursery]:
     nursery = processes.Nursery()
     yield nursery
     nursery.close()
+
+
+@pytest.fixture
+def pulled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no version come with its ticket in this process: each is a download of its own, as a large one is."""
+    monkeypatch.setattr("atoll.worker.exchange.base_and_outbox.BaseFile.digest_of", lambda self, run: None)

@@ -27,6 +27,8 @@ from torch import nn
 import atoll
 from atoll.errors import Superseded
 
+pytestmark = pytest.mark.usefixtures("pulled_apart")
+
 VERSION, UPDATE = version_parts(wide_model(), PART_BYTES), update_parts(wide_model(), PART_BYTES)
 """Six parts of each."""
 VERSION_BYTES, UPDATE_BYTES = VERSION[-1][1], UPDATE[-1][1]
@@ -231,8 +233,7 @@ KINDS = {
     "a version": r"GET /v1/fragments/0/versions/\d+ ",
     "tensors of a version": r"GET /v1/fragments/0/versions/\d+/[0-9a-f]{64} ",
     "a difference of versions": r"GET /v1/fragments/0/versions/\d+/delta/[0-9a-f]{64} ",
-    "a part": "PUT .*/parts/",
-    "the word that all is sent": "POST .*/complete ",
+    "an update": "PUT .*/parts/",
     "leaving": "POST /v1/workers/leave ",
 }
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, parts_sent, serve_wide
 from harness.processes import free_port, wait_until
-from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from harness.proxy import BEFORE_HEADER, Fault, Proxy, lost_receipt
 from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
 from kit.by_hand import formed
 from kit.digests import same
@@ -51,11 +51,6 @@ def step_(loop: atoll.DiLoCo, steps: int = 1) -> None:
         loop.optimizer.step()  # type: ignore[union-attr]
 
 
-def lose_an_answer(proxy: Proxy) -> None:
-    """The next update is in, and its worker never hears of it."""
-    proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
-
-
 def newest_steps(folder: Path) -> int:
     """Local steps that the newest update speaks of."""
     ((steps,),) = ask_journal(
@@ -80,7 +75,7 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
             return 1.0
 
         with loop_of(proxy.url, tmp_path, model, weight=weight) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             step_(loop, 2)
             assert (loop.rounds, loop.skipped) == (0, 1)
             step_(loop, 2)
@@ -97,7 +92,7 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
         model = numbers(0.0, 0.0)
         seen: list[tuple[float, ...]] = []
         with loop_of(proxy.url, tmp_path, model) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             while not loop.finished:
                 step_(loop)
                 seen.append(values_of(model))
@@ -116,7 +111,7 @@ def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplo
         model = numbers(0.0)
         seen: list[float] = []
         with loop_of(proxy.url, tmp_path, model, sync_every=2) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             for _ in range(6):
                 step_(loop)
                 seen.append(model.x.item())

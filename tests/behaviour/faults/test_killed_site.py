@@ -170,7 +170,7 @@ def test_a_killed_streaming_site_resumes_at_the_part(nursery: Nursery, tmp_path:
 @pytest.mark.parametrize(
     ("loop", "fault"),
     [
-        ("federated", Fault("GET .*/versions/0/", "down", BEFORE_HEADER, "stall")),
+        ("federated", Fault("POST /v1/tickets ", "down", 1000, "stall")),
         ("federated", Fault("PUT .*/parts/0 ", "down", BEFORE_HEADER, "stall")),
         ("diloco", Fault("PUT .*/parts/0 ", "up", 1000, "stall")),
     ],

@@ -23,6 +23,8 @@ import atoll
 from atoll.protocol import routes
 from atoll.worker.session import session
 
+pytestmark = pytest.mark.usefixtures("pulled_apart")
+
 SETTINGS: dict[str, Any] = {
     "network.heartbeat_interval_s": 2.0,
     "network.heartbeat_timeout_s": 0,
@@ -99,7 +101,7 @@ def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.S
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
-    wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
+    wait_until(lambda: proxy.count("PUT .*/parts/"), "the first update")
     before = proxy.count("POST /v1/tickets ")
     wait_until(lambda: proxy.count("POST /v1/tickets ") >= before + 3, "long polls that end")
     assert (far.loops["a"].skipped, far.loops["a"].sync_metrics["retries"]) == (0, 0)
@@ -192,7 +194,6 @@ ONE_CALL = {
     "pull": "GET /v1/fragments/0/versions/[0-9]+/.*",
     "part": "PUT .*/parts/",
     "ticket": "POST /v1/tickets ",
-    "complete": "POST .*/complete ",
 }
 
 

@@ -330,6 +330,7 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: World) -> 
     assert world.staleness[-1] == ("a", 2)
 
 
+@pytest.mark.usefixtures("pulled_apart")
 def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: World) -> None:
     world.start(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
     assert world.sites["a"].next_round() == 1
@@ -342,6 +343,7 @@ def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: World) -> None:
     require_close({"weight": pulled}, nesterov(G))
 
 
+@pytest.mark.usefixtures("pulled_apart")
 @pytest.mark.covers("L3")
 def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: World) -> None:
     """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
@@ -394,7 +396,7 @@ PULL = r"GET .*/versions/\d+/[0-9a-f]{64} "
 
 
 @pytest.fixture
-def added(tmp_path: Path) -> Iterator[World]:
+def added(tmp_path: Path, pulled_apart: None) -> Iterator[World]:
     """An asynchronous run that adds updates up, to be started; its version takes five parts."""
     settings = {"diloco.sync_every": 1, "disk.keep_versions": 1, "network.part_bytes": 2**16, "network.connections": 1}
     settings |= PLAIN_DILOCO | {"async.enabled": True, "algorithm.outer_optimizer.nesterov": False}

@@ -148,7 +148,7 @@ def test_a_filter_sees_one_fragment_and_drop_knows_the_whole_model(tmp_path: Pat
 def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
     with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
-        stall = Fault("POST .*/complete ", "up", at=1, action="stall")
+        stall = Fault("PUT .*/parts/0 ", "up", at=1, action="stall")
         proxy.faults.append(stall)
         with loop_of(proxy.url, tmp_path) as loop:
             for _ in range(5):  # fragment 0 is taken after two steps, 1 would be after four

@@ -80,7 +80,7 @@ def test_a_failed_update_is_sent_again_before_waiting_for_a_later_round(tmp_path
         b = Hand(server.url, "b")
         before.ticket(fragment=0)
         before.leave()
-        proxy.faults.append(Fault("POST .*/complete ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
+        proxy.faults.append(Fault("PUT .*/parts/0 ", "up", at=BEFORE_HEADER, action="reset", wait=held.wait))
         a = Sites(proxy.url, tmp_path, ["a"], 1000, max_sync_retries=0)
         wait_until(lambda: doing(server, "a") == ("waiting for the round", 4), "a, which waits for fragment 1")
         held.set()
@@ -242,7 +242,7 @@ def test_dylu_steps_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
 # -- faults at random
 
 
-REQUESTS = ["POST .*/complete ", "PUT .*/parts/0 ", "GET .*/versions/", "POST /v1/tickets"]
+REQUESTS = ["PUT .*/parts/0 ", r"GET /v1/tickets/\d+ ", "POST /v1/tickets"]
 
 
 STANDS_STILL_S = 60.0
