@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 import atoll
 from atoll.errors import ConfigError, StoreError
 
+pytestmark = pytest.mark.covers("F41")
+
 
 def a_digit(path: Path) -> None:
     """One bit of a number or a hex digit: still JSON of the right keys and types."""
@@ -83,7 +85,7 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
 """Note of a site → the run in whose middle it lies, and what becomes of the note."""
 
 
-@pytest.mark.covers("F41", "F1", "F3")
+@pytest.mark.covers("F1", "F3")
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -130,7 +132,7 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
                 break
 
 
-@pytest.mark.covers("F41", "S2")
+@pytest.mark.covers("S2")
 @pytest.mark.parametrize("damage", SOME)
 def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +148,6 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
         control_step(server, tmp_path / "workers", 4)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -161,7 +162,6 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
         assert torch.equal(atoll.objects.fetch(kept)["w"], torch.ones(3))
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", SOME)
 def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -209,7 +209,6 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return swarm_digest(tmp_path_factory.mktemp("undisturbed"), None)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
 def test_warns_of_a_damaged_note_of_held_versions(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
@@ -259,7 +258,6 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("which", "damage"), [(0, flip), (1, flip), (0, truncate), (0, Path.unlink)])
-@pytest.mark.covers("F41")
 def test_falls_back_to_the_version_before_a_damaged_one(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
@@ -275,7 +273,6 @@ def test_falls_back_to_the_version_before_a_damaged_one(
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["version", "outer state"])
-@pytest.mark.covers("F41")
 def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
@@ -294,7 +291,6 @@ def test_a_version_damaged_in_use_ends_the_server(
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
 
-@pytest.mark.covers("F41")
 def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
     left_undisturbed(tmp_path)
     for path in (tmp_path / "state/slots").glob("version-*"):
@@ -315,7 +311,6 @@ def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> 
     assert "Exception ignored" not in process.output()
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
 )
@@ -331,7 +326,6 @@ def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path
     assert "Traceback" not in process.output()
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("name", ["base.json", "outbox.json", "base.safetensors"])
 def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str) -> None:
     with serve(tmp_path) as server:
@@ -343,7 +337,6 @@ def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str)
     assert f"{path} is neither a file nor a folder" in str(refused.value)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     ("run", "name"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -211,7 +210,7 @@ def test_rounds_go_on_when_exports_cannot_be_written(
     assert result.exports["model.safetensors"] == undisturbed.exports["model.safetensors"]
 
 
-def test_what_is_tried_again_is_told_less_and_less_often(
+async def test_what_is_tried_again_is_told_less_and_less_often(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 1, 2, 4, 8 and 16 of 20 attempts."""
@@ -223,7 +222,7 @@ def test_what_is_tried_again_is_told_less_and_less_often(
         return "done"
 
     monkeypatch.setattr(background_writes, "RETRY_S", 0.0)
-    assert asyncio.run(background_writes.until_passed(attempt, "it could not be saved", then=" All wait.")) == "done"
+    assert await background_writes.until_passed(attempt, "it could not be saved", then=" All wait.") == "done"
     said = "it could not be saved: the disk is full: No space. Trying again every 0 s. All wait."
     assert [line for line in quick.messages if "saved" in line] == [said] * 5
 

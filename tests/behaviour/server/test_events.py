@@ -220,19 +220,15 @@ def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypa
         world.close()
 
 
-def test_followers_get_events_in_order_though_one_adds_an_event(tmp_path: Path) -> None:
+async def test_followers_get_events_in_order(tmp_path: Path) -> None:
     """A follower answers the first event by another: those after it get the first one first, each once."""
-
-    async def follow() -> list[int]:
-        with Store(tmp_path) as store:
-            log, seen = EventLog(store), list[int]()
-            log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
-            log.subscribe("follows", lambda event: seen.append(event.number))
-            log.tell(Warned(text="first"))
-            await asyncio.sleep(0)
-            return seen
-
-    assert asyncio.run(follow()) == [1, 2]
+    with Store(tmp_path) as store:
+        log, seen = EventLog(store), list[int]()
+        log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
+        log.subscribe("follows", lambda event: seen.append(event.number))
+        log.tell(Warned(text="first"))
+        await asyncio.sleep(0)
+    assert seen == [1, 2]
 
 
 def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:

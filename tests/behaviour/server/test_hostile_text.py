@@ -28,6 +28,8 @@ from torch import nn
 import atoll
 from atoll.errors import AuthError, ConfigError
 
+pytestmark = pytest.mark.covers("F39")
+
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;owned\x07",
     "newline": "x\n09:31:10 round 9: version 9 from 9 updates",
@@ -85,7 +87,6 @@ def worker_of(server: atoll.Server, site: str) -> Any:
     return next(worker for worker in server.status().workers if worker.site == site)
 
 
-@pytest.mark.covers("F39")
 @pytest.mark.parametrize("kind", [*HOSTILE, "all"])
 def test_hosts_labels_states_warnings_and_errors_are_escaped(
     server: atoll.Server, caplog: pytest.LogCaptureFixture, kind: str
@@ -123,7 +124,6 @@ def test_plain_text_of_all_languages_is_left_as_it_is(server: atoll.Server) -> N
     assert worker.host == "höst"
 
 
-@pytest.mark.covers("F39")
 def test_texts_of_scripts_are_escaped_in_rounds_and_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Through the library: metrics, labels, notes, and the error that ends a script."""
     caplog.set_level(logging.DEBUG, "atoll")
@@ -148,7 +148,6 @@ def test_texts_of_scripts_are_escaped_in_rounds_and_errors(tmp_path: Path, caplo
     assert all(record.getMessage().isprintable() for record in ours)
 
 
-@pytest.mark.covers("F39")
 def test_a_request_line_and_a_user_agent_make_no_line_of_the_log(
     server: atoll.Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -219,7 +218,6 @@ HOSTILE_NAMES = {
 FINE = ["a", "0", "A-1_b.c", "a..b", "a-", "a" * 64]
 
 
-@pytest.mark.covers("F39")
 def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
 
@@ -234,7 +232,6 @@ def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
         assert [worker.site for worker in server.status().workers] == sorted(FINE)
 
 
-@pytest.mark.covers("F39")
 @pytest.mark.parametrize("site", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES.keys())
 def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is asked or written: no server is at this address."""

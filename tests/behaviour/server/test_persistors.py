@@ -20,6 +20,8 @@ import atoll
 from atoll.errors import ConfigError, DiskFull, SchemaMismatch
 from atoll.testing.run import failpoints
 
+pytestmark = pytest.mark.covers("D14")
+
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 
 
@@ -74,7 +76,7 @@ def measure(world: World, first: int, *accuracies: float) -> None:
         world.rounds(1, number, metrics={"accuracy": accuracy})
 
 
-@pytest.mark.covers("D14", "D11")
+@pytest.mark.covers("D11")
 def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
     two_rounds(shelved(tmp_path))
     assert Shelf.loads == 1
@@ -87,7 +89,6 @@ def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tens
             assert torch.equal(tensor, START[name] + added)
 
 
-@pytest.mark.covers("D14")
 def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
@@ -105,7 +106,6 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in sorted(model.state_dict().items())}
 
 
-@pytest.mark.covers("D14")
 @pytest.mark.parametrize("left_out", ["", "head.weight", "table.weight"])
 def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: Path, left_out: str) -> None:
     """Guards against two tensors where the model has one: workers and a second start were refused."""
@@ -125,7 +125,6 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
-@pytest.mark.covers("D14")
 def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead()) | {"table.weight": torch.zeros(5, 2)}
     with pytest.raises(ConfigError, match=r"different values for 'head\.weight' and 'table\.weight', which are tied"):
@@ -133,7 +132,7 @@ def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Pat
     assert list(tmp_path.glob("state/slots/*")) == []
 
 
-@pytest.mark.covers("D14", "F30")
+@pytest.mark.covers("F30")
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead())
     with shelved(tmp_path) as world, atoll.join(world.url, site="a", folder=world.workers) as worker:
@@ -141,7 +140,6 @@ def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_pat
             next(iter(worker)).load_into(TiedHead())
 
 
-@pytest.mark.covers("D14")
 @pytest.mark.parametrize(
     ("error", "told"),
     [(OSError("the shelf is full"), "OSError: the shelf is full"), (SystemExit(3), "SystemExit: 3")],
@@ -208,7 +206,7 @@ def slow(folder: Path, rounds: int) -> World:
     return shelved(folder, START, rounds=rounds, **settings, **{"model.persistor.path": f"{__name__}:Slow"})
 
 
-@pytest.mark.covers("D14", "X41")
+@pytest.mark.covers("X41")
 def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp_path: Path) -> None:
     """Versions 0, 1, 2 are each the best so far. While 0 is being saved, 1 is overtaken by 2: it is passed over.
 
@@ -230,7 +228,7 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
     assert [link for link in open_paths() if "best.safetensors" in link] == []  # nor that of the one passed over
 
 
-@pytest.mark.covers("D14", "X41")
+@pytest.mark.covers("X41")
 def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
     world = slow(tmp_path, rounds=9).start()

@@ -17,6 +17,8 @@ from torch import nn
 import atoll
 from atoll.cli.export import from_directory
 
+pytestmark = pytest.mark.covers("X2")
+
 
 @pytest.fixture(autouse=True)
 def umask() -> Iterator[Callable[[int], int]]:
@@ -82,7 +84,6 @@ def evaluation(folder: Path) -> None:
     assert list((folder / "state" / "exports").glob("cross_site_evaluation.*"))
 
 
-@pytest.mark.covers("X2")
 @pytest.mark.parametrize("run", [federated, fragments, swarm, functional, evaluation])
 def test_no_other_user_may_read_what_a_run_leaves(tmp_path: Path, run: Callable[[Path], None]) -> None:
     run(tmp_path)
@@ -111,7 +112,6 @@ def train(worker):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("X2")
 def test_no_other_user_may_read_what_a_simulation_leaves(tmp_path: Path) -> None:
     """With the state of SCAFFOLD that each site keeps, which processes of the simulation write."""
     (tmp_path / "client.py").write_text(SCRIPT)
@@ -128,7 +128,6 @@ def test_no_other_user_may_read_what_a_simulation_leaves(tmp_path: Path) -> None
     assert list((tmp_path / "state").rglob("algorithm-0.bin"))
 
 
-@pytest.mark.covers("X2")
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callable[[int], int], mask: int) -> None:
     """The exports in a folder of the user's, and `atoll export OUT`; the state directory stays private."""
@@ -144,7 +143,6 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
     assert wide(tmp_path / "state", tmp_path / "workers" / "a") == []
 
 
-@pytest.mark.covers("X2")
 def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,7 +167,6 @@ def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
     assert mode(tmp_path / "w") == 0o755
 
 
-@pytest.mark.covers("X2")
 def test_a_folder_that_is_meant_for_several_users_keeps_its_mode(tmp_path: Path) -> None:
     """A state directory that is like /tmp; what is in it is private."""
     (tmp_path / "state").mkdir()

@@ -31,6 +31,8 @@ from atoll.store.reader import checked_audit
 from atoll.store.saved_rows import saved_rows
 from atoll.store.store import Store
 
+pytestmark = pytest.mark.covers("L20")
+
 TWO: dict[str, Any] = {"rounds.sites": 2, "rounds.total": 4}
 MOMENTUM = {
     f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "sgd", "lr": 0.7, "momentum": 0.9}.items()
@@ -113,7 +115,6 @@ IN_BFLOAT16 = ("momentum", "scaffold", "residuals", "rules")
 """Cases of which each has other states than the rest, and so also runs in another dtype in `make test`."""
 
 
-@pytest.mark.covers("L20")
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
@@ -154,7 +155,6 @@ def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-@pytest.mark.covers("L20")
 def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
     """After 5 steps, two of three fragments have one version more than the third."""
     settings = {"algorithm.name": "diloco", "K": 3, "H": 3, "rounds.sites": 1, "rounds.total": 4}
@@ -179,7 +179,6 @@ def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
         require_equal(server.save_state(tmp_path / "again.safetensors"), whole)
 
 
-@pytest.mark.covers("L20")
 def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
     """The same bytes as before its end. While another server has the directory, that one must be asked."""
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
@@ -244,7 +243,6 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
         assert ask_journal(tmp_path / "other", counted) == [(1,), (2,), (5,), (6,)]
 
 
-@pytest.mark.covers("L20")
 def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) -> None:
     """Version 2 is damaged, so the run goes on from version 1, which is then the loaded one."""
     one = {"rounds.sites": 1, "rounds.total": 4}
@@ -263,7 +261,7 @@ def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) ->
     assert "fell back" in [each.what for each in checked_audit(tmp_path / "other" / "state", 50).last]
 
 
-@pytest.mark.covers("L20", "S2")
+@pytest.mark.covers("S2")
 def test_a_loaded_run_knows_where_the_state_of_its_algorithm_began_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +326,6 @@ def test_the_versions_and_the_rows_of_a_state_are_of_one_moment(
     assert free == [False]
 
 
-@pytest.mark.covers("L20")
 def test_a_loaded_run_is_continued_by_the_same_start(tmp_path: Path) -> None:
     """The same program after a kill; the audit log of the new directory agrees with its rows."""
     with plain_server(tmp_path, Net(), **TWO) as server:

@@ -36,6 +36,8 @@ from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
 from atoll.server.coordinator.update_filters import HOLDER, Filtering
 from atoll.testing.run import failpoints
 
+pytestmark = pytest.mark.covers("T8")
+
 START = {"w": torch.zeros(2), "head": torch.zeros(1), "bn.running_mean": torch.zeros(1), "n": torch.tensor(7)}
 State = dict[str, Tensor]
 
@@ -70,7 +72,6 @@ def zero_linear() -> nn.Linear:
     return model
 
 
-@pytest.mark.covers("T8")
 def test_diloco_has_filters_too(tmp_path: Path) -> None:
     """The gradient of x·w + b is x = (3, 4) and 1, which is dropped: a step of 1 moves w by −(3, 4), clipped to half.
 
@@ -87,7 +88,7 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
     assert (result["weight"].tolist(), result["bias"].tolist()) == ([[-1.5, -2.0]], [0.0])
 
 
-@pytest.mark.covers("T8", "X3")
+@pytest.mark.covers("X3")
 def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) -> None:
     """The gradient at x = (3, 4) is x and 1. A step of η = ½: Δ = (1.5, 2) and ½, which is dropped; the norm 2.5 is
     clipped to 1.25, so Δ̂ = (0.75, 1).
@@ -125,7 +126,6 @@ workflow.result_filters = [
 """
 
 
-@pytest.mark.covers("T8")
 @pytest.mark.parametrize("given", ["at the site", "by the program", "in the run file"])
 def test_filters_are_for_all_sites_or_for_a_named_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str
@@ -149,7 +149,6 @@ def test_filters_are_for_all_sites_or_for_a_named_one(
     assert (told in caplog.text) == (given == "in the run file")
 
 
-@pytest.mark.covers("T8")
 def test_buffers_are_filtered_too(tmp_path: Path) -> None:
     """a's change is (3, 4) and 12 in the buffer, of norm 13: half of it is left. b sends no change of the buffer."""
     filters = {"a": [NormClip(6.5)], "b": [Drop("*.running_mean")]}
@@ -175,7 +174,7 @@ class Arriving:
 """
 
 
-@pytest.mark.covers("T8", "D7", "D13")
+@pytest.mark.covers("D7", "D13")
 @pytest.mark.parametrize("how", ["mean", "median", "own", "arriving", "memory"])
 def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how: str) -> None:
     """Of (2, 4) and (6, 8) half is left: the mean, and the median of two, is (2, 3)."""
@@ -193,7 +192,7 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     assert found["w"].tolist() == [2.0, 3.0]
 
 
-@pytest.mark.covers("T8", "D13")
+@pytest.mark.covers("D13")
 @pytest.mark.parametrize("to_disk", [True, False])
 def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, to_disk: bool) -> None:
     """A machine without a disk has nothing of it in the state directory, not even nameless."""
@@ -209,7 +208,6 @@ def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, t
     assert nameless == {to_disk}
 
 
-@pytest.mark.covers("T8")
 def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) -> None:
     """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2).
 
@@ -237,7 +235,6 @@ class Spy(Filter):
         return values
 
 
-@pytest.mark.covers("T8")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
     """It may look at the lazy whole of the update, and at its metadata."""
@@ -266,7 +263,6 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     assert sorted(Spy.told) == [("a", 1, 0, 1.0, {"loss": 0.5}, -0.5), ("b", 1, 0, 2.0, {"loss": 0.5}, -1.0)]
 
 
-@pytest.mark.covers("T8")
 def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
     with filtered(tmp_path, sites="a", algorithm="scaffold", rounds=2, filters=[Halved()]) as world:
@@ -280,7 +276,6 @@ def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
         assert client.round.own_state("control")["w"].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.covers("T8")
 def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
     """Without a change only the noise is left; the same noise twice would not become smaller in the mean."""
     moved: list[Tensor] = []
@@ -333,7 +328,7 @@ def test_wrong_filters_of_a_program_are_refused(options: dict[str, Any], told: s
         new_server(START, **options)
 
 
-@pytest.mark.covers("T8", "X3")
+@pytest.mark.covers("X3")
 def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
     for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": CAST}):
         told = r"workflow.payload_filters is set \(.* of every site\), but the run has only rounds.*Remove the filters"
@@ -369,7 +364,7 @@ def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
     assert "workflow.result_filters" in refused.stderr
 
 
-@pytest.mark.covers("T8", "F14")
+@pytest.mark.covers("F14")
 def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp_path: Path) -> None:
     """A late request begins part 0 anew, and never ends it."""
 
@@ -385,7 +380,6 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
     )
 
 
-@pytest.mark.covers("T8")
 def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(tmp_path: Path) -> None:
     """The site is told to come back, and does."""
     with filtered(tmp_path, sites="a", filters=[Halved()]) as world:
@@ -397,7 +391,7 @@ def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(
         assert world.model["w"].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.covers("T8", "T7", "X3")
+@pytest.mark.covers("T7", "X3")
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
@@ -430,7 +424,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path, 
     assert status.history[-1].workers == ["a"]
 
 
-@pytest.mark.covers("T8", "X3")
+@pytest.mark.covers("X3")
 def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_path: Path) -> None:
     with filtered(tmp_path, **{"rounds.min_sites": 1}) as world:
         world.join("a")
@@ -444,7 +438,6 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_p
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
 
 
-@pytest.mark.covers("T8")
 def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:
     """A server that lost power may ask for the update before once more."""
 
@@ -463,7 +456,7 @@ def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_
         assert json.loads(note.read_text())["round"] == 1
 
 
-@pytest.mark.covers("T8", "X3")
+@pytest.mark.covers("X3")
 def test_a_filter_that_fails_at_an_accepted_update_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
     """What was received is kept as it was, and is filtered anew behind a restart: halved once, not twice."""
     with filtered(tmp_path, filters=[Halved()]) as world:
@@ -486,7 +479,6 @@ def go() -> Iterator[threading.Event]:
     event.set()
 
 
-@pytest.mark.covers("T8")
 def test_a_server_ends_while_a_filter_hangs_at_what_was_accepted_before_a_restart(
     tmp_path: Path, go: threading.Event
 ) -> None:
@@ -518,7 +510,6 @@ def move(w: float) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors["w"].fill_(w)
 
 
-@pytest.mark.covers("T8")
 def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     tmp_path: Path, go: threading.Event, asked: list[int]
 ) -> None:
@@ -546,7 +537,6 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     assert again == (status, receipt)
 
 
-@pytest.mark.covers("T8")
 def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_the_newer_one(
     tmp_path: Path, go: threading.Event, asked: list[int]
 ) -> None:
@@ -584,7 +574,6 @@ def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_pa
         assert world.result["w"].tolist() == [3.0, 3.0]
 
 
-@pytest.mark.covers("T8")
 def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_part_in_the_next(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -612,29 +601,23 @@ def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_p
     assert "The server's filters for the update of a in round 1: not finished after 0.05 s. Check their code." in told
 
 
-@pytest.mark.covers("T8", "X3")
-def test_a_thread_that_is_given_up_or_cannot_be_started_frees_its_place(
-    go: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("X3")
+async def test_a_thread_that_cannot_run_frees_its_place(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
     from atoll.server.coordinator import user_code
 
     monkeypatch.setattr(user_code, "AT_ONCE", 1)
-
-    async def main() -> str:
-        beside = user_code.UserThreads()
-        first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
-        await asyncio.sleep(0)  # it has the place
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await beside.run(lambda: None, "It", "b")
-        go.set()
-        assert await first
-        with monkeypatch.context() as broken:
-            broken.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                await beside.run(lambda: None, "It", "b")
-        async with asyncio.timeout(30):
-            return await beside.run(lambda: "b", "It", "b")
-
-    assert asyncio.run(main()) == "b"
+    beside = user_code.UserThreads()
+    first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
+    await asyncio.sleep(0)  # it has the place
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await beside.run(lambda: None, "It", "b")
+    go.set()
+    assert await first
+    with monkeypatch.context() as broken:
+        broken.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await beside.run(lambda: None, "It", "b")
+    async with asyncio.timeout(30):
+        assert await beside.run(lambda: "b", "It", "b") == "b"

@@ -38,6 +38,8 @@ from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import MOST_ADDRESSES, PeerServer, PeerTransfers, connected
 
+pytestmark = pytest.mark.covers("P10", "X9")
+
 DIGEST = "1" * 64
 IDLE_S = 0.3
 
@@ -145,7 +147,6 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
 }
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     ("of", "lie"), [*(("manifest", lie) for lie in (*LIES, *MESSAGES)), *(("data", lie) for lie in LIES)]
 )
@@ -170,7 +171,6 @@ def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
     store.close()
 
 
-@pytest.mark.covers("X9", "P10")
 def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: PeerServer) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1))
@@ -187,7 +187,6 @@ def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: P
         assert len(peer.requests) == 1
 
 
-@pytest.mark.covers("X9", "P10")
 def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> None:
     """Each new address is a line of the log, so a server that names ever more of them, or one twice, adds no more."""
     addresses = [f"http://b:{port}" for port in range(1, MOST_ADDRESSES + 3)]
@@ -196,7 +195,6 @@ def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> No
     assert served.learn(addresses) == []
 
 
-@pytest.mark.covers("X9", "P10")
 def test_a_reference_with_a_path_is_to_no_worker() -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1, "/admin"))
@@ -217,7 +215,6 @@ def moving_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["message", "part"])
 def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
@@ -235,7 +232,6 @@ def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
         assert peer.requests == []
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["attempt", "file"])
 def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -> None:
@@ -253,7 +249,6 @@ def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -
         assert peer.requests == []
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "host",
     [
@@ -275,7 +270,6 @@ def test_no_worker_has_the_address_of_a_cloud_or_of_many_machines(host: str) -> 
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
 def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: str) -> None:
     assert why_no_peer(host, loopback=True) == ""
@@ -284,7 +278,6 @@ def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: st
         assert why_no_peer(ordinary, loopback=False) == ""
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "address",
     [
@@ -341,7 +334,6 @@ ORDERS: dict[str, tuple[PeerWork, str]] = {
 }
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, order: str) -> None:
     """The run keeps two versions, pins four, and makes one while another one is removed."""
@@ -352,7 +344,6 @@ def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, 
     require_fitting(fits, plan)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -373,7 +364,7 @@ def test_lists_and_numbers_of_orders_are_bounded(fields: dict[str, Any]) -> None
         PeerWork.model_validate({"stamp": 0} | fields)
 
 
-@pytest.mark.covers("X8", "P10")
+@pytest.mark.covers("X8")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -404,7 +395,6 @@ def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, va
         SwarmPlan.model_validate(honest | {key: value})
 
 
-@pytest.mark.covers("P10")
 def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proxy of the environment leads to servers; which address it reaches for a worker, nothing could check."""
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")

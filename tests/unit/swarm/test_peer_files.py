@@ -33,6 +33,8 @@ from atoll.worker.peer.agent import plan_of as plan_of_worker
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Version
 
+pytestmark = pytest.mark.covers("P10")
+
 SWARM = SETTINGS | {"swarm.enabled": True, "rounds.sites": 3}
 
 
@@ -128,7 +130,7 @@ def mine(tmp_path: Path, theirs: Peer) -> Iterator[Peer]:
         yield peer
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server names the digest that it has told, and lists the parts of another file."""
     wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
@@ -141,7 +143,7 @@ def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, mo
         mine.transfers.version(hold, mine.slot(VERSION), None)
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize("damage", ["version", "state", "cut otherwise"])
 def test_other_bytes_than_wanted_are_not_taken_and_the_next_worker_is_asked(
     mine: Peer, theirs: Peer, damage: str
@@ -161,7 +163,7 @@ def test_other_bytes_than_wanted_are_not_taken_and_the_next_worker_is_asked(
     assert replace(got, slot=wanted.slot, state=wanted.state, state_parts=()) == wanted
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> None:
     slot, digests, digest = theirs.update()
     layout = theirs.planned.update
@@ -176,7 +178,6 @@ def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> 
             mine.transfers.update(collect(digest, source), mine.slot(SPOOL))
 
 
-@pytest.mark.covers("P10")
 def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Peer) -> None:
     layout, (outbox, digests, digest) = mine.planned.update, mine.update()
     ref = mine.server.serve(outbox.fd, Manifest.of_layout(layout, digests))
@@ -193,7 +194,6 @@ def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Pe
         mine.transfers.update(own, target)
 
 
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize("when", ["between parts", "within a part"])
 def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_damaged(mine: Peer, when: str) -> None:
     version, layout, read = mine.version(with_state=False), mine.planned.version, list[int]()
@@ -219,7 +219,7 @@ def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_dam
     assert len(read) == (1 if when == "between parts" else 0)
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize("how", ["cut", "unreadable"])
 def test_a_file_of_its_own_that_cannot_be_read_is_asked_of_another_worker(
     mine: Peer, theirs: Peer, monkeypatch: pytest.MonkeyPatch, how: str
@@ -239,7 +239,6 @@ def test_a_file_of_its_own_that_cannot_be_read_is_asked_of_another_worker(
     assert mine.pull(version, own, other).slot.path.read_bytes() == whole
 
 
-@pytest.mark.covers("P10")
 def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Peer) -> None:
     version = theirs.version(with_state=False)
     others = [theirs.serve(version).version for _ in range(3)]
@@ -249,7 +248,6 @@ def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Pe
     assert sorted(ordered) == sorted([*others, own])
 
 
-@pytest.mark.covers("P10")
 def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -> None:
     """A version that cannot be noted is not kept, and its files stay the caller's."""
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
@@ -267,7 +265,7 @@ def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -
         mine.slot(VERSION)
 
 
-@pytest.mark.covers("P10", "F41")
+@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["none", "version", "state", "header", "cut", "another"])
 def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_whole(mine: Peer, damage: str) -> None:
     version = mine.version()
@@ -291,7 +289,7 @@ def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_wh
             assert getattr(found, name) == getattr(version, name)
 
 
-@pytest.mark.covers("P10", "F41")
+@pytest.mark.covers("F41")
 def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> None:
     """Its files are other ones than those that were removed."""
     damaged = mine.version(1, with_state=False)
@@ -304,7 +302,7 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
     assert [version.version for version in mine.store.versions()] == [2]
 
 
-@pytest.mark.covers("P10", "D10", "X8")
+@pytest.mark.covers("D10", "X8")
 @pytest.mark.parametrize(
     "chosen",
     [
