@@ -16,23 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import largest_round
 import pytest
 import torch
 from harness.crowd import Crowd
-from harness.round_run import Bench, measure
 from kit.manual_site import ManualSite
 from kit.requests import answer
 from kit.servers import plain_server
 from kit.sites import together
 from kit.wire import WireSite
+from round_run import Bench, measure
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import largest_round
 
 
 def tiny(seed: int = 0) -> nn.Module:
