@@ -94,7 +94,7 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
         for damage in damages
     ],
 )
-def test_a_site_warns_of_a_damaged_note_and_goes_on(
+def test_a_site_goes_on_without_a_damaged_note(
     tmp_path: Path,
     images: dict[str, Halfway],
     caplog: pytest.LogCaptureFixture,
@@ -134,9 +134,10 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
 
 @pytest.mark.covers("S2")
 @pytest.mark.parametrize("damage", SOME)
-def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
+def test_refuses_a_site_with_a_damaged_control(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The note of the algorithm's state is damaged: the site says so, and joins only where it may begin anew."""
     settings = {"algorithm": "scaffold", "sites": 1, "rounds": 9, "algorithm.outer_optimizer.momentum": 0.0}
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
@@ -149,9 +150,10 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
+def test_drops_an_object_with_a_damaged_note(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The server says so, and keeps the other objects."""
     with serve(tmp_path) as server:
         url = server.url
         kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
@@ -163,7 +165,7 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
 
 
 @pytest.mark.parametrize("damage", SOME)
-def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
+def test_mends_a_damaged_note_of_the_best_version(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the version itself is not kept any more: the model's own header says which it is."""
@@ -258,7 +260,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("which", "damage"), [(0, flip), (1, flip), (0, truncate), (0, Path.unlink)])
-def test_falls_back_to_the_version_before_a_damaged_one(
+def test_falls_back_from_a_damaged_version(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
     """The run goes on."""
@@ -291,7 +293,7 @@ def test_a_version_damaged_in_use_ends_the_server(
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
 
-def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
+def test_refuses_to_start_if_all_versions_are_damaged(nursery: Nursery, tmp_path: Path) -> None:
     left_undisturbed(tmp_path)
     for path in (tmp_path / "state/slots").glob("version-*"):
         flip(path)
@@ -314,7 +316,7 @@ def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
 )
-def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
+def test_a_server_refuses_a_pipe_as_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """With one line and exit code 7."""
     path = tmp_path / "state" / name
     path.parent.mkdir(parents=True)
@@ -327,7 +329,7 @@ def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path
 
 
 @pytest.mark.parametrize("name", ["base.json", "outbox.json", "base.safetensors"])
-def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str) -> None:
+def test_a_site_refuses_a_pipe_as_a_file(tmp_path: Path, name: str) -> None:
     with serve(tmp_path) as server:
         path = tmp_path / "workers" / "a" / server.status().run / name
         path.parent.mkdir(parents=True)

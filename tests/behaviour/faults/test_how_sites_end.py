@@ -232,7 +232,7 @@ def test_an_exception_is_one_line_at_the_server(
 
 
 @pytest.mark.covers("F36")
-def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_a_failing_command_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     from atoll.cli import worker
 
     pauses: list[float] = []

@@ -236,7 +236,7 @@ def test_a_dead_connection_does_not_stop_training(
             assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
 
 
-def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(tmp_path: Path) -> None:
+def test_gives_up_half_open_connections_in_time(tmp_path: Path) -> None:
     """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
     gate = Gate(1, "a")
     network = {"network.heartbeat_timeout_s": 8.0, "network.idle_timeout_s": 1.0}

@@ -45,7 +45,7 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("setting", ["disk.state_dir", "disk.export_dir"])
-def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path: Path, setting: str) -> None:
+def test_an_impossible_folder_is_exit_code_7(nursery: Nursery, tmp_path: Path, setting: str) -> None:
     (tmp_path / "file").write_text("in a file, no folder can be made")
     code, output = start(nursery, tmp_path, **{"network.port": 0, setting: "file/out"})
     assert code == 7
@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path:
 
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_a_second_server_on_a_state_directory_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
+def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
     with serve(tmp_path) as server:
         path = tmp_path / "state" / "lock"
         assert str(os.getpid()) in path.read_text()
@@ -85,7 +85,7 @@ def test_a_second_server_on_a_state_directory_is_exit_code_4(nursery: Nursery, t
         ({"rounds.site": 3}, ["run.toml", "rounds.site", "Did you mean rounds.sites?"]),
     ],
 )
-def test_what_cannot_be_built_is_one_line_and_exit_code_2(
+def test_a_wrong_setting_is_exit_code_2(
     nursery: Nursery, tmp_path: Path, settings: dict[str, str], words: list[str]
 ) -> None:
     code, output = start(nursery, tmp_path, **{"network.port": 0}, **settings)
@@ -97,7 +97,7 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("export_dir", [None, "results"])
-def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
+def test_a_new_run_replaces_no_older_exports(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
     exports = Path(export_dir or "state/exports")
     (tmp_path / "state").mkdir(0o700)
     (tmp_path / exports).mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path
 
 
 @pytest.mark.covers("X3")
-def test_a_run_that_continues_does_not_replace_the_exports_of_another_run(tmp_path: Path) -> None:
+def test_a_continued_run_replaces_no_other_exports(tmp_path: Path) -> None:
     runs = []
     for folder in (tmp_path / "one", tmp_path / "other"):
         with serve(folder, **{"disk.export_dir": folder / "results"}) as server:
@@ -170,7 +170,7 @@ def test_a_run_over_tls_with_a_token(tmp_path: Path, secured: dict[str, Path], m
 
 
 @pytest.mark.covers("F40", "X2")
-def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
+def test_refuses_a_wrong_or_missing_token(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve_wide(tmp_path, **secured) as server:
@@ -193,9 +193,10 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 
 
 @pytest.mark.covers("F40", "X2")
-def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
+def test_refuses_a_certificate_of_another_authority(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before the token is sent."""
     other = tmp_path / "other"
     other.mkdir()
     with serve_wide(tmp_path, **secured) as server:
@@ -223,9 +224,7 @@ def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("X2")
-def test_a_certificate_that_cannot_be_used_is_refused_before_a_run_begins(
-    nursery: Nursery, tmp_path: Path, secured: dict[str, Path]
-) -> None:
+def test_refuses_an_unusable_certificate(nursery: Nursery, tmp_path: Path, secured: dict[str, Path]) -> None:
     """A mended start would continue that run, and not read its own initial model."""
     settings: dict[str, object] = {"network.port": 0, **secured}
     code, output = start(nursery, tmp_path, **settings | {"network.tls_cert": tmp_path / "token"})
@@ -234,7 +233,7 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_a_run_begins(
     assert not (tmp_path / "state").exists()
 
 
-def test_a_server_says_when_the_usual_port_is_taken(
+def test_says_that_the_usual_port_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as taken:
@@ -246,7 +245,7 @@ def test_a_server_says_when_the_usual_port_is_taken(
             assert f"port {usual} cannot be used, so this server listens on {server.port}" in caplog.messages
 
 
-def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path) -> None:
+def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
     """Started with a port, then without: it takes the same one, and does not start while another program uses it."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
@@ -264,7 +263,7 @@ def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path
 
 
 @pytest.mark.parametrize("port", [None, "same"])
-def test_a_second_server_of_a_run_is_refused_by_the_lock(tmp_path: Path, port: str | None) -> None:
+def test_the_lock_refuses_a_second_server(tmp_path: Path, port: str | None) -> None:
     """Its port is taken, too, but only because the first server listens there."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
@@ -274,9 +273,7 @@ def test_a_second_server_of_a_run_is_refused_by_the_lock(tmp_path: Path, port: s
 
 
 @pytest.mark.covers("L13", "X4")
-def test_a_moved_server_names_the_sites_at_its_earlier_address(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_moved_server_names_waiting_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the start and in the status, until they have asked; a site that has left does not wait."""
     model = {"w": torch.ones(2)}
     silent = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}

@@ -48,10 +48,7 @@ class Holder(nn.Module):
 
 
 def result(
-    folder: Path,
-    build: Callable[[], nn.Module],
-    train: Callable[[nn.Module, str, int], object],
-    **settings: Any,
+    folder: Path, build: Callable[[], nn.Module], train: Callable[[nn.Module, str, int], object], **settings: Any
 ) -> dict[str, Tensor]:
     """What a run of two sites with equal weights exports."""
     world = World(folder, build(), **{"rounds": 1} | settings)
@@ -195,7 +192,7 @@ def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules
     assert {spec.name: spec.rule for spec in schema.tensors} == dict(zip(buffers, rules, strict=True))
 
 
-def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the statistics nor the counter of batch normalisation is named."""
     caplog.set_level(logging.INFO, "atoll.server")
     model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
@@ -292,7 +289,7 @@ def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
         World(tmp_path, build(), **{"model.buffers": {"x": "first"}}).start()
 
 
-def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
+def test_a_refusal_names_the_rule_of_a_flag(tmp_path: Path) -> None:
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
     with World(tmp_path, build()):
         pass
@@ -360,7 +357,7 @@ class Tied(nn.Module):
             nn.init.zeros_(parameter)
 
 
-def test_a_pattern_matches_any_name_of_a_tied_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_matches_tied_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The tied weight stays at each site by its second name; the mean of 1 and 3 is 2 for the bias alone."""
 
     def train(model: nn.Module, site: str, _: int) -> None:
@@ -483,7 +480,7 @@ def shift_norm(model: nn.Module, site: str, *_: object) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
-def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algorithm: str) -> None:
+def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) -> None:
     """Parameters, too. A site that is started anew in each round, with a new model, continues with what it kept."""
     met: dict[tuple[str, int], list[float]] = {}
 
@@ -579,7 +576,7 @@ def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
     assert torch.allclose(world.result["linear.weight"], start.linear.weight + 0.5)
 
 
-def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> None:
+def test_evaluates_models_with_what_a_site_keeps(tmp_path: Path) -> None:
     """Site a trains the linear layer to 1 and keeps the bias 100, b trains it to 3 and keeps 200. No bias is sent."""
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
@@ -613,7 +610,7 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
 # -- Inf, and shapes that come from the data
 
 
-def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) -> None:
+def test_filters_take_infinite_buffers(tmp_path: Path) -> None:
     """The changes of a mask of −Inf are 0, so only the three ones of `w` are clipped to the norm 1."""
 
     def train(model: nn.Module, *_: object) -> None:
@@ -629,9 +626,7 @@ def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["w", "table", "running_mean"])
-def test_new_inf_in_a_parameter_or_a_mean_is_refused_by_name(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refuses_new_inf_by_name(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Site b's update is refused once; then it submits finite values."""
     seen = []
 
@@ -676,7 +671,7 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
     ByData().load_state_dict(found)
 
 
-def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Path) -> None:
+def test_diloco_keeps_shapes_from_the_data(tmp_path: Path) -> None:
     model = ByData()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -689,7 +684,7 @@ def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Pat
     assert model.low.shape == (2,)
 
 
-def test_a_changed_shape_of_an_averaged_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_refuses_a_changed_shape_of_an_average(tmp_path: Path) -> None:
     model = Holder(x=torch.ones(1))
     with World(tmp_path, model, "a", **{"model.buffers": {"x": "mean"}}) as world:
         world.ask()
@@ -703,9 +698,7 @@ FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
 
 
 @pytest.mark.parametrize("key", ["", "aggregation.download_codec.name", "aggregation.upload_codec.name"])
-def test_the_first_update_decides_the_shapes_of_shared_buffers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
-) -> None:
+def test_the_first_update_decides_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
     """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
@@ -732,7 +725,7 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
     return model
 
 
-def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -> None:
+def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
     """68 MB of one buffer are more than 2²⁶ bytes, which are 67.1 MB, and more than the model has."""
     with World(tmp_path, ByData(), "a", **FIRST) as world:
         site = world.sites["a"]
@@ -744,7 +737,7 @@ def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -
         assert "Start a again after mending its error" in world.status.warnings[0]
 
 
-def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path) -> None:
+def test_refuses_shapes_unlike_the_first_updates(tmp_path: Path) -> None:
     """Site b has 4 elements where a, which was earlier, has 3; c has as many, and changes them in round 2."""
     with World(tmp_path, ByData(), "abc", rounds=2, **{"rounds.min_sites": 2}, **FIRST) as world:
         world.ask(number=1)
@@ -767,9 +760,7 @@ def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path)
         assert world.finish()["low"].tolist() == [2.0] * 3
 
 
-def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_update_ends_with_its_earlier_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more.
 
     Version 0 has no values in these shapes, so a's model keeps its own.
@@ -814,7 +805,7 @@ def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
             ask_with(world.sites["b"], 4)
 
 
-def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
+def test_a_lost_version_1_keeps_the_shapes(tmp_path: Path) -> None:
     """The first update had no elements, and version 1, which it made, is damaged: the run is at version 0 again."""
     world = World(tmp_path, f"{__name__}:ByData", "a", **FIRST)
     with world:
@@ -830,7 +821,7 @@ def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
-def test_a_run_keeps_its_shapes_if_its_files_cannot_change(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unchangeable_files_keep_their_shapes(tmp_path: Path, settings: dict[str, Any]) -> None:
     with World(tmp_path, ByData(), "a", **FIRST, **settings) as world:
         with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):
             ask_with(world.sites["a"], 3)
@@ -860,7 +851,7 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, streams: bool) -> None:
+def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) -> None:
     """Also for one of two fragments, and while an update is in flight."""
     settings: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2} | ({"K": 2, "tau": 1} if streams else {})
 
@@ -881,7 +872,7 @@ def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, stream
     assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
 
 
-def test_a_simulation_refuses_shapes_that_come_from_the_data(tmp_path: Path) -> None:
+def test_a_simulation_refuses_shapes_from_the_data(tmp_path: Path) -> None:
     settings = {"rounds.total": 1, "rounds.sites": 1, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
     script = f"{__name__}:shaped_by_data"
     simulation = new_simulation(ByData(), script=script, sites=1, processes=1, **settings, **FIRST)
@@ -910,7 +901,7 @@ class Noisy(nn.Module):
         self.draws = int(state)
 
 
-def test_extra_state_that_is_no_tensor_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_extra_state_without_tensors_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Remembering(nn.Module):
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 1}
@@ -923,7 +914,7 @@ def test_extra_state_that_is_no_tensor_is_named_once(tmp_path: Path, caplog: pyt
     assert [text.split()[0] for text in told] == ["1._extra_state"]
 
 
-def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
+def test_sets_the_first_sites_extra_state(tmp_path: Path) -> None:
     """A tensor from `get_extra_state` is a copy, so a loaded one is passed to `set_extra_state`."""
     met: list[int] = []
 

@@ -216,7 +216,7 @@ def test_all_dtypes_under_other_outer_optimizers(
         require_equal(world.finish(), reference.exported)
 
 
-def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
+def test_a_late_site_applies_kept_differences(tmp_path: Path) -> None:
     """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
     reference = Reference(start())
     with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
@@ -238,7 +238,7 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
-def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
+def test_makes_a_second_base_from_the_first(tmp_path: Path) -> None:
     """As DiLoCo does it when it missed a version: the old base stays, the new one lies beside it."""
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
@@ -260,9 +260,7 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         require_equal(load_file(moved.path), reference.held)
 
 
-def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mends_a_damaged_base_by_the_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -318,7 +316,7 @@ class Saved:
         Saved.states["best"] = state
 
 
-def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_path: Path) -> None:
+def test_exports_and_persistors_get_the_masters(tmp_path: Path) -> None:
     """θ, version by version, and not what sites hold of it."""
     theta = [mixed()]
     Saved.states.clear()
@@ -340,9 +338,7 @@ def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_
         require_equal(state, theta[1 if name == "best" else int(name)])
 
 
-def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differences(
-    tmp_path: Path,
-) -> None:
+def test_an_aggregators_result_steps_the_masters(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MEAN)
     reference = Reference(start())
     with coded(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as world:
@@ -350,9 +346,7 @@ def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differ
         require_equal(world.finish(), reference.exported)
 
 
-def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     reference = Reference(model)
@@ -364,7 +358,7 @@ def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whol
     assert told in caplog.text
 
 
-def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1, 2, 3)
@@ -375,7 +369,7 @@ def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_pat
         assert not earlier.exists()
 
 
-def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
+def test_trains_from_no_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
     reference = Reference(start())
     with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
@@ -414,7 +408,7 @@ def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_pulls_agree(tmp_path: Path, options: dict[str, Any]) -> None:
     with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
         world.rounds(trained, 1, 2, 3)
         world.ask(number=4)
@@ -441,7 +435,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
     assert found["weight"].any()
 
 
-def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: Path) -> None:
+def test_diloco_submits_against_what_it_downloaded(tmp_path: Path) -> None:
     """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
     theta, held = start["weight"].clone(), start["weight"].clone()
@@ -491,7 +485,7 @@ def test_masters_that_were_damaged_are_never_exported(
 
 
 @pytest.mark.covers("L16")
-def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_takes_the_masters(tmp_path: Path, nursery: Nursery) -> None:
     """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
     theta, out = {}, tmp_path / "model.safetensors"
     reference = Reference(mixed())
@@ -522,7 +516,7 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
     assert out.read_bytes() == own
 
 
-def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_takes_every_fragments_masters(tmp_path: Path, nursery: Nursery) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": {}}

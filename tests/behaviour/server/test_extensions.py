@@ -64,7 +64,8 @@ def package(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS) -
     install(monkeypatch, folder, "counts_plugin", code, {"atoll.extensions": {"counts": "counts_plugin:Counts"}})
 
 
-def test_a_package_brings_operations_events_status_and_a_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operations, what it does on events, its part of the status, and its tick."""
     package(monkeypatch, tmp_path / "packages")
     with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
@@ -85,9 +86,7 @@ def test_a_package_brings_operations_events_status_and_a_tick(tmp_path: Path, mo
         world.finish()
 
 
-def test_an_operation_named_like_a_head_route_keeps_its_callers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
     package(monkeypatch, tmp_path / "packages", COUNTS.replace("set_goal", "set_goal_head"))
     with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
@@ -101,7 +100,7 @@ NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x
 
 
 @pytest.mark.parametrize("case", NO_JSON)
-def test_a_status_that_is_no_json_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The rest of the status is there, with a warning, and the run goes on."""
     code = COUNTS.replace('{"ended": self.ended', f'{{"bad": {NO_JSON[case]}, "ended": self.ended')
     package(monkeypatch, tmp_path / "packages", code)
@@ -163,9 +162,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize("case", FAILS)
-def test_an_extension_that_raises_is_named_once_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The run goes on."""
     before, after = FAILS[case]
     package(monkeypatch, tmp_path / "packages", COUNTS.replace(before, after, 1))
     with World(tmp_path, START, "a", rounds=2, **{"server.extensions": ("counts",)}) as world:

@@ -85,7 +85,7 @@ def evaluation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("run", [federated, fragments, swarm, functional, evaluation])
-def test_no_other_user_may_read_what_a_run_leaves(tmp_path: Path, run: Callable[[Path], None]) -> None:
+def test_a_runs_files_are_private(tmp_path: Path, run: Callable[[Path], None]) -> None:
     run(tmp_path)
     assert wide(tmp_path / "state", tmp_path / "workers") == []
 
@@ -112,7 +112,7 @@ def train(worker):
 
 
 @pytest.mark.slow
-def test_no_other_user_may_read_what_a_simulation_leaves(tmp_path: Path) -> None:
+def test_a_simulations_files_are_private(tmp_path: Path) -> None:
     """With the state of SCAFFOLD that each site keeps, which processes of the simulation write."""
     (tmp_path / "client.py").write_text(SCRIPT)
     settings = {
@@ -143,9 +143,7 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
     assert wide(tmp_path / "state", tmp_path / "workers" / "a") == []
 
 
-def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_narrows_folders_with_wide_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their files, too, when they are opened; the folder that ATOLL_DIR names is the user's."""
     caplog.set_level(logging.INFO, "atoll")
 
@@ -167,7 +165,7 @@ def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
     assert mode(tmp_path / "w") == 0o755
 
 
-def test_a_folder_that_is_meant_for_several_users_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_shared_folder_keeps_its_mode(tmp_path: Path) -> None:
     """A state directory that is like /tmp; what is in it is private."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o1777)

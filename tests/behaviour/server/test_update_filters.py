@@ -127,9 +127,7 @@ workflow.result_filters = [
 
 
 @pytest.mark.parametrize("given", ["at the site", "by the program", "in the run file"])
-def test_filters_are_for_all_sites_or_for_a_named_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str
-) -> None:
+def test_filters_serve_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str) -> None:
     """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; n stays at both.
 
     The mean: w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so the 9 of b would have won.
@@ -194,7 +192,7 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
 
 @pytest.mark.covers("D13")
 @pytest.mark.parametrize("to_disk", [True, False])
-def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, to_disk: bool) -> None:
+def test_filtered_updates_are_nameless_files_or_memory(tmp_path: Path, to_disk: bool) -> None:
     """A machine without a disk has nothing of it in the state directory, not even nameless."""
     nameless = set[bool]()
 
@@ -208,7 +206,7 @@ def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, t
     assert nameless == {to_disk}
 
 
-def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) -> None:
+def test_a_clipping_reducer_knows_the_filtered_norm(tmp_path: Path) -> None:
     """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2).
 
     The norm is that of parameters: a's buffer, which moves by 24, does not count.
@@ -303,7 +301,7 @@ def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
         ({"path": "math:sqrt", "args": [4.0]}, "creates an object of type float"),
     ],
 )
-def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:
+def test_refuses_a_wrong_entry(entry: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         new_server(START, **{"workflow.result_filters": [entry]})
 
@@ -340,7 +338,7 @@ def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
         new_server(START, filters={"a": {"train": [Halved()]}})
 
 
-def test_a_filter_in_a_file_beside_the_run_file_and_in_a_variable(tmp_path: Path) -> None:
+def test_filters_come_from_files_and_variables(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
     (tmp_path / "run.toml").write_text(
         'algorithm.name = "diloco"\nworkflow.result_filters = [{path = "own.py:Mine"}]\n'
@@ -365,7 +363,7 @@ def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F14")
-def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp_path: Path) -> None:
+def test_asks_again_for_an_undone_part(tmp_path: Path) -> None:
     """A late request begins part 0 anew, and never ends it."""
 
     class Undone(Filter):
@@ -374,13 +372,10 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
 
     with filtered(tmp_path, sites="a", filters=[Undone()]) as world:
         status, reply = WireSite(world.url).train(1.0).push().complete()
-    assert (status, reply["message"]) == (
-        409,
-        "The update for ticket 1 lacks 1 of 1 part (first: part 0).",
-    )
+    assert (status, reply["message"]) == (409, "The update for ticket 1 lacks 1 of 1 part (first: part 0).")
 
 
-def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(tmp_path: Path) -> None:
+def test_a_full_disk_under_filters_is_tried_again(tmp_path: Path) -> None:
     """The site is told to come back, and does."""
     with filtered(tmp_path, sites="a", filters=[Halved()]) as world:
         update = WireSite(world.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
@@ -404,7 +399,7 @@ def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(
     ],
     ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
-def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path, kind: Any, told: str) -> None:
+def test_refuses_an_update_that_a_filter_fails_at(tmp_path: Path, kind: Any, told: str) -> None:
     """Nothing is left of the update, which is as large as the model, before memory is looked through for cycles."""
     with filtered(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as world:
         world.pull(number=1)
@@ -425,7 +420,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path, 
 
 
 @pytest.mark.covers("X3")
-def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_path: Path) -> None:
+def test_goes_on_without_a_failing_sites_filter(tmp_path: Path) -> None:
     with filtered(tmp_path, **{"rounds.min_sites": 1}) as world:
         world.join("a")
         world.join("b", filters=[Broken()])
@@ -438,7 +433,7 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_p
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
 
 
-def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:
+def test_a_failing_filter_leaves_the_outbox(tmp_path: Path) -> None:
     """A server that lost power may ask for the update before once more."""
 
     class Second(Filter):
@@ -457,7 +452,7 @@ def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_
 
 
 @pytest.mark.covers("X3")
-def test_a_filter_that_fails_at_an_accepted_update_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_filter_may_fail_at_accepted_updates(tmp_path: Path) -> None:
     """What was received is kept as it was, and is filtered anew behind a restart: halved once, not twice."""
     with filtered(tmp_path, filters=[Halved()]) as world:
         world.pull(number=1)
@@ -479,9 +474,7 @@ def go() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_server_ends_while_a_filter_hangs_at_what_was_accepted_before_a_restart(
-    tmp_path: Path, go: threading.Event
-) -> None:
+def test_a_server_ends_while_a_filter_hangs(tmp_path: Path, go: threading.Event) -> None:
     """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
     begun, world = threading.Event(), filtered(tmp_path).start()
     world.pull(number=1)
@@ -510,9 +503,7 @@ def move(w: float) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors["w"].fill_(w)
 
 
-def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
-    tmp_path: Path, go: threading.Event, asked: list[int]
-) -> None:
+def test_accepts_an_update_completed_twice_once(tmp_path: Path, go: threading.Event, asked: list[int]) -> None:
     """The word that it is complete is sent again while the filter still works: both get the same receipt.
 
     The filter, which keeps state, works once; and no other update takes the place of what it reads.
@@ -537,7 +528,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
     assert again == (status, receipt)
 
 
-def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_the_newer_one(
+def test_takes_no_filtered_update_of_superseded_processes(
     tmp_path: Path, go: threading.Event, asked: list[int]
 ) -> None:
     """a sends (1, 1), and is started again elsewhere while the filter is at it. Then it sends (3, 3), with the same
@@ -558,7 +549,7 @@ def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_th
         assert world.result["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_path: Path, go: threading.Event) -> None:
+def test_counts_no_part_replaced_while_filtered(tmp_path: Path, go: threading.Event) -> None:
     """Else a site could have one update filtered and another one counted."""
     hangs = threading.Event()
     with filtered(tmp_path, sites="a", filters={"a": [Hanging(go, hangs.set)]}) as world:
@@ -574,7 +565,7 @@ def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_pa
         assert world.result["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_part_in_the_next(
+def test_a_hanging_filter_costs_its_site_the_round(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request is answered when the round is closed without it, by the deadline, not after `idle_timeout_s`. The

@@ -97,7 +97,7 @@ def aggregator(server: atoll.Server) -> str:
 
 
 @pytest.mark.covers("F18")
-def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_path: Path) -> None:
+def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
     """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
     with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
         offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
@@ -143,7 +143,7 @@ def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) ->
             assert (status, f"does not point to {b.address}" in told["message"]) == (400, True)
 
 
-def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
+def test_takes_a_report_of_many_parts(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
     with swarm(tmp_path) as (_, a, _b):
         assert a.report(closed=[closed(1, [1], bytes(32 * 20_000))])["stamp"]

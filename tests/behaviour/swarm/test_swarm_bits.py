@@ -105,7 +105,7 @@ def left_by_steps(
 
 
 @pytest.mark.covers("D10")
-def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> None:
+def test_asynchronous_fragments_come_to_their_end(tmp_path: Path) -> None:
     result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
     assert len(result.updates) == sum(len(summary["sites"]) for summary in result.history)
     assert len(set(result.aggregators)) > 1
@@ -115,10 +115,7 @@ def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> N
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"},
-        {"async.momentum_every": 2},
-    ],
+    [{"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"}, {"async.momentum_every": 2}],
     ids=["weighed-by-staleness", "delayed-nesterov"],
 )
 def test_an_asynchronous_swarm_has_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -180,7 +177,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("D10")
-def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) -> None:
+def test_a_package_gives_a_servers_bits(tmp_path: Path) -> None:
     ours, _ = left_by(tmp_path / "swarm", **PLAIN | OURS)
     theirs, _ = left_by(tmp_path / "server", **PLAIN | OURS, **{"swarm.enabled": False})
     assert ours.without_exports == theirs.without_exports
@@ -192,7 +189,7 @@ def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("X3")
-def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
+def test_refuses_a_site_without_the_package(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | OURS | {"aggregation.upload_codec.name": "none"}) as server:
         with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
             assert site.process.wait() != 0
@@ -233,7 +230,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         assert served[peer.site] <= 2 * 2 + 1 + 1
 
 
-def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all updates once more before it reduces them, which takes its time where they are large."""
     from atoll.worker.peer.agent import SwarmPeer
 

@@ -130,7 +130,7 @@ def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X8")
-def test_each_site_logs_each_address_that_it_connects_to_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_each_address_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "atoll"):
         left_by(tmp_path)
     said = [line for line in caplog.messages if "connects to the worker of another site at http://127.0.0.1:" in line]
@@ -219,7 +219,7 @@ def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_an_option_that_no_message_can_carry_is_refused_at_the_server(tmp_path: Path) -> None:
+def test_refuses_an_option_too_long_for_messages(tmp_path: Path) -> None:
     model = {"2.*" + "*" * 300: 0.5}
     with pytest.raises(ConfigError, match=r"algorithm\.outer_lr_of\..* has 303 characters, but at most 256"):
         with serve_swarm(tmp_path, **{"algorithm.outer_lr_of": model}):

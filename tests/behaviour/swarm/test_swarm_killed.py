@@ -80,7 +80,7 @@ def require_same(folder: Path, undisturbed: Result) -> Result:
         "after-it-said-so",
     ],
 )
-def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
+def test_killed_sites_change_no_bit(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]
 ) -> None:
     with serve_swarm(tmp_path, **IN_TURN) as server, processes(nursery, tmp_path, server.url, lives) as killed:
@@ -118,7 +118,7 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
         ("spool", "differs from the one received: the disk has changed it"),
     ],
 )
-def test_a_bit_changes_on_the_disk_of_the_aggregator(
+def test_replaces_an_aggregator_with_a_damaged_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
     """While round 2 is trained, or one of its updates is awaited: another aggregates it, of what it has itself."""
@@ -306,7 +306,7 @@ def trained_in_swarm(url: str, folder: Path, site: str) -> None:
     ],
     ids=["reducer", "codec", "outer optimizer"],
 )
-def test_code_that_raises_at_every_worker_ends_the_run(
+def test_code_that_raises_everywhere_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], what: str
 ) -> None:
     """Each of the two holders of version 0 is asked, and all three sites end with the reason."""

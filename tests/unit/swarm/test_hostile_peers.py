@@ -150,7 +150,7 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
 @pytest.mark.parametrize(
     ("of", "lie"), [*(("manifest", lie) for lie in (*LIES, *MESSAGES)), *(("data", lie) for lie in LIES)]
 )
-def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
+def test_reports_an_update_of_a_lying_peer(
     tmp_path: Path, plan: AggregationPlan, served: PeerServer, of: str, lie: str
 ) -> None:
     """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well.
@@ -171,7 +171,7 @@ def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
     store.close()
 
 
-def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: PeerServer) -> None:
+def test_connects_to_named_addresses_alone(served: PeerServer) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1))
         assert served.in_order([ref, "atoll-ref://nonsense"]) == []
@@ -195,7 +195,7 @@ def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> No
     assert served.learn(addresses) == []
 
 
-def test_a_reference_with_a_path_is_to_no_worker() -> None:
+def test_follows_no_reference_with_a_path() -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1, "/admin"))
         with pytest.raises(Gone, match="is not followed"), connected(ref, IDLE_S, Counters(), loopback=True):
@@ -217,7 +217,7 @@ def moving_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["message", "part"])
-def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
+def test_sends_nothing_to_a_moving_name(way: str) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         assert why_no_peer("worker.test", loopback=False) == ""
         ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
@@ -234,7 +234,7 @@ def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
 
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["attempt", "file"])
-def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -> None:
+def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
     server = peer_server(name="this.test")
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer, ExitStack() as stack:
         stack.callback(server.close)
@@ -266,12 +266,13 @@ def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -
         "240.0.0.1",
     ],
 )
-def test_no_worker_has_the_address_of_a_cloud_or_of_many_machines(host: str) -> None:
+def test_no_worker_has_a_clouds_address(host: str) -> None:
+    """Nor one of many machines."""
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
-def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: str) -> None:
+def test_loopback_is_for_one_machine_alone(host: str) -> None:
     assert why_no_peer(host, loopback=True) == ""
     assert "leads to this machine itself" in why_no_peer(host, loopback=False)
     for ordinary in ("10.0.0.1", "192.168.7.7", "203.0.113.5", "2001:db8::1", "no-such-host.invalid"):
@@ -298,7 +299,7 @@ def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: st
         "http://" + "a" * 300 + ":80",
     ],
 )
-def test_an_address_in_a_message_is_a_host_and_a_port(address: str) -> None:
+def test_an_address_is_host_and_port(address: str) -> None:
     assert PeerWork(stamp=0, peers=["http://a-b.example:80", "https://[::1]:65535"])
     for field in ("peers", "probe"):
         with pytest.raises(ValidationError):
@@ -335,7 +336,7 @@ ORDERS: dict[str, tuple[PeerWork, str]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, order: str) -> None:
+def test_follows_no_order_that_does_not_fit(plan: AggregationPlan, order: str) -> None:
     """The run keeps two versions, pins four, and makes one while another one is removed."""
     work, named = ORDERS[order]
     with pytest.raises(VersionSkew, match=named):

@@ -131,7 +131,7 @@ def mine(tmp_path: Path, theirs: Peer) -> Iterator[Peer]:
 
 
 @pytest.mark.covers("D10")
-def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_takes_no_initial_model_of_other_parts(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server names the digest that it has told, and lists the parts of another file."""
     wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
     digests = [digest.hex() for digest in other.part_digests]
@@ -145,9 +145,7 @@ def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, mo
 
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("damage", ["version", "state", "cut otherwise"])
-def test_other_bytes_than_wanted_are_not_taken_and_the_next_worker_is_asked(
-    mine: Peer, theirs: Peer, damage: str
-) -> None:
+def test_asks_the_next_worker_after_other_bytes(mine: Peer, theirs: Peer, damage: str) -> None:
     wanted, other = theirs.version(), theirs.version()
     honest = theirs.serve(wanted)
     lies = {
@@ -178,7 +176,8 @@ def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> 
             mine.transfers.update(collect(digest, source), mine.slot(SPOOL))
 
 
-def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Peer) -> None:
+def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
+    """It reads it where it lies: no byte travels."""
     layout, (outbox, digests, digest) = mine.planned.update, mine.update()
     ref = mine.server.serve(outbox.fd, Manifest.of_layout(layout, digests))
     own, target = collect(digest, ref), mine.slot(SPOOL)
@@ -195,7 +194,8 @@ def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Pe
 
 
 @pytest.mark.parametrize("when", ["between parts", "within a part"])
-def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_damaged(mine: Peer, when: str) -> None:
+def test_a_withdrawn_file_is_gone_not_damaged(mine: Peer, when: str) -> None:
+    """It is withdrawn and rewritten while it is read."""
     version, layout, read = mine.version(with_state=False), mine.planned.version, list[int]()
     ref = mine.server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
 
@@ -221,7 +221,7 @@ def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_dam
 
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("how", ["cut", "unreadable"])
-def test_a_file_of_its_own_that_cannot_be_read_is_asked_of_another_worker(
+def test_asks_another_worker_for_an_unreadable_file(
     mine: Peer, theirs: Peer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     version, theirs_slot = mine.version(with_state=False), theirs.slot(VERSION)
@@ -248,7 +248,7 @@ def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Pe
     assert sorted(ordered) == sorted([*others, own])
 
 
-def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -> None:
+def test_a_version_that_cannot_be_noted(mine: Peer) -> None:
     """A version that cannot be noted is not kept, and its files stay the caller's."""
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
     mine.store.put(kept)
@@ -267,7 +267,7 @@ def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["none", "version", "state", "header", "cut", "another"])
-def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_whole(mine: Peer, damage: str) -> None:
+def test_a_restart_keeps_what_is_whole(mine: Peer, damage: str) -> None:
     version = mine.version()
     mine.store.put(replace(version, digest="0" * 64) if damage == "another" else version)
     mine.store.close()
@@ -290,7 +290,7 @@ def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_wh
 
 
 @pytest.mark.covers("F41")
-def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> None:
+def test_a_version_survives_a_damaged_one(mine: Peer) -> None:
     """Its files are other ones than those that were removed."""
     damaged = mine.version(1, with_state=False)
     mine.store.put(damaged)
@@ -316,7 +316,7 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
         {"async.enabled": True, "async.momentum_every": 3, "async.sync_rounds_first": 2},
     ],
 )
-def test_a_worker_makes_the_server_s_plan_of_values_alone(tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_a_worker_makes_the_servers_plan(tmp_path: Path, chosen: dict[str, Any]) -> None:
     """What decides the bits of a round is the same at both ends, after it has travelled as JSON."""
     plain = {key: value for key, value in SWARM.items() if not key.startswith("algorithm.")}
     named = plain | {"algorithm.name": "fedavg", "disk.state_dir": tmp_path} | chosen

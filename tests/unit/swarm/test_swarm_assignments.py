@@ -65,7 +65,7 @@ async def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path)
         assert swarm.job.aggregator == "a"
 
 
-async def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tmp_path: Path) -> None:
+async def test_a_site_does_not_collect_its_update(tmp_path: Path) -> None:
     """Only c itself has not failed to download the update of c: the update is refused, and a goes on."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
@@ -77,7 +77,7 @@ async def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tm
         assert (row.state, "could not download it: connection refused" in row.reason) == ("refused", True)
 
 
-async def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path: Path) -> None:
+async def test_prefers_no_failed_aggregator_for_ten_rounds(tmp_path: Path) -> None:
     """A worker that failed is chosen last for ten rounds, although its turn comes first."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await fails_to_pull(swarm, swarm.ticket("c"), "c", PULLS)
@@ -90,7 +90,7 @@ async def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path:
         assert chosen(0, job) == "b"
 
 
-async def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Path) -> None:
+async def test_prefers_another_aggregator_each_round(tmp_path: Path) -> None:
     """The next round has another aggregator, unless all others have failed."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         job = assignments.Assignment(version=0, before="a")
@@ -100,9 +100,7 @@ async def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("losses", "pause_s"), [(2, 1.0), (3, 2.0), (10, IDLE_S), (100_000, IDLE_S)])
-def test_a_failed_worker_waits_twice_as_long_each_time(
-    clock: Callable[[float], None], losses: int, pause_s: float
-) -> None:
+def test_a_failed_worker_waits_twice_as_long(clock: Callable[[float], None], losses: int, pause_s: float) -> None:
     """All workers have failed: a is asked again after 1 s, then after 2 s, and at most after the idle timeout."""
     lost_s = assignments.time.monotonic()
     job = assignments.Assignment(excluded={"a": None, "b": None}, losses=losses, lost_s=lost_s)
@@ -155,9 +153,7 @@ async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, cl
         assert swarm.job.aggregator == "a"
 
 
-async def test_replaces_an_aggregator_ten_times_slower_than_any_round(
-    tmp_path: Path, clock: Callable[[float], None]
-) -> None:
+async def test_replaces_an_aggregator_ten_times_slower(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """The longest round took 4 s, so an aggregator that has worked for more than 40 s is replaced, but only once."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.swarm._longest_s[0] = 4.0
@@ -176,7 +172,7 @@ async def test_replaces_an_aggregator_ten_times_slower_than_any_round(
             assert swarm.job.aggregator == aggregator, seconds
 
 
-async def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: Path) -> None:
+async def test_replaces_an_aggregator_without_the_version(tmp_path: Path) -> None:
     """The round passes on as soon as the aggregator says so, if another worker has the version."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await swarm.report("a", leaving=True)
@@ -186,7 +182,7 @@ async def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: 
         assert (swarm.job.aggregator, swarm.job.lost) == ("c", "b: it no longer has version 0")
 
 
-async def test_keeps_a_leaving_aggregator_if_no_other_has_the_version(tmp_path: Path) -> None:
+async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) -> None:
     """The only worker with the version stays the aggregator, and must stay in the run."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         for site in "bc":
@@ -239,7 +235,7 @@ async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) ->
 UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
 
 
-async def test_refuses_an_update_that_no_worker_can_decode_if_another_could_be(tmp_path: Path) -> None:
+async def test_refuses_an_update_that_none_can_decode(tmp_path: Path) -> None:
     """The update of b was decoded, so that of c is at fault, not the codec: one worker after the other tries it."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         tickets = {site: swarm.ticket(site) for site in "bc"}
@@ -254,7 +250,7 @@ async def test_refuses_an_update_that_no_worker_can_decode_if_another_could_be(t
 
 
 @pytest.mark.covers("X9")
-async def test_a_codec_that_decodes_no_update_fails_the_run(tmp_path: Path) -> None:
+async def test_a_codec_that_decodes_nothing_fails_the_run(tmp_path: Path) -> None:
     """One update that both workers cannot decode may be damaged; a second one shows that the codec is wrong."""
     async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
         offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
@@ -305,9 +301,7 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
         assert '"checker":"b"' in head.summary_json
 
 
-async def test_a_silent_checker_is_replaced_and_the_aggregator_after_all_of_them(
-    tmp_path: Path, clock: Callable[[float], None]
-) -> None:
+async def test_replaces_silent_checkers(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """Each checker has the idle timeout to get the version; after the last one, the aggregator is replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
@@ -352,7 +346,7 @@ async def test_replaces_an_aggregator_without_a_sound_result(tmp_path: Path, sai
         assert (swarm.job.aggregator, swarm.job.lost) == ("b", f"a: {lost}")
 
 
-async def test_a_full_disk_only_delays_the_loss_of_an_aggregator(tmp_path: Path) -> None:
+async def test_a_full_disk_delays_the_next_aggregator(tmp_path: Path) -> None:
     """A round that could not be opened again is opened at the next report; until then, no other worker aggregates."""
 
     def no_space(*_: object) -> None:

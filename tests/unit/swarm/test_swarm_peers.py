@@ -51,7 +51,7 @@ def test_a_report_that_was_overtaken_is_not_believed() -> None:
     assert not peers["a"].leaving
 
 
-def test_two_know_each_other_once_both_have_reached_the_other() -> None:
+def test_two_know_each_other_both_ways() -> None:
     peers = some("a", "b", "c")
     report(peers, "a", 1, reached="bc")
     assert peers.strangers_of("a") == ["b", "c"]
@@ -62,14 +62,14 @@ def test_two_know_each_other_once_both_have_reached_the_other() -> None:
     assert peers.strangers_of("b") == ["c"]
 
 
-def test_a_worker_is_told_of_no_more_peers_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tells_few_peers_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.MOST_PEERS", 2)
     peers = some("a", "b", "c", "d")
     assert peers.addresses("b") == [at("a"), at("c")]
     assert peers.to_probe("b") == [at("a"), at("c")]
 
 
-def test_a_download_has_few_sources_and_sites_ask_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five workers with a version, each site is told of two; all sites together ask more than two."""
     monkeypatch.setattr("atoll.server.swarm.assignments.MOST_SOURCES", 2)
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
@@ -96,7 +96,7 @@ def test_checks_a_restarted_worker_anew() -> None:
     assert report(peers, "b", 1)  # its numbers begin again
 
 
-def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
+def test_other_bytes_are_not_the_version() -> None:
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -109,7 +109,8 @@ def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of two the one that came last."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -130,7 +131,7 @@ def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: 
 
 
 @pytest.mark.covers("X3")
-def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_attempts_judge_no_restarted_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")
@@ -166,7 +167,7 @@ def version(number: int) -> Held:
     return Held(fragment=0, version=number, digest=DIGEST, source=Source(version="atoll-ref://a"))
 
 
-def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it() -> None:
+def test_what_is_to_be_dropped_counts_no_more() -> None:
     """A server that was killed before it had committed version 1 begins again, and its answers do not name that one."""
     peers, held = some("a"), [version(0), version(1)]
     closed = [ReducedRound(fragment=0, version=1, tickets=[1], digest=DIGEST)]
@@ -193,7 +194,7 @@ def share(ticket: int) -> FrozenUpdate:
     return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
-def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
+def test_a_checked_version_has_its_outer_state() -> None:
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")
