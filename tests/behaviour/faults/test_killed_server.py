@@ -163,14 +163,6 @@ def test_a_killed_server_comes_to_the_same_bits(
         wait_until(lambda: not any(map(runs, pids)), "the end of aggregators, and of what they have forked")
 
 
-@pytest.mark.covers("F25", "T8")
-def test_waits_for_space_while_it_filters(
-    nursery: Nursery, tmp_path: Path, undisturbed_in: Callable[[str], Result]
-) -> None:
-    sites = run_with_deaths(nursery, tmp_path, ("filters.write=enospc@9",), 0, **MODES["filter"])
-    Result(tmp_path).require_same(undisturbed_in("filter"), sites)
-
-
 def runs(pid: int) -> bool:
     """Whether a process is there, and is not only waiting to be reaped."""
     try:

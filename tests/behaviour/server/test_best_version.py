@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,24 +119,25 @@ def test_a_round_writes_removed_best_files(tmp_path: Path) -> None:
 
 
 @contextmanager
-def set_at_the_end(event: threading.Event) -> Iterator[None]:
-    """Else the server of a test that fails would wait for what the event holds up."""
-    try:
-        yield
-    finally:
-        event.set()
+def held_up(owner: Any, name: str, is_held: Callable[..., bool] = lambda *_: True) -> Iterator[threading.Event]:
+    """Calls of a function wait for the event. It is set at the end: else the server of a failing test would wait."""
+    may, function = threading.Event(), getattr(owner, name)
+
+    def late(*given: Any, **more: Any) -> Any:
+        assert not is_held(*given) or may.wait(60)
+        return function(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, late)
+        try:
+            yield may
+        finally:
+            may.set()
 
 
-def test_makes_no_version_while_saving_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_no_version_while_saving_the_best(tmp_path: Path) -> None:
     """On a slow disk the next commits would drop it before it is a file."""
-    may, export_model = threading.Event(), background_writes.export_model
-
-    def late(*given: Any, **more: Any) -> Path:
-        assert may.wait(60)
-        return export_model(*given, **more)
-
-    monkeypatch.setattr(background_writes, "export_model", late)
-    with best_server(tmp_path) as server, set_at_the_end(may):
+    with best_server(tmp_path) as server, held_up(background_writes, "export_model") as may:
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
         def is_closed() -> bool:
@@ -152,15 +153,9 @@ def test_makes_no_version_while_saving_the_best(tmp_path: Path, monkeypatch: pyt
         assert best_of(server.exports)[1] == [0.0, 0.0]
 
 
-def test_the_end_waits_for_the_last_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    may, append = threading.Event(), background_writes.Exports.append_metrics
-
-    def late(*given: Any) -> None:
-        assert may.wait(60)
-        append(*given)
-
-    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, set_at_the_end(may):
+def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
+    held = held_up(background_writes.Exports, "append_metrics")
+    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
         assert not server.wait(0.5)
@@ -169,17 +164,14 @@ def test_the_end_waits_for_the_last_metrics(tmp_path: Path, monkeypatch: pytest.
         assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_end_waits_for_the_best_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
     """Also where an earlier best version is a file already."""
-    may, export_model = threading.Event(), background_writes.export_model
 
-    def late(plan: Any, store: Any, target: Path, *more: Any) -> Path:
-        if target.name == background_writes.BEST_MODEL and target.exists():
-            assert may.wait(60)
-        return export_model(plan, store, target, *more)
+    def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
+        return target.name == background_writes.BEST_MODEL and target.exists()
 
-    monkeypatch.setattr(background_writes, "export_model", late)
-    with best_server(tmp_path, **{"rounds.total": 2}) as server, set_at_the_end(may):
+    held = held_up(background_writes, "export_model", is_second)
+    with best_server(tmp_path, **{"rounds.total": 2}) as server, held as may:
         run_rounds(server, tmp_path, 0.1, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
         assert not server.wait(0.5)
@@ -188,17 +180,11 @@ def test_the_end_waits_for_the_best_version(tmp_path: Path, monkeypatch: pytest.
         assert best_of(server.exports)[1] == [1.0, 1.0]
 
 
-def test_writes_metrics_in_the_rounds_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_metrics_in_the_rounds_order(tmp_path: Path) -> None:
     """However slow the disk is, and however fast the commits."""
-    may, begun, append = threading.Event(), list[int](), background_writes.Exports.append_metrics
-
-    def late(exports: Any, summary: Any, at: str) -> None:
-        begun.append(summary.round)
-        assert may.wait(60)
-        append(exports, summary, at)
-
-    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.best_metric": None}) as server, set_at_the_end(may):
+    begun: list[int] = []
+    held = held_up(background_writes.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
+    with best_server(tmp_path, **{"rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
         wait_until(lambda: server.status().fragments[0].version == 3, "three versions")
         assert not may.wait(0.2)

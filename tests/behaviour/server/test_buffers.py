@@ -73,75 +73,37 @@ def generator_state(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
-@pytest.mark.parametrize(
-    ("start", "a", "b", "expected"),
-    [
-        pytest.param(torch.zeros(1), torch.ones(1), torch.zeros(1), torch.ones(1), id="float flag"),
-        pytest.param(torch.ones(3), torch.tensor([0.0, 1, 1]), torch.ones(3), torch.tensor([0.0, 1, 1]), id="mask"),
-        pytest.param(torch.zeros(2), torch.tensor([0.5, 1]), torch.tensor([1.5, 1]), torch.ones(2), id="statistic"),
-        pytest.param(
-            torch.zeros(3),
-            torch.tensor([0.0, 4, 1]),
-            torch.tensor([1.0, 6, 1]),
-            torch.tensor([0.5, 5, 1]),
-            id="statistic with zeros and ones",
-        ),
-        pytest.param(
-            torch.zeros(3),
-            torch.tensor([1.0, 0, 0]),
-            torch.tensor([0.0, 0.5, 0.5]),
-            torch.tensor([0.5, 0.25, 0.25]),
-            id="statistic of flags at one site",
-        ),
-        pytest.param(torch.tensor(False), torch.tensor(False), torch.tensor(True), torch.tensor(False), id="bool"),
-        pytest.param(torch.tensor(0), torch.tensor(5), torch.tensor(8), torch.tensor(8), id="counter"),
-        pytest.param(
-            torch.tensor([0]), torch.tensor([5]), torch.tensor([8]), torch.tensor([8]), id="counter of one element"
-        ),
-        pytest.param(
-            torch.full((4,), -1),
-            torch.tensor([9, 1, 9, 1]),
-            torch.tensor([2, 5, 2, 5]),
-            torch.tensor([9, 1, 9, 1]),
-            id="queue of labels",
-        ),
-        pytest.param(generator_state(0), generator_state(1), generator_state(2), generator_state(1), id="generator"),
-        pytest.param(torch.tensor(math.inf), torch.tensor(3.0), torch.tensor(1.0), torch.tensor(3.0), id="best loss"),
-        pytest.param(
-            torch.tensor([0.6, 0.8]), torch.tensor([1.0, 0]), torch.tensor([0.0, 1]), torch.tensor([1.0, 0]), id="unit"
-        ),
-        *(
-            pytest.param(start, start, -start, start, id=f"unit along {name}")
-            for name, start in {
-                "all dimensions": torch.full((1, 4, 2, 2), 0.25),
-                "a middle dimension": torch.tensor([0.6, 0.8]).view(1, 2, 1).repeat(2, 1, 3),
-                "two dimensions": torch.tensor([[0.5, 0.7], [0.1, 0.5]]).view(2, 1, 2).repeat(1, 3, 1),
-                "a vector of bfloat16": torch.tensor([0.6, 0.8]).to(torch.bfloat16),
-            }.items()
-        ),
-        pytest.param(
-            -torch.ones(3, 1), torch.zeros(3, 1), torch.full((3, 1), 4.0), torch.full((3, 1), 2.0), id="column"
-        ),
-        pytest.param(
-            torch.tensor([2.0, 3]),
-            torch.tensor([4.0, 3]),
-            torch.tensor([6.0, 3]),
-            torch.tensor([5.0, 3]),
-            id="codebook",
-        ),
-        pytest.param(
-            torch.ones(2).to(torch.float8_e4m3fn),
-            torch.zeros(2).to(torch.float8_e4m3fn),
-            torch.ones(2).to(torch.float8_e4m3fn),
-            torch.zeros(2).to(torch.float8_e4m3fn),
-            id="8-bit flag",
-        ),
-    ],
-)
-def test_the_kind_of_a_buffer_decides_its_rule(
-    tmp_path: Path, start: Tensor, a: Tensor, b: Tensor, expected: Tensor
-) -> None:
+KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "float flag": ([0.0], [1.0], [0.0], [1.0]),
+    "mask": ([1.0, 1, 1], [0.0, 1, 1], [1.0, 1, 1], [0.0, 1, 1]),
+    "statistic": ([0.0, 0], [0.5, 1], [1.5, 1], [1.0, 1]),
+    "statistic with zeros and ones": ([0.0, 0, 0], [0.0, 4, 1], [1.0, 6, 1], [0.5, 5, 1]),
+    "statistic of flags at one site": ([0.0, 0, 0], [1.0, 0, 0], [0.0, 0.5, 0.5], [0.5, 0.25, 0.25]),
+    "bool": (False, False, True, False),
+    "counter": (0, 5, 8, 8),
+    "counter of one element": ([0], [5], [8], [8]),
+    "queue of labels": ([-1, -1, -1, -1], [9, 1, 9, 1], [2, 5, 2, 5], [9, 1, 9, 1]),
+    "generator": tuple(map(generator_state, (0, 1, 2, 1))),
+    "best loss": (math.inf, 3.0, 1.0, 3.0),
+    "unit": ([0.6, 0.8], [1.0, 0], [0.0, 1], [1.0, 0]),
+    "column": ([[-1.0]] * 3, [[0.0]] * 3, [[4.0]] * 3, [[2.0]] * 3),
+    "codebook": ([2.0, 3], [4.0, 3], [6.0, 3], [5.0, 3]),
+    "8-bit flag": tuple(torch.full((2,), value).to(torch.float8_e4m3fn) for value in (1.0, 0.0, 1.0, 0.0)),
+}
+"""Kind → its initial value, what each of two sites makes of it, and the next value."""
+UNITS = {
+    "all dimensions": torch.full((1, 4, 2, 2), 0.25),
+    "a middle dimension": torch.tensor([0.6, 0.8]).view(1, 2, 1).repeat(2, 1, 3),
+    "two dimensions": torch.tensor([[0.5, 0.7], [0.1, 0.5]]).view(2, 1, 2).repeat(1, 3, 1),
+    "a vector of bfloat16": torch.tensor([0.6, 0.8]).to(torch.bfloat16),
+}
+KINDS |= {f"unit along {name}": (start, start, -start, start) for name, start in UNITS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_a_buffer_decides_its_rule(tmp_path: Path, kind: str) -> None:
     """Flags, masks, several integers, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
+    start, a, b, expected = map(torch.as_tensor, KINDS[kind])
     found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
     assert torch.equal(found.float(), expected.float())
 

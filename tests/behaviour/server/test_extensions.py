@@ -11,7 +11,6 @@ import pytest
 import torch
 from kit.packages import install
 from kit.requests import get, post
-from kit.servers import new_server
 from kit.world import World
 
 from atoll.errors import ConfigError
@@ -60,14 +59,16 @@ class Counts(Extension):
 """36 lines: operations, events, a part of the status, a tick."""
 
 
-def package(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS) -> None:
-    install(monkeypatch, folder, "counts_plugin", code, {"atoll.extensions": {"counts": "counts_plugin:Counts"}})
+def counting(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS, **settings: Any) -> World:
+    """A run of one site with the extension; its package is installed."""
+    points = {"atoll.extensions": {"counts": "counts_plugin:Counts"}}
+    install(monkeypatch, folder / "packages", "counts_plugin", code, points)
+    return World(folder, START, "a", **{"rounds": 1, "server.extensions": ("counts",)} | settings)
 
 
 def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operations, what it does on events, its part of the status, and its tick."""
-    package(monkeypatch, tmp_path / "packages")
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+    with counting(monkeypatch, tmp_path) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
         asked = urllib.request.Request(
             f"{world.url}/v1/extensions/counts/goal",
@@ -88,8 +89,8 @@ def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_an_operation_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("set_goal", "set_goal_head"))
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+    code = COUNTS.replace("set_goal", "set_goal_head")
+    with counting(monkeypatch, tmp_path, code) as world:
         status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})
         assert status in (401, 403), problem
         world.rounds(1.0, 1)
@@ -103,8 +104,7 @@ NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x
 def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The rest of the status is there, with a warning, and the run goes on."""
     code = COUNTS.replace('{"ended": self.ended', f'{{"bad": {NO_JSON[case]}, "ended": self.ended')
-    package(monkeypatch, tmp_path / "packages", code)
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+    with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, "/v1/status")[1]["extensions"] == {}
         world.rounds(1.0, 1)
         (problem,) = [text for text in world.status.warnings if "counts" in text]
@@ -113,44 +113,39 @@ def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_installed_package_alone_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package(monkeypatch, tmp_path / "packages")
-    with World(tmp_path, START, "a", rounds=1) as world:
+    with counting(monkeypatch, tmp_path, **{"server.extensions": ()}) as world:
         assert get(world.url, "/v1/extensions/counts/goal")[0] == 404
         assert world.status.extensions == {}
         world.rounds(1.0, 1)
         world.finish()
 
 
-WRONG = {
-    "a name that exists": (COUNTS.replace("set_goal", "get_status"), "another operation has this name"),
-    "a path of Atoll": (COUNTS.replace("/v1/extensions/counts/goal", "/v1/status"), "does not begin with"),
-    "no method": (COUNTS.replace("async def get_goal", "async def other"), "no method of this name"),
-    "no extension": ("Counts = print\n", "is no extension"),
-    "raises": (COUNTS + "\n    def __init__(self, run):\n        raise OSError(5)\n", r"cannot be made: OSError\(5\)"),
+COUNTS_ALONE, GOAL = ("counts",), "/v1/extensions/counts/goal"
+WRONG: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "a name that exists": (COUNTS.replace("set_goal", "get_status"), COUNTS_ALONE, "another operation has this name"),
+    "a path of Atoll": (COUNTS.replace(GOAL, "/v1/status"), COUNTS_ALONE, "does not begin with"),
+    "no method": (COUNTS.replace("async def get_goal", "async def other"), COUNTS_ALONE, "no method of this name"),
+    "no extension": ("Counts = print\n", COUNTS_ALONE, "is no extension"),
+    "raises": (
+        COUNTS + "\n    def __init__(self, run):\n        raise OSError(5)\n",
+        COUNTS_ALONE,
+        r"cannot be made: OSError\(5\)",
+    ),
+    "two of one name": (
+        COUNTS.replace("operations = (", "others = ("),
+        ("counts", "counts_plugin:Counts"),
+        "Two extensions have the name 'counts'",
+    ),
+    "not installed": (COUNTS, ("nobodys",), "nobodys"),
 }
+"""Code of the package, the names in the settings, and why the start is refused."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_an_extension_that_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    code, why = WRONG[case]
-    package(monkeypatch, tmp_path / "packages", code)
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": ("counts",)})
-    with pytest.raises(ConfigError, match=why), server:
-        pass
-
-
-def test_refuses_two_extensions_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("operations = (", "others = ("))
-    names = ("counts", "counts_plugin:Counts")
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": names})
-    with pytest.raises(ConfigError, match="Two extensions have the name 'counts'"), server:
-        pass
-
-
-def test_refuses_an_extension_that_is_not_installed(tmp_path: Path) -> None:
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": ("nobodys",)})
-    with pytest.raises(ConfigError, match="nobodys"), server:
-        pass
+    code, names, why = WRONG[case]
+    with pytest.raises(ConfigError, match=why):
+        counting(monkeypatch, tmp_path, code, **{"server.extensions": names}).start()
 
 
 FAILS = {
@@ -165,8 +160,8 @@ FAILS = {
 def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The run goes on."""
     before, after = FAILS[case]
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace(before, after, 1))
-    with World(tmp_path, START, "a", rounds=2, **{"server.extensions": ("counts",)}) as world:
+    code = COUNTS.replace(before, after, 1)
+    with counting(monkeypatch, tmp_path, code, rounds=2) as world:
         world.rounds(1.0, 1, 2)
         world.wait(2)
         warned: list[Any] = []
@@ -184,8 +179,8 @@ def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("error", ["ConnectionResetError", "TimeoutError", "ZeroDivisionError"])
 def test_an_operation_that_raises_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     """Whatever it raises, the client gets an answer, and the run goes on."""
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("return self.goal", f"raise {error}"))
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+    code = COUNTS.replace("return self.goal", f"raise {error}")
+    with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, "/v1/extensions/counts/goal")[0] == 500
         world.rounds(1.0, 1)
         assert world.finish()["w"].tolist() == [1.0, 1.0]

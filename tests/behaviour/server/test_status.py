@@ -380,32 +380,6 @@ def test_a_finished_server_stays_for_polling_clients(tmp_path: Path, monkeypatch
         site.join()
 
 
-def test_a_finished_run_has_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
-    from atoll.server.coordinator.background_writes import Exports
-
-    append, save, saved = Exports.append_metrics, Exports.save, threading.Event()
-
-    def late(self: Exports, summary: Any, at: str) -> None:
-        saved.wait(10)  # so the line of round 2 has not begun when the result is there
-        append(self, summary, at)
-
-    def save_and_tell(self: Exports, *heads: Any) -> Path:
-        path = save(self, *heads)
-        threading.Timer(0.2, saved.set).start()
-        return path
-
-    monkeypatch.setattr(Exports, "append_metrics", late)
-    monkeypatch.setattr(Exports, "save", save_and_tell)
-    with plain_server(tmp_path, START, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.submit(fl_round.state_dict())
-        server.run()
-    lines = (server.exports / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [1, 2]
-
-
 # -- the lines of a server in a program
 
 SERVES = """

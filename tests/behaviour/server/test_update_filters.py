@@ -290,52 +290,41 @@ def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
     assert not torch.equal(*moved)
 
 
-@pytest.mark.parametrize(
-    ("entry", "told"),
-    [
-        ({"path": "norm_clip", "args": {"norm": 1.0}}, "norm_clip.*with args"),
-        ({"path": "nrom_clip"}, "not one of the filters.*Did you mean 'norm_clip'"),
-        ({"name": "drop"}, "is not a valid filter table"),
-        ({"path": "drop", "args": ["w"], "site": "a"}, "is not a valid filter table"),
-        ({"path": "drop", "args": ["w"], "sites": "a"}, "is not a valid filter table"),
-        ({"path": "math:sqrt", "args": [4.0]}, "creates an object of type float"),
-    ],
-)
-def test_refuses_a_wrong_entry(entry: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        new_server(START, **{"workflow.result_filters": [entry]})
-
-
 CAST = [{"path": "cast", "args": ["bf16"]}]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"filters": ["drop"]}, "is not a filter"),
-        ({"filters": [Halved()], "workflow.result_filters": CAST}, "Use one of them"),
-        (
-            {"data_filters": [Halved()], "workflow.payload_filters": CAST},
-            r"Server got data_filters, but its settings have workflow\.payload_filters",
-        ),
-    ],
-    ids=["no filter", "updates", "payloads"],
-)
-def test_wrong_filters_of_a_program_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        new_server(START, **options)
+OF_TASKS = r"workflow.payload_filters is set \(.* of every site\), but the run has only rounds.*Remove the filters"
+REFUSED: list[tuple[type[atoll.AtollError], dict[str, Any], str]] = [
+    (ConfigError, {"entry": {"path": "norm_clip", "args": {"norm": 1.0}}}, "norm_clip.*with args"),
+    (ConfigError, {"entry": {"path": "nrom_clip"}}, "not one of the filters.*Did you mean 'norm_clip'"),
+    (ConfigError, {"entry": {"name": "drop"}}, "is not a valid filter table"),
+    (ConfigError, {"entry": {"path": "drop", "args": ["w"], "site": "a"}}, "is not a valid filter table"),
+    (ConfigError, {"entry": {"path": "drop", "args": ["w"], "sites": "a"}}, "is not a valid filter table"),
+    (ConfigError, {"entry": {"path": "math:sqrt", "args": [4.0]}}, "creates an object of type float"),
+    (UsageError, {"filters": ["drop"]}, "is not a filter"),
+    (UsageError, {"filters": [Halved()], "workflow.result_filters": CAST}, "Use one of them"),
+    (
+        UsageError,
+        {"data_filters": [Halved()], "workflow.payload_filters": CAST},
+        r"Server got data_filters, but its settings have workflow\.payload_filters",
+    ),
+    # only tasks have filters of payloads, and names
+    (ConfigError, {"data_filters": [Halved()]}, OF_TASKS),
+    (ConfigError, {"workflow.payload_filters": CAST}, OF_TASKS),
+    (
+        ConfigError,
+        {"filters": {"a": {"train": [Halved()]}}},
+        r"has filters for the tasks train, but this run has only rounds, .*Remove the key 'tasks'",
+    ),
+]
+"""Arguments of a server; `entry` is one of its `workflow.result_filters`."""
 
 
 @pytest.mark.covers("X3")
-def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
-    for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": CAST}):
-        told = r"workflow.payload_filters is set \(.* of every site\), but the run has only rounds.*Remove the filters"
-        with pytest.raises(ConfigError, match=told):
-            new_server(START, **options)  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match=r"has filters for the tasks train, but this run has only rounds, .*Remove the key 'tasks'"
-    ):
-        new_server(START, filters={"a": {"train": [Halved()]}})
+@pytest.mark.parametrize(("error", "options", "told"), REFUSED, ids=str)
+def test_refuses_wrong_filters(error: type[atoll.AtollError], options: dict[str, Any], told: str) -> None:
+    if "entry" in options:
+        options = {"workflow.result_filters": [options["entry"]]}
+    with pytest.raises(error, match=told):
+        new_server(START, **options)
 
 
 def test_filters_come_from_files_and_variables(tmp_path: Path) -> None:
@@ -375,6 +364,7 @@ def test_asks_again_for_an_undone_part(tmp_path: Path) -> None:
     assert (status, reply["message"]) == (409, "The update for ticket 1 lacks 1 of 1 part (first: part 0).")
 
 
+@pytest.mark.covers("F25")
 def test_a_full_disk_under_filters_is_tried_again(tmp_path: Path) -> None:
     """The site is told to come back, and does."""
     with filtered(tmp_path, sites="a", filters=[Halved()]) as world:

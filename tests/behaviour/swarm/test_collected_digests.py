@@ -90,12 +90,6 @@ def closed(version: int, tickets: list[int], digests: bytes) -> dict[str, Any]:
     return {"fragment": 0, "version": version, "tickets": tickets, "digest": "0" * 64, "part_digests": parts}
 
 
-def aggregator(server: atoll.Server) -> str:
-    place = server.status().fragments[0].place
-    assert place is not None
-    return place.aggregator
-
-
 @pytest.mark.covers("F18")
 def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
     """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
@@ -109,24 +103,6 @@ def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
         a.report(offer.collected())
         assert a.state_of(offer.ticket) == "accepted"
         assert offer.receipt.result(60)[1]["accepted"]
-
-
-@pytest.mark.covers("X3")
-def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> None:
-    """As many digests as a version has, each of them well-formed; but the version that is named has others."""
-    with swarm(tmp_path) as (server, a, b), ThreadPoolExecutor() as pool:
-        offers = [Offer(pool, a, "1" * 64), Offer(pool, b, "2" * 64)]
-        wait_until(lambda: len(a.report()["collect"]) == 2, "both offers")
-        collected = [offer.collected() for offer in offers]
-        (close,) = wait_until(lambda: a.report(*collected)["close"], "the round that is to be reduced")
-        assert aggregator(server) == "a"
-        digests = bytes.fromhex("".join(a.version["part_digests"]))
-        a.report(
-            *collected, closed=[closed(close["version"], [share["ticket"] for share in close["updates"]], digests)]
-        )
-        assert aggregator(server) == "b"
-        assert server.status().version == 0
-        server.stop()
 
 
 @pytest.mark.covers("X3")

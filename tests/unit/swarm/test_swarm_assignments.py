@@ -210,18 +210,6 @@ async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Pat
         assert swarm.run.store.tickets.get(ticket).state == "open"
 
 
-async def test_an_update_with_another_digest_is_not_accepted(tmp_path: Path) -> None:
-    """What the aggregator collected counts only if it is the update that the site offers."""
-    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-        ticket = swarm.ticket("c")
-        offer = swarm.offer("c", ticket)
-        other = assignments.Offer("c", 0, offer.complete.model_copy(update={"digest": "2" * 64}))
-        await swarm.collects("a", {ticket: other})
-        assert swarm.run.store.tickets.get(ticket).state == "open"
-        await swarm.collects("a", {ticket: offer})
-        assert swarm.run.store.tickets.get(ticket).state == "accepted"
-
-
 async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) -> None:
     """The site of an update with NaN gets the refusal with the reason of the worker that looked at it."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
