@@ -77,10 +77,10 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
     ],
 )
 @pytest.mark.covers("F14", "F16", "L10")
-def test_sends_a_broken_upload_again_from_that_part(
+def test_sends_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """So it is with a damaged one."""
+    """Also a damaged one; no other part is sent again."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -101,10 +101,10 @@ def test_sends_a_broken_upload_again_from_that_part(
     ],
 )
 @pytest.mark.covers("F15", "F16", "L10")
-def test_fetches_a_broken_download_again_from_that_part(
+def test_fetches_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """So it is with a damaged one."""
+    """Also a damaged one; no other part comes again."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []

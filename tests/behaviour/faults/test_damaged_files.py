@@ -101,11 +101,10 @@ def test_a_site_goes_on_without_a_damaged_note(
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """What the note described is pulled or trained again.
+    """It warns, and what the note described is pulled or trained again. It does not warn of a missing note.
 
-    A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits.
-
-    For the outbox, the server has nothing of round 2: the site has its update for it.
+    Without its residuals, error feedback begins anew: other bits. For the outbox, the server has nothing of round 2:
+    the site has its update for it.
     """
     image = images[SITE_NOTES[name][0]]
     copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
@@ -215,7 +214,7 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_warns_of_a_damaged_note_of_held_versions(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A missing note is no damage."""
+    """It does not warn of a missing one."""
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 

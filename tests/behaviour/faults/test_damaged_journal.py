@@ -235,7 +235,7 @@ def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, aud
 def test_goes_on_if_power_loss_cut_the_journal(
     halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture, audited: Audit
 ) -> None:
-    """It says so, and goes on in a later epoch."""
+    """The log says so, and the run goes on in a later epoch."""
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:

@@ -177,12 +177,11 @@ def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.L
 
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "model.safetensors"])
-def test_rounds_go_on_when_exports_cannot_be_written(
+def test_rounds_go_on_without_exports(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
 ) -> None:
-    """In the end they are written.
-
-    A file takes the place of the folder, or a folder that of a file in it, from the first round on.
+    """From the first round on, a file stands in place of the folder, or a folder in place of a file in it. Once it is
+    gone, the exports are written.
     """
     exports = tmp_path / "state" / "exports"
 
@@ -214,7 +213,7 @@ def test_rounds_go_on_when_exports_cannot_be_written(
 async def test_says_ever_less_often_that_it_tries_again(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 1, 2, 4, 8 and 16 of 20 attempts."""
+    """It says so after 1, 2, 4, 8 and 16 of 20 attempts."""
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -359,7 +358,7 @@ def test_notices_new_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_fsync_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
 ) -> None:
-    """No site is told of success; the next start goes on, and the workers with it."""
+    """No site is told of success. The next start and the workers continue the run."""
     with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
         assert server.process.wait() == 7
@@ -373,8 +372,8 @@ def test_a_failed_fsync_ends_the_server(
 
 
 @pytest.mark.covers("T14", "T13", "X3")
-def test_a_site_without_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
-    """8 MiB of a payload that belongs on disk; a file of this site has 1 MiB at most."""
+def test_a_site_lacks_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
+    """It reports that and goes on. The payload has 8 MiB, and a file of this site has 1 MiB at most."""
 
     def workflow(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)

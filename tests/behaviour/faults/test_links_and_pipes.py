@@ -237,8 +237,8 @@ def test_commands_name_pipes_and_links_at_once(
 
 
 @pytest.mark.covers("F41")
-def test_a_saved_status_may_be_a_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """`atoll status` says that it is damaged, and shows what the journal has."""
+def test_the_status_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """A pipe stands in place of the saved status: `atoll status` says that it is damaged, and shows the journal."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "status.json")
     outcome = command(nursery, tmp_path, "status", "--dir", "state")
@@ -247,8 +247,8 @@ def test_a_saved_status_may_be_a_pipe(nursery: Nursery, tmp_path: Path, images: 
 
 
 @pytest.mark.covers("F41")
-def test_a_best_version_may_be_a_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """`atoll export --best` does not wait for it."""
+def test_an_export_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """A pipe stands in place of the best version: `atoll export --best` says that there is none."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "exports" / "best.safetensors")
     outcome = command(nursery, tmp_path, "export", "model.safetensors", "--dir", "state", "--best")

@@ -52,7 +52,7 @@ def test_a_late_site_counts_from_the_next_round(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F34", "L13")
 def test_a_run_waits_for_sites_that_all_died(nursery: Nursery, tmp_path: Path) -> None:
-    """It says why, and goes on when they are back."""
+    """The status says why, and the run goes on when they are back."""
     with serve_wide(tmp_path, **QUICK) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         for process in [site.start(HOLD=f"2:{tmp_path}/never") for site in sites]:
@@ -190,7 +190,7 @@ def test_names_the_site_that_a_round_lacks(
 
 @pytest.mark.covers("L9")
 def test_misses_no_site_that_was_not_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """Three of six sites are drawn; the first that is begins to train, and comes no further."""
+    """Three of six sites are drawn. The first of them to train never submits."""
     held: list[str] = []
     lock, over = threading.Lock(), threading.Event()
 

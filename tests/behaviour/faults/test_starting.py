@@ -242,7 +242,7 @@ def test_says_that_the_usual_port_is_taken(
 
 
 def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
-    """Started with a port, then without: it takes the same one, and does not start while another program uses it."""
+    """The second start names no port: it takes the earlier one, and is refused while another program uses that."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
         url, port = server.url, server.port

@@ -140,7 +140,7 @@ def test_drops_an_update_too_far_behind(world: World, caplog: pytest.LogCaptureF
     require_close(world.model, nesterov([G[0], G[1], G[3]]))
 
 
-def test_a_buffer_takes_the_mean_of_so_many(world: World) -> None:
+def test_a_buffer_takes_the_mean_of_two(world: World) -> None:
     world.start(**{"async.buffer_size": 2})
     world.pull()
     world.submit("c", -G[0], weight=3.0)
@@ -301,7 +301,7 @@ def test_refuses_settings_of_synchronous_runs(tmp_path: Path, settings: dict[str
 
 @pytest.mark.covers("L5")
 def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
-    """Two versions are kept in any case; a has a ticket of version 0, and pulls it when the head is at 4."""
+    """Only the two newest versions are kept in any case. Site a pulls version 0 when the newest is version 4."""
     world.start()
     assert world.sites["a"].next_round() == 1
     world.pull("b")

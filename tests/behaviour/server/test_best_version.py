@@ -305,7 +305,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[s
 
 @pytest.mark.covers("X41")
 def test_synchronises_best_json_around_its_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file before, and its folder after."""
+    """The file is synchronised before it is renamed, and its folder afterwards."""
     from atoll.store.journal import Journal
 
     done: list[tuple[str, str]] = []

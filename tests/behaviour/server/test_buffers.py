@@ -406,7 +406,7 @@ def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> 
 
 
 def test_rules_hold_in_a_simulation(tmp_path: Path) -> None:
-    """The site that is trained in any process has what it kept."""
+    """Any process may train a site; what the site keeps goes with it."""
     done = new_simulation(
         shared_model(),
         script=simulated,
@@ -613,7 +613,7 @@ class ByData(nn.Module):
 
 
 def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
-    """Each site has its own shape, which it keeps, site b from before the run; an export fits a new model."""
+    """Each site keeps the shape of its own data, site b from before the run. An export fits a new model."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     with World(tmp_path, ByData(), rounds=3) as world:

@@ -130,7 +130,7 @@ def test_sites_keep_settings_until_they_restart(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L11")
 def test_server_settings_hold_from_its_next_start(tmp_path: Path) -> None:
-    """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
+    """The restarted server makes one more round, needs fewer sites, takes the median, and refuses large updates."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
     with diloco_server(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
         sites = manual_sites(server, tmp_path)

@@ -146,7 +146,7 @@ BAD = {
 }
 
 
-def test_a_query_that_is_no_query_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_wrong_query(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=1) as world:
         for query, word in BAD.items():
             status, problem = get(world.url, f"/v1/events?{query}")

@@ -292,7 +292,7 @@ def run(folder: Path, model: str | None, name: str) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_sites_bring_the_module_of_a_file(name: str, tmp_path: Path) -> None:
-    """Streaming, other tensors may be in a fragment than with the module, so that the values may be others, too."""
+    """The result is that of the module. When streaming, fragments have other tensors, so the bits may differ."""
     by_file = run(tmp_path / "file", saved(tmp_path), name)
     assert name == "streaming" or by_file == run(tmp_path / "module", None, name)
 

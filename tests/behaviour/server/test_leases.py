@@ -166,8 +166,8 @@ def test_a_superseded_process_completes_no_update(server: atoll.Server, update: 
 
 
 @pytest.mark.covers("F19")
-def test_a_restart_returns_no_place_to_the_older(tmp_path: Path) -> None:
-    """A process that slept while another joined under its name, and wakes up to a server that was started again."""
+def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
+    """It slept while another process joined under its name, and wakes up after the server was started again."""
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:

@@ -78,7 +78,7 @@ def test_logs_and_counts_requests_for_a_foreign_host(tmp_path: Path, caplog: pyt
 
 @pytest.mark.covers("X3")
 def test_a_site_that_waits_is_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The disk is full while a site joins: it joins at its next attempt, and no operator looks for another cause."""
+    """The disk is full while a site joins: it joins at its next attempt, and the log has no refusal."""
     body = {"protocol": routes.PROTOCOL, "site": "a"}
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         with failpoints("journal.commit=enospc@1"):

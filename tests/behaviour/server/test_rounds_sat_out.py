@@ -293,7 +293,7 @@ def test_every_algorithm_lets_sites_sit_out(tmp_path: Path, algorithm: str) -> N
         assert world.version == 0
 
 
-def test_an_asynchronous_step_waits_for_none(tmp_path: Path) -> None:
+def test_an_asynchronous_step_waits_for_no_idle_site(tmp_path: Path) -> None:
     """A buffer of two: b sits out, so a's update alone makes version 1, and b goes on from that one.
 
     Then both sit out, which ends the second and last round.

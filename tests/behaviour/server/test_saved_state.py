@@ -425,7 +425,7 @@ def test_a_colon_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) ->
 
 
 def test_a_starts_setting_replaces_a_saved_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A name with a colon, and a reducer at a path in place of which the start chooses the mean."""
+    """Two settings: a name with a colon, and a reducer given by a path, for which the start chooses the mean."""
     own = {"aggregation.reducer": {"path": f"{__name__}:OwnMean"}}
     with plain_server(tmp_path, Net(), **TWO, **own, **{"run.name": "exp: 1"}) as server:
         state = server.save_state(tmp_path / "own.safetensors")
@@ -507,7 +507,7 @@ def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: 
 
 
 def test_saves_a_state_over_no_folder(tmp_path: Path, saved: Path) -> None:
-    """Into a new folder it does."""
+    """A folder that is missing on the way is made; a path that is itself a folder is refused."""
     with loaded(saved, tmp_path) as server:
         assert server.save_state(tmp_path / "new" / "sub" / "x.safetensors").is_file()
         for path in ("", tmp_path):

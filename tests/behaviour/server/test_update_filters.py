@@ -174,8 +174,8 @@ class Arriving:
 
 @pytest.mark.covers("D7", "D13")
 @pytest.mark.parametrize("how", ["mean", "median", "own", "arriving", "memory"])
-def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how: str) -> None:
-    """Of (2, 4) and (6, 8) half is left: the mean, and the median of two, is (2, 3)."""
+def test_reducers_and_aggregators_see_filtered_updates(tmp_path: Path, how: str) -> None:
+    """The filter halves (2, 4) and (6, 8): their mean, and their median, is (2, 3)."""
     (tmp_path / "mine.py").write_text(MEAN + ARRIVING)
     options: dict[str, dict[str, Any]] = {
         "median": {"aggregation.reducer.name": "median"},
@@ -235,7 +235,7 @@ class Spy(Filter):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """It may look at the lazy whole of the update, and at its metadata."""
+    """It may read the whole update, which is lazy, and its metadata."""
     Spy.seen.clear()
     Spy.told.clear()
     generator = torch.Generator().manual_seed(0)

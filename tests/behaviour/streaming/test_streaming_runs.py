@@ -38,7 +38,7 @@ from atoll.testing.run import status
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("tau", [0, 2])
 def test_changes_only_what_is_due(tmp_path: Path, tau: int) -> None:
-    """Looked at within one step: after the optimizer's own work, and after Atoll's hook."""
+    """Within a step, the state after the optimizer's own work is compared with that after Atoll's hook."""
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
 
     def look(*_: Any) -> None:

@@ -186,7 +186,7 @@ def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L3", "L6")
 def test_takes_a_skipped_synchronous_turn_next(tmp_path: Path) -> None:
-    """a is behind by a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for it."""
+    """Site a has missed a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for a."""
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:

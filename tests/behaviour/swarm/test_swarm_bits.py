@@ -32,9 +32,9 @@ pytestmark = pytest.mark.covers("P10")
 def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """The bits are those of a server.
+    """Its bits are those of a server.
 
-    SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters.
+    SCAFFOLD's controls are the mean over all sites that have joined: when a fourth one joins, three quarters are left.
     """
     found = []
     for place in ("swarm", "server"):
@@ -267,8 +267,8 @@ def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
 
 
-def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
-    """Of two sites each is the aggregator or the checker of every round, and holds every version.
+def test_pulls_nothing_that_it_has(tmp_path: Path) -> None:
+    """Each of the two sites aggregates or checks every round, and so holds every version.
 
     So in each round one update of the two goes to the other site, and the new version with its outer state; the initial
     model goes from the server to one of them, and from that one to the other, which pulls it twice if it comes to train
@@ -285,7 +285,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
 def test_asks_the_next_holder_for_a_dropped_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker that holds a version may let go of it, or end, between two questions: no round ends with that."""
+    """A worker may drop a version, or end, between two requests: the next holder is asked, and the round goes on."""
     from atoll.worker.peer.peer_transfers import PeerServer
 
     in_order, seen = PeerServer.in_order, set[int]()

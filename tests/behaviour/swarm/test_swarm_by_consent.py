@@ -34,7 +34,7 @@ pytestmark = pytest.mark.covers("P10")
 
 @pytest.mark.covers("X8")
 def test_a_site_joins_a_swarm_only_by_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an argument or a variable at the site itself. The others have not even asked what they would do there."""
+    """By an argument or a variable at the site itself. Without it, the site does not even ask for the swarm's plan."""
 
     def join(**options: Any) -> None:
         with atoll.join(proxy.url, site="a", folder=tmp_path / "w", **options):

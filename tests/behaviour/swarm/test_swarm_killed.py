@@ -94,7 +94,7 @@ def test_killed_sites_change_no_bit(
 
 
 def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """No site trains a round once more because of that; and a finished run that is started again stays as it is."""
+    """No site trains a round again because of that. A finished run that is started again stays as it is."""
     lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path)
@@ -121,7 +121,9 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
 def test_replaces_an_aggregator_with_a_damaged_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
-    """While round 2 is trained, or one of its updates is awaited: another aggregates it, of what it has itself."""
+    """A bit changes while round 2 is trained, or while one of its updates is awaited. Another site aggregates the round
+    from its own files.
+    """
     gate = Gate(2, "c" if what == "spool" else SITES)
     with serve_swarm(tmp_path, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path, during=gate)
@@ -388,9 +390,9 @@ def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Pa
 
 @pytest.mark.covers("D10", "L4")
 def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) -> None:
-    """Of an aggregator and of the server: all sites end with the same model.
+    """An aggregator and the server are killed, and all sites end with the same model.
 
-    Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew.
+    Every fragment has its rounds, and no update counts twice. The killed site repeats its local steps.
     """
     lives = ("accept.after=kill@2", "head.before=kill")
     with (

@@ -267,7 +267,7 @@ def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
     ],
 )
 def test_no_worker_has_a_clouds_address(host: str) -> None:
-    """Nor one of many machines."""
+    """Nor an address of many machines."""
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 
@@ -397,7 +397,7 @@ def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, va
 
 
 def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the environment leads to servers; which address it reaches for a worker, nothing could check."""
+    """The proxy in the environment is for servers: a worker cannot check which address a proxy reaches."""
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "")
     ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)

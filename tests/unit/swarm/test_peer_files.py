@@ -248,8 +248,8 @@ def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Pe
     assert sorted(ordered) == sorted([*others, own])
 
 
-def test_a_version_that_cannot_be_noted(mine: Peer) -> None:
-    """A version that cannot be noted is not kept, and its files stay the caller's."""
+def test_keeps_no_version_without_its_note(mine: Peer) -> None:
+    """The folder is gone, so that no note can be written. The version's files stay the caller's."""
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
     mine.store.put(kept)
     shutil.rmtree(mine.folder)
@@ -291,7 +291,7 @@ def test_a_restart_keeps_what_is_whole(mine: Peer, damage: str) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_version_survives_a_damaged_one(mine: Peer) -> None:
-    """Its files are other ones than those that were removed."""
+    """A restart removes the files of the damaged one, and the next version gets other files."""
     damaged = mine.version(1, with_state=False)
     mine.store.put(damaged)
     write_at(damaged.slot.fd, b"damaged", 5000)
