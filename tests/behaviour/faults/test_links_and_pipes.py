@@ -256,51 +256,28 @@ def test_an_export_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: d
     assert "There is no best version" in outcome.stderr
 
 
-def run_file(folder: Path) -> dict[str, Any]:
-    pipe(folder / "other.toml")
-    return {}
-
-
-def model(folder: Path) -> dict[str, Any]:
-    pipe(folder / "model.safetensors")
-    return {"model.source": "model.safetensors"}
-
-
-def folder_of_models(folder: Path) -> dict[str, Any]:
-    (folder / "models").mkdir()
-    save_file({"w": torch.zeros(2)}, folder / "models" / "1.safetensors")
-    pipe(folder / "models" / "2.safetensors")
-    return {"model.source": "models"}
-
-
-def token(folder: Path) -> dict[str, Any]:
-    pipe(folder / "token")
-    (folder / "token").chmod(0o600)
-    return {"network.token_file": "token"}
-
-
-def key(folder: Path) -> dict[str, Any]:
-    write_certificate(folder)
-    pipe(folder / "key.pem")
-    (folder / "key.pem").chmod(0o600)
-    return {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
-
-
-def certificate(folder: Path) -> dict[str, Any]:
-    write_certificate(folder)
-    pipe(folder / "cert.pem")
-    return {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
+TLS = {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
+READ_BY_A_SERVER: dict[str, dict[str, Any]] = {
+    "other.toml": {},
+    "model.safetensors": {"model.source": "model.safetensors"},
+    "models/2.safetensors": {"model.source": "models"},
+    "token": {"network.token_file": "token"},
+    "key.pem": TLS,
+    "cert.pem": TLS,
+}
+"""File → the settings that name it; `other.toml` is the run file itself."""
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize("plant", [run_file, model, folder_of_models, token, key, certificate])
-def test_a_server_names_a_pipe_that_it_reads(
-    nursery: Nursery, tmp_path: Path, plant: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Of a file that it reads."""
-    write_run_file(tmp_path, **{"network.port": 0} | plant(tmp_path))
-    name = "other.toml" if plant is run_file else "run.toml"
-    outcome = command(nursery, tmp_path, "server", name)
+@pytest.mark.parametrize("name", READ_BY_A_SERVER)
+def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    write_certificate(tmp_path)
+    (tmp_path / "models").mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "models" / "1.safetensors")
+    pipe(tmp_path / name)
+    (tmp_path / name).chmod(0o600)
+    write_run_file(tmp_path, **{"network.port": 0}, **READ_BY_A_SERVER[name])
+    outcome = command(nursery, tmp_path, "server", name if name == "other.toml" else "run.toml")
     assert outcome.returncode == ConfigError.exit_code, outcome.stderr
     assert NOT_A_FILE in outcome.stderr.splitlines()[-1]
     assert "Traceback" not in outcome.stderr

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,18 +44,6 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.covers("X3")
-@pytest.mark.parametrize("setting", ["disk.state_dir", "disk.export_dir"])
-def test_an_impossible_folder_is_exit_code_7(nursery: Nursery, tmp_path: Path, setting: str) -> None:
-    (tmp_path / "file").write_text("in a file, no folder can be made")
-    code, output = start(nursery, tmp_path, **{"network.port": 0, setting: "file/out"})
-    assert code == 7
-    assert output == (
-        f"atoll: The folder {tmp_path / 'file/out'} cannot be made (Not a directory). "
-        f"Use a {setting} that this user may write."
-    )
-
-
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
 def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
@@ -73,26 +62,6 @@ def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: 
         run_to_end(server, FederatedSites(server.url, tmp_path))
     with serve(tmp_path):  # the lock has ended with its server
         assert str(os.getpid()) in path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"model.source": "no_such_module:build"}, ["no_such_module"]),
-        ({"model.source": "kit_model:missing"}, ["missing"]),
-        ({"algorithm.outer_optimizer.name": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
-        ({"algorithm.name": "fedavgg"}, ["fedavgg", "fedavg"]),
-        ({"rounds.site": 3}, ["run.toml", "rounds.site", "Did you mean rounds.sites?"]),
-    ],
-)
-def test_a_wrong_setting_is_exit_code_2(
-    nursery: Nursery, tmp_path: Path, settings: dict[str, str], words: list[str]
-) -> None:
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **settings)
-    assert code == 2, output
-    assert len(output.splitlines()) == 1
-    assert [word for word in words if word not in output] == []
-    assert "rounds.site" not in settings or not (tmp_path / "state").exists()
 
 
 @pytest.mark.covers("X3")
@@ -131,19 +100,6 @@ def test_a_continued_run_replaces_no_other_exports(tmp_path: Path) -> None:
     for folder in (one, tmp_path / "new"):
         with serve(tmp_path / "one", **{"disk.export_dir": folder}):
             assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-
-
-@pytest.mark.covers("X2")
-@pytest.mark.parametrize("flags", [(), ("--set", "network.insecure=false")])
-def test_refuses_other_machines_without_tls_and_token(nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
-    assert code == 2
-    assert (
-        "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token"
-        in output
-    )
-    assert "set network.insecure = true" in output
-    assert not (tmp_path / "state").exists()
 
 
 TOKEN = "correct-horse"
@@ -207,26 +163,49 @@ def test_refuses_a_certificate_of_another_authority(
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
 
 
-@pytest.mark.covers("X2")
-def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: dict[str, Path]) -> None:
-    (tmp_path / "token").chmod(0o644)
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured)
-    assert code == 2
-    assert "has mode 0644: others can read it" in output
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured | {"network.token_file": tmp_path})
-    assert code == 2
-    assert f"The token file '{tmp_path}' is a folder. Give the path of a file with mode 0600." in output
+NO_FOLDER = "atoll: The folder {folder}/file/out cannot be made (Not a directory). Use a %s that this user may write."
+NO_TLS = (
+    "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token",
+    "set network.insecure = true",
+)
+ENDINGS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "state folder": ({"disk.state_dir": "file/out"}, 7, (NO_FOLDER % "disk.state_dir",)),
+    "export folder": ({"disk.export_dir": "file/out"}, 7, (NO_FOLDER % "disk.export_dir",)),
+    "module": ({"model.source": "no_such_module:build"}, 2, ("no_such_module",)),
+    "function": ({"model.source": "kit_model:missing"}, 2, ("missing",)),
+    "optimizer": ({"algorithm.outer_optimizer.name": "sdg"}, 2, ("sdg", "Did you mean 'sgd'?")),
+    "algorithm": ({"algorithm.name": "fedavgg"}, 2, ("fedavgg", "fedavg")),
+    "key": ({"rounds.site": 3}, 2, ("run.toml", "rounds.site", "Did you mean rounds.sites?")),
+    "other machines": ({"network.host": "0.0.0.0"}, 2, NO_TLS),
+    "not insecure": ({"network.host": "0.0.0.0", "network.insecure": False}, 2, NO_TLS),
+    "mode of a token": ({"network.token_file": "{folder}/wide"}, 2, ("has mode 0644: others can read it",)),
+    "folder as a token": (
+        {"network.token_file": "{folder}"},
+        2,
+        ("The token file '{folder}' is a folder. Give the path of a file with mode 0600.",),
+    ),
+    # a mended start would continue the run, and not read its own initial model
+    "certificate": ({"network.tls_cert": "{folder}/token"}, 2, ("cannot be used with the TLS key",)),
+}
+"""Settings of a run with TLS and a token, the exit code of a server that cannot start with them, and its one line."""
+
+
+@pytest.mark.covers("X2", "X3")
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_wrong_start_is_one_line_and_a_code(
+    nursery: Nursery, tmp_path: Path, secured: dict[str, Path], case: str
+) -> None:
+    """No run is begun."""
+    (tmp_path / "file").write_text("in a file, no folder can be made")
+    (tmp_path / "wide").write_text(TOKEN)
+    (tmp_path / "wide").chmod(0o644)
+    settings, code, words = ENDINGS[case]
+    given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in settings.items()}
+    found, output = start(nursery, tmp_path, **{"network.port": 0} | ({} if words is NO_TLS else secured) | given)
+    assert (found, len(output.splitlines())) == (code, 1), output
+    assert [word for word in words if word.format(folder=tmp_path) not in output] == []
     assert TOKEN not in output
-
-
-@pytest.mark.covers("X2")
-def test_refuses_an_unusable_certificate(nursery: Nursery, tmp_path: Path, secured: dict[str, Path]) -> None:
-    """A mended start would continue that run, and not read its own initial model."""
-    settings: dict[str, object] = {"network.port": 0, **secured}
-    code, output = start(nursery, tmp_path, **settings | {"network.tls_cert": tmp_path / "token"})
-    assert code == 2
-    assert "cannot be used with the TLS key" in output
-    assert not (tmp_path / "state").exists()
+    assert case == "export folder" or not (tmp_path / "state").exists()
 
 
 def test_says_that_the_usual_port_is_taken(
