@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from atoll.testing.run import wait_until
 
 pytestmark = pytest.mark.covers("X44")
 
-START = {"w": torch.zeros(2)}
+START, GOAL = {"w": torch.zeros(2)}, "/v1/extensions/counts/goal"
 
 COUNTS = """
 from pydantic import BaseModel
@@ -70,16 +68,11 @@ def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.Monke
     """Its operations, what it does on events, its part of the status, and its tick."""
     with counting(monkeypatch, tmp_path) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
-        asked = urllib.request.Request(
-            f"{world.url}/v1/extensions/counts/goal",
-            data=b'{"rounds": 3}',
-            headers={"Content-Type": "application/json", "Authorization": f"Bearer {token}"},
-        )
-        assert json.loads(urllib.request.urlopen(asked).read()) == {"rounds": 3}
-        assert get(world.url, "/v1/extensions/counts/goal") == (200, {"rounds": 3})
-        status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})  # a stranger
+        assert post(world.url, GOAL, {"rounds": 3}, Authorization=f"Bearer {token}") == (200, {"rounds": 3})
+        assert get(world.url, GOAL) == (200, {"rounds": 3})
+        status, problem = post(world.url, GOAL, {"rounds": 4})  # a stranger
         assert status in (401, 403), problem
-        assert "/v1/extensions/counts/goal" in get(world.url, "/openapi.json")[1]["paths"]
+        assert GOAL in get(world.url, "/openapi.json")[1]["paths"]
         world.rounds(1.0, 1)
         world.wait(1)
         wait_until(lambda: world.status.extensions["counts"]["has ticked"], "a tick")
@@ -91,7 +84,7 @@ def test_an_operation_may_end_with_head(tmp_path: Path, monkeypatch: pytest.Monk
     """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
     code = COUNTS.replace("set_goal", "set_goal_head")
     with counting(monkeypatch, tmp_path, code) as world:
-        status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})
+        status, problem = post(world.url, GOAL, {"rounds": 4})
         assert status in (401, 403), problem
         world.rounds(1.0, 1)
         world.finish()
@@ -114,13 +107,13 @@ def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_an_installed_package_alone_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with counting(monkeypatch, tmp_path, **{"server.extensions": ()}) as world:
-        assert get(world.url, "/v1/extensions/counts/goal")[0] == 404
+        assert get(world.url, GOAL)[0] == 404
         assert world.status.extensions == {}
         world.rounds(1.0, 1)
         world.finish()
 
 
-COUNTS_ALONE, GOAL = ("counts",), "/v1/extensions/counts/goal"
+COUNTS_ALONE = ("counts",)
 WRONG: dict[str, tuple[str, tuple[str, ...], str]] = {
     "a name that exists": (COUNTS.replace("set_goal", "get_status"), COUNTS_ALONE, "another operation has this name"),
     "a path of Atoll": (COUNTS.replace(GOAL, "/v1/status"), COUNTS_ALONE, "does not begin with"),
@@ -181,6 +174,6 @@ def test_an_operation_that_raises_is_answered(tmp_path: Path, monkeypatch: pytes
     """Whatever it raises, the client gets an answer, and the run goes on."""
     code = COUNTS.replace("return self.goal", f"raise {error}")
     with counting(monkeypatch, tmp_path, code) as world:
-        assert get(world.url, "/v1/extensions/counts/goal")[0] == 500
+        assert get(world.url, GOAL)[0] == 500
         world.rounds(1.0, 1)
         assert world.finish()["w"].tolist() == [1.0, 1.0]
