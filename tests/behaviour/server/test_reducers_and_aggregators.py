@@ -88,16 +88,22 @@ def test_the_normalised_mean_serves_other_algorithms(tmp_path: Path) -> None:
     assert after_one_round(tmp_path, {"a": -4.0}, how, **of_reducer(name="normalised_mean")) == (-4.0, -4.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (of_reducer(name="median", trim=0.1), r"aggregation\.reducer"),
-        (of_reducer(name="medain"), "median"),
-        ({"algorithm": "fednova"} | of_reducer(name="median"), r"aggregation.reducer = 'median'.*fednova"),
-    ],
-    ids=["option", "name", "fednova"],
-)
-def test_a_wrong_reducer_ends_the_start_and_is_named(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+NEEDS = {"aggregation.aggregator.path": "mine.py:Needs"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "option": (of_reducer(name="median", trim=0.1), r"aggregation\.reducer"),
+    "name": (of_reducer(name="medain"), "median"),
+    "fednova": ({"algorithm": "fednova"} | of_reducer(name="median"), r"aggregation.reducer = 'median'.*fednova"),
+    "argument": (NEEDS, r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"),
+    "both": (NEEDS | of_reducer(name="median"), "Set only one of them"),
+}
+"""Settings of reducers and aggregators, and why the start is refused."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_a_wrong_reducer_or_aggregator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
+    settings, told = REFUSED[case]
     with pytest.raises(ConfigError, match=told):
         World(tmp_path, ONE, **settings).start()
 
@@ -540,16 +546,6 @@ def waits(updates):
     with world:
         world.finish()
     assert world.version == 1
-
-
-def test_an_aggregator_that_cannot_be_created_ends_the_start(tmp_path: Path) -> None:
-    write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
-    with pytest.raises(
-        ConfigError, match=r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"
-    ):
-        aggregated(tmp_path, "Needs").start()
-    with pytest.raises(ConfigError, match="Set only one of them"):
-        aggregated(tmp_path, "Needs", **{"aggregation.reducer.name": "median"}).start()
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:
