@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from harness.round_run import Bench, measure
+from round_run import Bench, measure
 
 DISK_SHARE, MEMORY_SHARE = 0.9, 0.75
 """Of what is free: others write, too, and pages of files need memory to be fast."""

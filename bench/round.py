@@ -19,7 +19,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from harness.round_run import Bench, measure
+from round_run import Bench, measure
 
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm

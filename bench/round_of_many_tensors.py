@@ -15,8 +15,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from harness.round_run import Bench, measure, steady
 from round import Folder, Json, require_exact, say
+from round_run import Bench, measure, steady
 
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.main import run_command

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent / "quality"))
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from harness.round_run import Bench, measure
 from results import FOLDER, Gate, write
+from round_run import Bench, measure
 
 from atoll.errors import AtollError
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 import sys
 import tomllib
@@ -29,6 +31,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, _paths)))
 fork_server.install()  # also for the processes of pytest-xdist
 
 BEHAVIOURS = Path(__file__).parents[1] / "docs" / "behaviours.toml"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run an asynchronous test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(trylast=True)
@@ -96,3 +108,9 @@ def nursery() -> Iterator[processes.Nursery]:
     nursery = processes.Nursery()
     yield nursery
     nursery.close()
+
+
+@pytest.fixture
+def pulled_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no version come with its ticket in this process: each is a download of its own, as a large one is."""
+    monkeypatch.setattr("atoll.worker.exchange.base_and_outbox.BaseFile.digest_of", lambda self, run: None)

@@ -53,6 +53,12 @@ class Fault:
     in_header: Callable[[bytes], int] | None = None
 
 
+def lost_receipt() -> list[Fault]:
+    """Faults after which a site does not know that its update of one part is in, though it asks three times."""
+    asked = [Fault(r"GET /v1/tickets/\d+ ", "down", at=BEFORE_HEADER, action="reset") for _ in range(3)]
+    return [Fault("PUT .*/parts/0 ", "down", at=BEFORE_HEADER, action="reset"), *asked]
+
+
 @dataclass(frozen=True)
 class Pace:
     """What TCP leaves to one connection of a line on which packets are lost; others have as much for themselves.

@@ -22,11 +22,13 @@ class LyingServer(Peer):
 
     Attributes:
         lie: what becomes of an answer.
+        frames: whether `lie` gets answers with a ticket as they are framed, with a version. If False, no version comes
+            with a ticket, and `lie` gets the JSON text.
         bodies: path → body of the last request.
     """
 
-    def __init__(self, url: str, lie: Lie = lambda _, __, answer: answer) -> None:
-        self._server, self.lie = url, lie
+    def __init__(self, url: str, lie: Lie = lambda _, __, answer: answer, *, frames: bool = False) -> None:
+        self._server, self.lie, self.frames = url, lie, frames
         self.bodies: dict[str, bytes] = {}
         super().__init__(self._pass_on)
 
@@ -39,6 +41,9 @@ class LyingServer(Peer):
             self.requests.append(request)
             body = connection.body(request) if "content-length" in request.headers else None
             self.bodies[request.path] = body or b""
+            is_framed = not self.frames and request.path == "/v1/tickets" and b'"holds"' in (body or b"")
+            if is_framed:
+                body = json.dumps({**json.loads(body or b""), "holds": None}).encode()
             headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
             asked = urllib.request.Request(self._server + request.path, body, headers, method=request.method)
             try:
@@ -47,7 +52,13 @@ class LyingServer(Peer):
             except urllib.error.HTTPError as error:
                 told = error.code, error.read()
             if (changed := self.lie(connection, request, told)) is not None:
-                connection.answer(*changed)
+                status, said = changed
+                connection.answer(status, framed_text(said) if is_framed and status == 200 else said)
+
+
+def framed_text(text: bytes, data: bytes = b"") -> bytes:
+    """The JSON text of a message as it is framed, with bytes after it."""
+    return len(text).to_bytes(4, "big") + text + data
 
 
 def in_place_of(path: str, answer: Callable[[], Any]) -> Lie:

@@ -9,23 +9,23 @@ import urllib.request
 from typing import Any
 
 
-def get(url: str, path: str, lease: str = "") -> tuple[int, dict[str, Any]]:
+def get(url: str, path: str, lease: str = "", **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
-    return send(url, "GET", path, None, lease)
+    return send(url, "GET", path, None, lease, **headers)
 
 
-def post(url: str, path: str, body: dict[str, Any], lease: str = "") -> tuple[int, dict[str, Any]]:
+def post(url: str, path: str, body: dict[str, Any], lease: str = "", **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
-    return send(url, "POST", path, json.dumps(body).encode(), lease)
+    return send(url, "POST", path, json.dumps(body).encode(), lease, **headers)
 
 
 def send(
-    url: str, method: str, path: str, body: bytes | None = None, lease: str = "", secret: str = ""
+    url: str, method: str, path: str, body: bytes | None = None, lease: str = "", secret: str = "", **headers: str
 ) -> tuple[int, dict[str, Any]]:
-    """Status and body of the answer. `secret` is that of an object."""
-    shown = {"Atoll-Lease": lease, "Atoll-Secret": secret}
-    headers = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
-    request = urllib.request.Request(url + path, body, headers, method=method)
+    """Status and body of the answer. `secret` is that of an object; an empty header is not sent."""
+    shown = {"Atoll-Lease": lease, "Atoll-Secret": secret} | headers
+    sent = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
+    request = urllib.request.Request(url + path, body, sent, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.loads(reply.read() or b"{}")

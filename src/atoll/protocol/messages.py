@@ -524,6 +524,12 @@ class TicketRequest(SiteState):
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
     tasks: bool = Field(False, description="This process answers tasks, too: reply at once when tasks come first.")
+    holds: str | None = Field(
+        None,
+        pattern="^([0-9a-f]{64})?$",
+        description="Digest of the version that the site has, or empty. With it, the answer is framed: the length of "
+        "its JSON text in 4 bytes (big-endian), the text, and the bytes of a small version that the site lacks.",
+    )
     shapes: dict[TensorName, Shape] = Field(
         default_factory=dict,
         description="Shapes of the site's buffers with the rule `first` that differ from the schema.",
@@ -582,6 +588,54 @@ class Ticket(Message):
         return VersionRef(self.fragment, self.base_version, self.base_digest)
 
 
+class Parts(Message):
+    """The digests of a file and of its parts. Both sides know the layout that divides the file into parts."""
+
+    digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
+    part_digests: Many[Hex32]
+
+    def require_digest(self, wanted: str, layout: Layout, what: str) -> tuple[bytes, ...]:
+        """Check that these digests belong to the wanted file, and return the BLAKE3 of each part.
+
+        Args:
+            wanted: digest of the file.
+            layout: layout of the file, as this side has computed it.
+            what: name of the file in error messages.
+
+        Raises:
+            PartCorrupt: the digests of the parts belong to another file, or to another layout.
+        """
+        manifest = blobs.Manifest.of_layout(layout, [bytes.fromhex(text) for text in self.part_digests])
+        manifest.require_id(wanted, what)
+        return manifest.part_digests
+
+
+class Delta(Parts):
+    """The difference between a version and its base version, for workers that have the base.
+
+    Part n of the difference and part n of the base give part n of the version.
+    """
+
+    base_version: Count
+    base_digest: Hex32 = Field(description="Digest of the base version.")
+
+
+class VersionManifest(Parts):
+    """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
+
+    version: Count
+    delta: Delta | None = Field(None, description="Difference from the previous version; null: none.")
+    sources: Many[Reference] = Field(
+        default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
+    )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.delta is not None and self.delta.base_version >= self.version:
+            raise ValueError(f"version {self.version} is no difference from version {self.delta.base_version}")
+        return self
+
+
 class TicketReply(Message):
     """The answer to `TicketRequest`.
 
@@ -606,6 +660,9 @@ class TicketReply(Message):
     reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
     left_s: Estimate | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
+    manifest: VersionManifest | None = Field(
+        None, description="Manifest of the ticket's version, if the request says that the site lacks it."
+    )
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
@@ -677,54 +734,6 @@ class Receipt(Message):
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
     unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
     digest: Hex32
-
-
-class Parts(Message):
-    """The digests of a file and of its parts. Both sides know the layout that divides the file into parts."""
-
-    digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
-    part_digests: Many[Hex32]
-
-    def require_digest(self, wanted: str, layout: Layout, what: str) -> tuple[bytes, ...]:
-        """Check that these digests belong to the wanted file, and return the BLAKE3 of each part.
-
-        Args:
-            wanted: digest of the file.
-            layout: layout of the file, as this side has computed it.
-            what: name of the file in error messages.
-
-        Raises:
-            PartCorrupt: the digests of the parts belong to another file, or to another layout.
-        """
-        manifest = blobs.Manifest.of_layout(layout, [bytes.fromhex(text) for text in self.part_digests])
-        manifest.require_id(wanted, what)
-        return manifest.part_digests
-
-
-class Delta(Parts):
-    """The difference between a version and its base version, for workers that have the base.
-
-    Part n of the difference and part n of the base give part n of the version.
-    """
-
-    base_version: Count
-    base_digest: Hex32 = Field(description="Digest of the base version.")
-
-
-class VersionManifest(Parts):
-    """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
-
-    version: Count
-    delta: Delta | None = Field(None, description="Difference from the previous version; null: none.")
-    sources: Many[Reference] = Field(
-        default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
-    )
-
-    @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        if self.delta is not None and self.delta.base_version >= self.version:
-            raise ValueError(f"version {self.version} is no difference from version {self.delta.base_version}")
-        return self
 
 
 class ObjectOpen(Message):

@@ -175,7 +175,9 @@ OPERATIONS: tuple[Operation, ...] = (
         "put_part",
         "PUT",
         routes.PART,
-        "Send one part of an update: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact.",
+        "Send one part of an update: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact. The "
+        "message Complete may follow, as its length in 4 bytes (big-endian) and its JSON text: it submits the "
+        "update, as complete does, and the answer is the Receipt.",
         callers=SITES,
         request=bytes,
         lease=True,

@@ -53,6 +53,28 @@ def read_message(kind: type[Kind], body: bytes | bytearray) -> Kind:
     return message
 
 
+LENGTH_BYTES = 4
+"""Size of the number, big-endian, that tells the length of a framed message."""
+
+
+def framed(message: BaseModel, data: bytes | memoryview = b"") -> bytes:
+    """Return a message with bytes after it: the length of its JSON text in `LENGTH_BYTES`, the text, then `data`."""
+    text = message.model_dump_json(exclude_defaults=True).encode()
+    return b"".join((len(text).to_bytes(LENGTH_BYTES, "big"), text, data))
+
+
+def read_framed(kind: type[Kind], body: bytes | bytearray) -> tuple[Kind, memoryview]:
+    """Return the message in a body that `framed` has made, and the bytes after it.
+
+    Raises:
+        ValueError: as for `read_message`, or the body is shorter than it says.
+    """
+    stop = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "big")
+    if not LENGTH_BYTES <= stop <= len(body):
+        raise ValueError(f"it has {len(body)} bytes, but says that its message ends at byte {stop}")
+    return read_message(kind, body[LENGTH_BYTES:stop]), memoryview(body)[stop:]
+
+
 def require_keys_once(body: bytes | bytearray) -> None:
     """Check that no object in a valid JSON text has a key twice: programs disagree about which of the values counts.
 

@@ -60,9 +60,16 @@ MANIFEST_BYTES = 24 * 2**20
 INLINE_BYTES = 16 * 2**20
 """Maximum size, in bytes, of an object that is sent inline (within its manifest)."""
 
+VERSION_BYTES = 2**20
+"""Maximum size, in bytes, of a version that is sent with its ticket. A larger one is downloaded part by part."""
+_MANIFEST_BYTES = 8 * 2**20
+"""Maximum size of a version's manifest: 120,000 parts, of the version and its difference together: 2 TB in parts of 16
+MiB."""
+
 ANSWER_BYTES: dict[str, int] = {
     SCHEMA: 16 * 2**20,  # 130,000 tensors
-    MANIFEST: 8 * 2**20,  # 120,000 parts, of the version and its difference together: 2 TB in parts of 16 MiB
+    MANIFEST: _MANIFEST_BYTES,
+    TICKETS: CONTROL_BODY_BYTES + _MANIFEST_BYTES + VERSION_BYTES,
     TICKET: 8 * 2**20,
     OBJECT: MANIFEST_BYTES,
     TASKS: INLINE_BYTES,

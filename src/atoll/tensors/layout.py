@@ -1,6 +1,6 @@
 """Layouts: the offset of each tensor in a file, and the division of the file into parts for sending.
 
-A layout is an ordered list of segments, one per tensor. The file is divided into parts of at most `part_bytes`. A part
+A layout is an ordered list of segments, one per tensor. The file is divided into parts of at most `cut_bytes`. A part
 consists of consecutive pieces. A piece is a range of one segment and consists of whole tiles (`TILE` elements), so that
 each part can be sent, checked, decoded and reduced without the others. Pieces begin at multiples of a tile in every
 layout, so the same elements are easy to find in files with different layouts.
@@ -33,6 +33,10 @@ TILE = 4096
 """Number of elements in a tile; divisible by 64. Parts, chunks and codecs cut tensors only at multiples of `TILE`."""
 
 PART_BYTES = 16 * 2**20
+WHOLE_BYTES = 4 * 2**20
+"""Up to this size, a file is one part, which is one request. A connection takes longer to fill than to send it."""
+SHARES = 4
+"""Number of parts of a larger file, if they are not above `part_bytes`: several connections then share any file."""
 ALIGN_BYTES = 64
 
 
@@ -136,6 +140,13 @@ class Layout:
         cut = [self.ranks] if self.ranks > 1 else []
         text = json.dumps([self.header_bytes, self.nbytes, self.part_bytes, table, *cut], separators=(",", ":"))
         return blake3(text.encode()).hexdigest()
+
+    @property
+    def cut_bytes(self) -> int:
+        """Maximum size of a part of this file: `part_bytes`, or less, so that several connections share the file."""
+        if self.nbytes <= WHOLE_BYTES or self.ranks > 1:
+            return self.part_bytes
+        return min(self.part_bytes, -(-self.nbytes // SHARES) + TILE * max(ITEM_BYTES.values()))
 
     @functools.cached_property
     def all_parts(self) -> tuple[Part, ...]:
@@ -308,15 +319,16 @@ class _Raw:
 
 
 def _cut(layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a layout. Each has as many whole tiles as fit into `part_bytes`.
+    """Yield the parts of a layout. Each has as many whole tiles as fit into `cut_bytes`.
 
-    A tile that is larger than `part_bytes` is a part by itself. The header belongs to rank 0; if it is larger than
-    `part_bytes`, the first parts contain only pieces of the header.
+    A tile that is larger than `cut_bytes` is a part by itself. The header belongs to rank 0; if it is larger than
+    `cut_bytes`, the first parts contain only pieces of the header.
     """
+    cut_bytes = layout.cut_bytes
     index, start, end, pieces, owner = 0, 0, layout.header_bytes, list[Piece](), 0
-    while end - start > layout.part_bytes:
-        yield Part(index, start, start + layout.part_bytes, ())
-        index, start = index + 1, start + layout.part_bytes
+    while end - start > cut_bytes:
+        yield Part(index, start, start + cut_bytes, ())
+        index, start = index + 1, start + cut_bytes
     for segment in layout.segments:
         for rank, at, stop in _shares(segment, layout.ranks):
             if rank != owner and end > start:
@@ -324,7 +336,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
                 index, start, pieces = index + 1, end, []
             owner = rank
             while at < stop or segment.numel == 0:
-                piece = _largest_piece(layout, segment, at, stop, start + layout.part_bytes)
+                piece = _largest_piece(layout, segment, at, stop, start + cut_bytes)
                 if piece is None and end > start:
                     yield Part(index, start, end, tuple(pieces), owner)
                     index, start, pieces = index + 1, end, []

@@ -39,7 +39,7 @@ from atoll.errors import (
 )
 from atoll.format_text import shown, visible
 from atoll.protocol import messages, routes
-from atoll.protocol.read_message import read_message
+from atoll.protocol.read_message import read_framed, read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
@@ -257,7 +257,16 @@ class Http:
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """POST a message, and parse the answer as a message of class `reply`."""
         body = message.model_dump_json(exclude_defaults=True).encode()
-        answer = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
+        return self.message_in(self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON), reply)
+
+    def post_framed(self, path: str, message: BaseModel, reply: type[Reply]) -> tuple[Reply, memoryview]:
+        """POST a message. Parse the framed answer: a message of class `reply`, and the bytes after it."""
+        body = message.model_dump_json(exclude_defaults=True).encode()
+        answer = self._request("POST", path, body=body, headers=_JSON)
+        return self._parsed(answer, partial(read_framed, reply), reply.__name__)
+
+    def message_in(self, answer: bytearray, reply: type[Reply]) -> Reply:
+        """Parse the body of an answer as a message of class `reply`."""
         return self._parsed(answer, partial(read_message, reply), reply.__name__)
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float | None = None) -> None:

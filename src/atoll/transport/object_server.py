@@ -35,13 +35,12 @@ from atoll.errors import (
 )
 from atoll.posix import FULL, nameless_file, read_at, write_at
 from atoll.protocol import messages, routes
-from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, hash_of_secret, new_id, require_secret
 from atoll.transport.listener import files_limit, listen, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
-from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, PulledPart, Sink
+from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, Sink, read_parts
 from atoll.transport.request_body import break_off
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import is_loopback, server_context
@@ -225,30 +224,25 @@ class LocalBlob:
             Gone: the object is no longer served.
             PartCorrupt: a part does not match its digest, or cannot be read.
         """
-        scratch = memoryview(bytearray(CHUNK_BYTES))
 
         def count(nbytes: int) -> None:
             self.on_read(nbytes)
             on_bytes(nbytes)
 
-        delivery = Delivery(digests, sinks, into, count, on_part)
-        for part in parts:
-            arriving = PulledPart(delivery, part)
-            while not arriving.is_complete:
-                run = arriving.room(scratch)
-                self._read(run, arriving.offset, part, path)
-                arriving.take(run)
-            if self.removed.is_set():  # check after the read: the file may have been rewritten during it
-                raise Gone(f"This process no longer serves {path}: it was withdrawn, or has expired.")
-            arriving.finish(f"Part {part.index} of {path}, which this process serves, is damaged.", "Check the disk.")
-
-    def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
-        try:
-            read_at(self.fd, run, offset)
-        except (OSError, EOFError) as error:
+        def require_served() -> None:  # after the read: the file may have been rewritten during it
             if self.removed.is_set():
-                raise Gone(f"This process no longer serves {path}: it was withdrawn, or has expired.") from error
-            raise PartCorrupt(f"Part {part.index} of {path} cannot be read: {error}.", "Check the disk.") from error
+                raise Gone(f"This process no longer serves {path}: it was withdrawn, or has expired.")
+
+        def read(run: memoryview, offset: int, part: Part) -> None:
+            try:
+                read_at(self.fd, run, offset)
+            except (OSError, EOFError) as error:
+                require_served()
+                raise PartCorrupt(f"Part {part.index} of {path} cannot be read: {error}.", "Check the disk.") from error
+
+        damaged = f"Part {{}} of {path}, which this process serves, is damaged."
+        delivery = Delivery(digests, sinks, into, count, on_part)
+        read_parts(parts, delivery, read, damaged, "Check the disk.", require_served)
 
     def close(self) -> None:
         """Close this reader's descriptor. The process still serves the object."""

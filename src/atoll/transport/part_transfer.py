@@ -12,6 +12,7 @@ of the file descriptor, so it never reads a file that was opened later and got t
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -27,6 +28,7 @@ from blake3 import blake3
 from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.posix import Descriptor
 from atoll.runtime import failpoint
+from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, is_silence, network_error
 from atoll.transport.part_connection import PartConnection
@@ -229,6 +231,38 @@ class PulledPart:
         self.delivery.on_part(self.part)
 
 
+def read_parts(
+    parts: Sequence[Part],
+    delivery: Delivery,
+    read: Callable[[memoryview, int, Part], None],
+    damaged: str,
+    remedy: str,
+    require_whole: Callable[[], None] = lambda: None,
+) -> None:
+    """Pass parts of a file that this process has to their destinations, and check them.
+
+    Args:
+        parts: the parts.
+        delivery: digests and destinations.
+        read: fills memory with the file's bytes from an offset on, for a part.
+        damaged: message of the error `PartCorrupt`, with a place for the number of the part.
+        remedy: remedy of this error.
+        require_whole: called after a part was read; raises an error if the file has changed meanwhile.
+
+    Raises:
+        PartCorrupt: a part does not match its digest.
+    """
+    scratch = memoryview(bytearray(CHUNK_BYTES))
+    for part in parts:
+        arriving = PulledPart(delivery, part)
+        while not arriving.is_complete:
+            run = arriving.room(scratch)
+            read(run, arriving.offset, part)
+            arriving.take(run)
+        require_whole()
+        arriving.finish(damaged.format(part.index), remedy)
+
+
 # -- Parts over HTTP.
 
 
@@ -265,7 +299,7 @@ class Pushing:
             self.error = self.error or error
 
 
-Work = Callable[[PartConnection, Part], None]
+Work = Callable[[PartConnection, Part], object]
 """Function that transfers one part over one connection."""
 
 
@@ -405,6 +439,42 @@ class HttpTransfer:
                 parts,
             )
 
+    def push_whole(
+        self,
+        path: str,
+        fd: int,
+        part: Part,
+        digest: bytes,
+        message: bytes,
+        *,
+        has_arrived: Callable[[], bool],
+        on_bytes: Callable[[int], None] = lambda _: None,
+    ) -> bytearray | None:
+        """Upload a file of one part, followed by its BLAKE3 and a message. Return the answer to the message.
+
+        If the connection breaks, the server may have the part without this side knowing. So the bytes are sent again
+        only if they have not arrived.
+
+        Args:
+            path: URL path of the part.
+            fd: descriptor of the file.
+            part: the only part of the file.
+            digest: its BLAKE3.
+            message: bytes to send after the digest.
+            has_arrived: asks the server whether it has the part. If so, return None.
+            on_bytes: callback with the number of bytes sent.
+        """
+        answers: list[bytearray | None] = []
+        tries = itertools.count()
+
+        def send(connection: PartConnection, part: Part) -> None:
+            is_there = next(tries) > 0 and has_arrived()
+            answers[:] = [None if is_there else self._send(connection, path, file, part, digest + message, on_bytes)]
+
+        with _copy_of(fd) as file:
+            self._spread(send, [part])
+        return answers[0]
+
     @contextmanager
     def pushing(
         self, path_of: Callable[[int], str], fd: int, *, on_bytes: Callable[[int], None] = lambda _: None
@@ -438,20 +508,21 @@ class HttpTransfer:
         path: str,
         file: Descriptor,
         part: Part,
-        digest: bytes,
+        trailer: bytes,
         on_bytes: Callable[[int], None],
-    ) -> None:
+    ) -> bytearray:
         def count(nbytes: int) -> None:
             self._http.counters.add(up=nbytes)
             on_bytes(nbytes)
 
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, problem = connection.put(
-                self._http.target(path), headers, fd, (part.start, part.stop), digest, count
+            status, answer = connection.put(
+                self._http.target(path), headers, fd, (part.start, part.stop), trailer, count
             )
-        self._require(status, 204, problem)
+        self._require(status, 204, answer)
         failpoint("push.part")
+        return answer
 
     def _require(self, status: int, expected: int, problem: bytearray) -> None:
         """Raise an error if an answer does not have the expected status.

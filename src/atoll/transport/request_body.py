@@ -89,8 +89,9 @@ async def receive_part(
     pool: Executor,
     idle_timeout_s: float,
     on_bytes: Callable[[int], None],
+    rest_bytes: int = DIGEST_BYTES,
 ) -> bytes:
-    """Receive the part in a request's body, and return the BLAKE3 that the peer sends after the part.
+    """Receive the part in a request's body, and return what the peer sends after it: its BLAKE3, maybe a message.
 
     Args:
         request: the request.
@@ -98,56 +99,61 @@ async def receive_part(
         pool: threads that receive the bytes and call `sink`.
         idle_timeout_s: seconds without a byte after which the connection is closed.
         on_bytes: callback with the number of bytes received.
+        rest_bytes: number of bytes after the part.
 
     Raises:
         BadRequest: the body ends before the part is complete.
         ConnectionError: no byte came for `idle_timeout_s`, or the peer closed the connection.
     """
-    part = _WithDigest(sink)
+    part = _WithRest(sink, rest_bytes)
     with Idle(request, idle_timeout_s, on_bytes) as idle:
         async with _body_of(request) as body:
             while not part.complete:
                 await body.give(part, pool, idle)
-    return bytes(part.digest)
+    return bytes(part.rest)
 
 
-def require_part_bytes(request: web.Request, nbytes: int) -> None:
+def require_part_bytes(request: web.Request, nbytes: int, message_bytes: int = 0) -> int:
     """Check that a request's body, which is not read yet, is as long as a part and its digest together.
+
+    Return how many bytes follow the part: its digest, and the message after it if there is one.
 
     Args:
         request: the request.
         nbytes: size of the part in bytes, without its digest.
+        message_bytes: maximum size of a message after the digest.
 
     Raises:
         BadRequest: the Content-Length is not the size of the part plus the digest.
     """
     interceptor = interceptor_of(request)
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
-    if length != nbytes + DIGEST_BYTES:
+    if not nbytes + DIGEST_BYTES <= length <= nbytes + DIGEST_BYTES + message_bytes:
         raise BadRequest(
             f"The Content-Length is {length} bytes, not {nbytes + DIGEST_BYTES} (a part of {nbytes}, then its digest).",
             "Divide the update into parts as the ticket's layout says.",
         )
+    return length - nbytes
 
 
-class _WithDigest:
-    """Passes the bytes of a part to a sink, and keeps the digest that follows the part."""
+class _WithRest:
+    """Passes the bytes of a part to a sink, and keeps the bytes that follow the part."""
 
-    def __init__(self, sink: PartSink) -> None:
-        self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
+    def __init__(self, sink: PartSink, rest_bytes: int) -> None:
+        self._sink, self.rest, self._left = sink, bytearray(rest_bytes), rest_bytes
 
     def take(self, fill: Fill) -> None:
         if not self._sink.complete:
             self._sink.take(fill)
-        while self._sink.complete and self._digest_left:
-            count = fill(memoryview(self.digest)[-self._digest_left :])
+        while self._sink.complete and self._left:
+            count = fill(memoryview(self.rest)[-self._left :])
             if not count:
                 return
-            self._digest_left -= count
+            self._left -= count
 
     @property
     def complete(self) -> bool:
-        return self._sink.complete and not self._digest_left
+        return self._sink.complete and not self._left
 
 
 class Idle:

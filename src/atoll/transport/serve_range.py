@@ -115,7 +115,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     scratch = memoryview(bytearray(min(TLS_RUN_BYTES if request.secure else RUN_BYTES, stop - start)))
     with Idle(request, idle_timeout_s, on_bytes) as idle:
         while start < stop:
-            run = _read_cached(fd, scratch[: stop - start], start)
+            run = read_cached(fd, scratch[: stop - start], start)
             if run is None:
                 most = min(len(scratch), stop - start)
                 run = memoryview(await asyncio.get_running_loop().run_in_executor(pool, os.pread, fd, most, start))
@@ -130,7 +130,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     return response
 
 
-def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
+def read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
     """Read bytes of a file, from `offset` on, into `scratch`, but only bytes that are in the page cache.
 
     Returns:

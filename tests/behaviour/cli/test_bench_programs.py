@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import round_model
 import torch
-from harness import process_figures, round_model
-from harness.round_run import Bench, Processes, measure
+from harness import process_figures
+from round_run import Bench, Processes, measure
 from safetensors.torch import load_file
 
 from atoll.errors import RunFailed

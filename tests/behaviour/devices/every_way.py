@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from far_device import FarDevice
-from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from harness.proxy import Proxy, lost_receipt
 from kit.servers import plain_server
 from kit.workflows import workflow_server
 from safetensors.torch import load_file, save_file
@@ -175,7 +175,7 @@ def moved_on(device: str, folder: Path) -> Tensors:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         place = {"site": "a", "folder": folder / "workers"}
         with atoll.DiLoCo(model, optimizer, server=proxy.url, max_sync_retries=0, **place) as loop:
-            proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
+            proxy.faults += lost_receipt()
             while not loop.finished:
                 step(model, optimizer, *data("a", device))
             assert loop.step == 6

@@ -27,6 +27,8 @@ from torch import nn
 import atoll
 from atoll.errors import Superseded
 
+pytestmark = pytest.mark.usefixtures("pulled_apart")
+
 VERSION, UPDATE = version_parts(wide_model(), PART_BYTES), update_parts(wide_model(), PART_BYTES)
 """Six parts of each."""
 VERSION_BYTES, UPDATE_BYTES = VERSION[-1][1], UPDATE[-1][1]
@@ -77,10 +79,10 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
     ],
 )
 @pytest.mark.covers("F14", "F16", "L10")
-def test_sends_a_broken_upload_again_from_that_part(
+def test_sends_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """So it is with a damaged one."""
+    """Also a damaged one; no other part is sent again."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -101,10 +103,10 @@ def test_sends_a_broken_upload_again_from_that_part(
     ],
 )
 @pytest.mark.covers("F15", "F16", "L10")
-def test_fetches_a_broken_download_again_from_that_part(
+def test_fetches_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """So it is with a damaged one."""
+    """Also a damaged one; no other part comes again."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -121,9 +123,10 @@ def test_fetches_a_broken_download_again_from_that_part(
     "request_line", ["POST .*/complete ", "PUT .*/parts/3 ", "POST /v1/tickets ", "POST /v1/workers "]
 )
 @pytest.mark.covers("F17")
-def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
+def test_asks_again_for_a_lost_acknowledgement(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, request_line: str
 ) -> None:
+    """The update counts once, and nothing of it is sent again."""
     proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
     one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -231,8 +234,7 @@ KINDS = {
     "a version": r"GET /v1/fragments/0/versions/\d+ ",
     "tensors of a version": r"GET /v1/fragments/0/versions/\d+/[0-9a-f]{64} ",
     "a difference of versions": r"GET /v1/fragments/0/versions/\d+/delta/[0-9a-f]{64} ",
-    "a part": "PUT .*/parts/",
-    "the word that all is sent": "POST .*/complete ",
+    "an update": "PUT .*/parts/",
     "leaving": "POST /v1/workers/leave ",
 }
 
@@ -301,7 +303,7 @@ def left(through: dict[str, Proxy]) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("swarm", [False, True], ids=["server", "swarm"])
 @pytest.mark.covers("F14", "F15", "F17", "L10")
-def test_a_response_cut_in_its_headers_is_asked_for_again(tmp_path: Path, swarm: bool) -> None:
+def test_asks_again_for_a_response_without_its_headers(tmp_path: Path, swarm: bool) -> None:
     """Every site has a proxy of its own, which always cuts at the same place of the headers.
 
     Of a swarm, whose sites connect with each other, every third one; and no model lies at its server.
@@ -327,7 +329,7 @@ def test_a_response_cut_in_its_headers_is_asked_for_again(tmp_path: Path, swarm:
 
 @pytest.mark.slow
 @pytest.mark.covers("F15", "F17")
-def test_answers_a_task_once_though_response_headers_are_cut(tmp_path: Path) -> None:
+def test_answers_a_task_once_though_responses_break(tmp_path: Path) -> None:
     """Tensors of a task and of its answer are objects of their own, because they are large."""
     worked: Counter[str] = Counter()
     answers: dict[str, torch.Tensor] = {}

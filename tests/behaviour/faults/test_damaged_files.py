@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 import atoll
 from atoll.errors import ConfigError, StoreError
 
+pytestmark = pytest.mark.covers("F41")
+
 
 def a_digit(path: Path) -> None:
     """One bit of a number or a hex digit: still JSON of the right keys and types."""
@@ -83,7 +85,7 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
 """Note of a site → the run in whose middle it lies, and what becomes of the note."""
 
 
-@pytest.mark.covers("F41", "F1", "F3")
+@pytest.mark.covers("F1", "F3")
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -92,18 +94,17 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
         for damage in damages
     ],
 )
-def test_a_site_warns_of_a_damaged_note_and_goes_on(
+def test_a_site_goes_on_without_a_damaged_note(
     tmp_path: Path,
     images: dict[str, Halfway],
     caplog: pytest.LogCaptureFixture,
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """What the note described is pulled or trained again.
+    """It warns, and what the note described is pulled or trained again. It does not warn of a missing note.
 
-    A missing note is none, and nothing is said. Without its residuals, error feedback begins anew: other bits.
-
-    For the outbox, the server has nothing of round 2: the site has its update for it.
+    Without its residuals, error feedback begins anew: other bits. For the outbox, the server has nothing of round 2:
+    the site has its update for it.
     """
     image = images[SITE_NOTES[name][0]]
     copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
@@ -130,11 +131,12 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
                 break
 
 
-@pytest.mark.covers("F41", "S2")
+@pytest.mark.covers("S2")
 @pytest.mark.parametrize("damage", SOME)
-def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
+def test_refuses_a_site_with_a_damaged_control(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The note of the algorithm's state is damaged: the site says so, and joins only where it may begin anew."""
     settings = {"algorithm": "scaffold", "sites": 1, "rounds": 9, "algorithm.outer_optimizer.momentum": 0.0}
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
@@ -146,11 +148,11 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
         control_step(server, tmp_path / "workers", 4)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
+def test_drops_an_object_with_a_damaged_note(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The server says so, and keeps the other objects."""
     with serve(tmp_path) as server:
         url = server.url
         kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
@@ -161,9 +163,8 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
         assert torch.equal(atoll.objects.fetch(kept)["w"], torch.ones(3))
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", SOME)
-def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
+def test_mends_a_damaged_note_of_the_best_version(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the version itself is not kept any more: the model's own header says which it is."""
@@ -209,12 +210,11 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return swarm_digest(tmp_path_factory.mktemp("undisturbed"), None)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
 def test_warns_of_a_damaged_note_of_held_versions(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A missing note is no damage."""
+    """It does not warn of a missing one."""
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 
@@ -259,8 +259,7 @@ def truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("which", "damage"), [(0, flip), (1, flip), (0, truncate), (0, Path.unlink)])
-@pytest.mark.covers("F41")
-def test_falls_back_to_the_version_before_a_damaged_one(
+def test_falls_back_from_a_damaged_version(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
     """The run goes on."""
@@ -275,7 +274,6 @@ def test_falls_back_to_the_version_before_a_damaged_one(
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["version", "outer state"])
-@pytest.mark.covers("F41")
 def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
@@ -294,8 +292,7 @@ def test_a_version_damaged_in_use_ends_the_server(
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
 
-@pytest.mark.covers("F41")
-def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
+def test_refuses_to_start_if_all_versions_are_damaged(nursery: Nursery, tmp_path: Path) -> None:
     left_undisturbed(tmp_path)
     for path in (tmp_path / "state/slots").glob("version-*"):
         flip(path)
@@ -315,11 +312,10 @@ def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> 
     assert "Exception ignored" not in process.output()
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
 )
-def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
+def test_a_server_refuses_a_pipe_as_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
     """With one line and exit code 7."""
     path = tmp_path / "state" / name
     path.parent.mkdir(parents=True)
@@ -331,9 +327,8 @@ def test_the_server_refuses_a_pipe_in_place_of_a_file(nursery: Nursery, tmp_path
     assert "Traceback" not in process.output()
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize("name", ["base.json", "outbox.json", "base.safetensors"])
-def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str) -> None:
+def test_a_site_refuses_a_pipe_as_a_file(tmp_path: Path, name: str) -> None:
     with serve(tmp_path) as server:
         path = tmp_path / "workers" / "a" / server.status().run / name
         path.parent.mkdir(parents=True)
@@ -343,7 +338,6 @@ def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str)
     assert f"{path} is neither a file nor a folder" in str(refused.value)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     ("run", "name"),
     [

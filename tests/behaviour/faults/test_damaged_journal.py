@@ -22,6 +22,8 @@ from typer.testing import CliRunner
 from atoll.errors import ConfigError, StateCorrupt
 from atoll.store.journal_tables import CHECKED_LATER
 
+pytestmark = pytest.mark.covers("F41")
+
 Audit = Callable[[Path], str]
 
 JOURNAL, WAL, HEAD = "journal.sqlite", "journal.sqlite-wal", "audit.head"
@@ -94,7 +96,6 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
         assert journal.execute(sql, values).rowcount == 1
 
 
-@pytest.mark.covers("F41")
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
     """Also where the row has a new checksum, and not of the newest alone: the audit log has the weight, too."""
     from atoll.store.journal_tables import write_checksums
@@ -120,7 +121,6 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
         assert "weight" in audited(folder)
 
 
-@pytest.mark.covers("F41")
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
     """A start adds no entry to the audit log: the epoch alone tells that the journal is older than `audit.head`."""
     from atoll.store.journal_tables import write_checksums
@@ -130,8 +130,7 @@ def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
         pass
 
 
-@pytest.mark.covers("F41")
-def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(without_log: Path, tmp_path: Path) -> None:
+def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -> None:
     """One bit of each column of each table, past all constraints: a start is refused, and `atoll audit` says it."""
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
@@ -156,8 +155,7 @@ def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(without_log: Path,
     assert set(empty) <= {"exports_under_way", "deltas", "workflows", "sat_out_rounds", "generations"}
 
 
-@pytest.mark.covers("F41")
-def test_a_damaged_row_of_a_site_is_named_where_it_is_read(later: Path) -> None:
+def test_names_a_damaged_row_of_a_site(later: Path) -> None:
     """A start reads those of the newest rounds alone, so that it takes no longer in a long run."""
     assert flip_column(later / "state" / JOURNAL, CHECKED_LATER, "summary_json")
     row = r"content of site_rounds \(fragment = 0, version = 1, site = 'b'\) does not match its checksum\. Restore"
@@ -165,8 +163,7 @@ def test_a_damaged_row_of_a_site_is_named_where_it_is_read(later: Path) -> None:
         pass
 
 
-@pytest.mark.covers("F41")
-def test_no_changed_bit_of_the_database_file_leads_to_another_model(without_log: Path, tmp_path: Path) -> None:
+def test_a_changed_bit_leads_to_no_other_model(without_log: Path, tmp_path: Path) -> None:
     """The 53 bytes are spread over the file's pages: a start is refused, or nothing that a start reads has changed."""
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
@@ -187,8 +184,7 @@ def test_no_changed_bit_of_the_database_file_leads_to_another_model(without_log:
     assert refused
 
 
-@pytest.mark.covers("F41")
-def test_a_changed_bit_of_the_log_is_refused_or_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+def test_a_changed_bit_of_the_log_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
     """SQLite drops what follows a damaged frame, without a word. Each frame, in its header or its page."""
     frames = log_frames(halfway.later / "state" / WAL)
     assert frames
@@ -207,8 +203,7 @@ def test_a_changed_bit_of_the_log_is_refused_or_loses_nothing(halfway: Halfway, 
     assert frames[0] in refused
 
 
-@pytest.mark.covers("F41")
-def test_begins_no_new_run_over_a_log_with_a_damaged_header(tmp_path: Path) -> None:
+def test_begins_no_run_over_a_damaged_log(tmp_path: Path) -> None:
     """All of this run is in its log: without it the journal is empty."""
     with serve(tmp_path / "run"):
         folder = copy_folder(tmp_path / "run", tmp_path / "copy")
@@ -219,7 +214,6 @@ def test_begins_no_new_run_over_a_log_with_a_damaged_header(tmp_path: Path) -> N
         pass
 
 
-@pytest.mark.covers("F41")
 def test_goes_on_where_the_audit_head_is_behind(halfway: Halfway, later: Path, audited: Audit) -> None:
     """As after a kill between the commit and the file."""
     shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
@@ -237,8 +231,8 @@ def without_end(halfway: Halfway, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.covers("F41")
-def test_refuses_a_journal_without_its_end_if_the_machine_ran(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+    """The machine has not lost power since the last start, so that does not explain the loss."""
     folder = without_end(halfway, tmp_path / "run")
     with pytest.raises(StateCorrupt, match="lost its end"), serve(folder):
         pass
@@ -248,11 +242,11 @@ def test_refuses_a_journal_without_its_end_if_the_machine_ran(halfway: Halfway, 
     assert digest_of(exported(folder)) == halfway.digest
 
 
-@pytest.mark.covers("F41", "F42")
-def test_goes_on_after_a_power_loss_cut_the_journal(
+@pytest.mark.covers("F42")
+def test_goes_on_if_power_loss_cut_the_journal(
     halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture, audited: Audit
 ) -> None:
-    """It says so, and goes on in a later epoch."""
+    """The log says so, and the run goes on in a later epoch."""
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:
@@ -264,8 +258,8 @@ def test_goes_on_after_a_power_loss_cut_the_journal(
     assert audited(folder) == ""
 
 
-@pytest.mark.covers("F41", "F42")
-def test_says_what_a_power_loss_took_if_only_the_epoch_tells(later: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("F42")
+def test_says_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It was the server's last start, which adds no entry to the audit log."""
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
@@ -275,9 +269,9 @@ def test_says_what_a_power_loss_took_if_only_the_epoch_tells(later: Path, caplog
     assert f"has {entries} entries (epoch 1), but audit.head says that it had {entries} (epoch 7)" in told
 
 
-@pytest.mark.covers("F41", "F42")
+@pytest.mark.covers("F42")
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_start_after_a_power_loss_may_be_killed_and_made_again(
+def test_a_start_after_power_loss_may_be_killed(
     halfway: Halfway, tmp_path: Path, nursery: Nursery, lost: int, audited: Audit
 ) -> None:
     """The entry that notes the loss takes the number of one that was lost, and `audit.head` still tells of that."""
@@ -294,8 +288,8 @@ def test_a_start_after_a_power_loss_may_be_killed_and_made_again(
     assert audited(folder) == ""
 
 
-@pytest.mark.covers("F41")
-def test_no_power_loss_explains_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
+def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
+    """With that setting, a power loss takes nothing that was written."""
     folder = without_end(powered, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")
     for durability in ("power", "process"):
@@ -311,7 +305,6 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
     assert HEAD in audited(later)
 
 
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     ("damage", "word"),
     [
@@ -336,8 +329,7 @@ def test_makes_a_lost_audit_head_anew(
     assert not [line for line in caplog.messages if HEAD in line]
 
 
-@pytest.mark.covers("F41")
-def test_no_new_run_begins_where_an_audit_head_tells_of_one(later: Path) -> None:
+def test_begins_no_run_beside_an_audit_head(later: Path) -> None:
     """A journal that has lost everything is empty; without slots nothing else tells that it had a run."""
     state = later / "state"
     shutil.rmtree(state / "slots")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, parts_sent, serve_wide
 from harness.processes import free_port, wait_until
-from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from harness.proxy import BEFORE_HEADER, Fault, Proxy, lost_receipt
 from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
 from kit.by_hand import formed
 from kit.digests import same
@@ -51,11 +51,6 @@ def step_(loop: atoll.DiLoCo, steps: int = 1) -> None:
         loop.optimizer.step()  # type: ignore[union-attr]
 
 
-def lose_an_answer(proxy: Proxy) -> None:
-    """The next update is in, and its worker never hears of it."""
-    proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
-
-
 def newest_steps(folder: Path) -> int:
     """Local steps that the newest update speaks of."""
     ((steps,),) = ask_journal(
@@ -65,7 +60,7 @@ def newest_steps(folder: Path) -> int:
 
 
 @pytest.mark.covers("L10", "L25")
-def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_path: Path) -> None:
+def test_carries_local_progress_over_to_the_head(tmp_path: Path) -> None:
     """With an outer rate of ½, so base − dec(u) is not the head.
 
     θ0 = 8; after two steps w = 6, u = 2; it counts (θ1 = 8 − ½·2 = 7) but the answer is lost: base ← 8 − 2 = 6.
@@ -80,7 +75,7 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
             return 1.0
 
         with loop_of(proxy.url, tmp_path, model, weight=weight) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             step_(loop, 2)
             assert (loop.rounds, loop.skipped) == (0, 1)
             step_(loop, 2)
@@ -91,13 +86,13 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
 
 
 @pytest.mark.covers("L25", "L10")
-def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path) -> None:
+def test_carries_a_fragments_progress_over_to_its_head(tmp_path: Path) -> None:
     """As with a whole model, for two fragments of one number each."""
     with serve(tmp_path, numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
         model = numbers(0.0, 0.0)
         seen: list[tuple[float, ...]] = []
         with loop_of(proxy.url, tmp_path, model) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             while not loop.finished:
                 step_(loop)
                 seen.append(values_of(model))
@@ -109,14 +104,14 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
 
 
 @pytest.mark.covers("L25")
-def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
     settings = SETTINGS | {"algorithm": "fedavg", "H": None}
     with serve(tmp_path, numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
         model = numbers(0.0)
         seen: list[float] = []
         with loop_of(proxy.url, tmp_path, model, sync_every=2) as loop:
-            lose_an_answer(proxy)
+            proxy.faults += lost_receipt()
             for _ in range(6):
                 step_(loop)
                 seen.append(model.x.item())
@@ -166,7 +161,7 @@ def submit_two_steps(place: Participation) -> None:
 
 
 @pytest.mark.covers("F4", "L25")
-def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path: Path) -> None:
+def test_a_restarted_site_waits_for_its_updates_round(tmp_path: Path) -> None:
     """An earlier process of a has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
 
     The new process begins from 6, trains to 4 and submits 2: θ2 = 4. Had it begun from 8 meanwhile, its update would be
@@ -210,7 +205,7 @@ def answers_lost(proxy: Proxy, count: int) -> list[Fault]:
 
 
 @pytest.mark.covers("L7", "L10")
-def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> None:
+def test_no_fragment_finishes_without_its_last_version(tmp_path: Path) -> None:
     """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
     with serve_wide(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as loop:
@@ -325,7 +320,7 @@ def test_only_the_first_skipped_turn_retries(
 
 
 @pytest.mark.covers("L4", "L10")
-def test_submits_a_broken_off_update_while_it_awaits_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submits_again_while_it_awaits_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
     from atoll.protocol.values import Lost
     from atoll.worker.exchange.exchange import Exchange

@@ -148,7 +148,7 @@ def test_sites_end_with_the_error_of_a_reducer(
     assert "ZeroDivisionError" in reason_in_journal(tmp_path)
 
 
-def test_a_mended_run_goes_on_with_the_update_that_failed(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+def test_a_mended_run_uses_the_failed_update(tmp_path: Path, stubborn: type[Stubborn]) -> None:
     """The mean of one update, θ₀ + 1, with the outer step w ← w − g."""
     settings = {"rounds.sites": 1, "rounds.total": 1, "aggregation.reducer.name": "stubborn"}
     plain = {
@@ -181,7 +181,7 @@ def test_a_mended_run_goes_on_with_the_update_that_failed(tmp_path: Path, stubbo
         assert torch.allclose(result[name], parameter + 1)
 
 
-def test_a_diloco_site_ends_in_the_middle_of_its_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+def test_a_diloco_site_ends_between_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
     """Its heartbeats are told, and its next step ends with the reason."""
     settings = {"algorithm": "diloco", "H": 10**6, "network.heartbeat_interval_s": 0.2} | ASYNC
     settings |= {"codec": "none"}
@@ -240,7 +240,7 @@ def test_a_site_ends_if_an_evaluation_measured_nothing(tmp_path: Path) -> None:
     assert "evaluated nothing: version 0 on a: ValueError: no data here" in error.message
 
 
-def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Path) -> None:
+def test_a_failed_second_start_tells_its_sites(tmp_path: Path) -> None:
     """The file of the second start's workflow cannot be imported, so the start fails before the run begins."""
     (tmp_path / "flow.py").write_text("def main(controller):\n    raise KeyError('w')\n")
     settings = {"workflow.function": f"{tmp_path}/flow.py:main", "network.port": free_port()}
@@ -265,7 +265,7 @@ def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Pa
 
 
 @pytest.mark.covers("X9")
-def test_a_failed_second_start_waits_only_for_sites_that_were_not_told(
+def test_a_failed_second_start_waits_for_untold_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Site a was told by the failed server, and b asks only the second start: the third one waits for neither."""
@@ -322,9 +322,7 @@ def test_a_failure_together_with_a_stop_is_recorded(
     assert server.status().workers[0].state == "not told"
 
 
-def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_first_start_tells_no_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Else a wrong run file would end the sites of a run that has not failed."""
     (tmp_path / "flow.py").write_text("import no_such_package\n")
     port = free_port()
@@ -337,7 +335,7 @@ def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("is_again", [False, True], ids=["first start", "restarted"])
-def test_a_failed_server_does_not_wait_for_a_silent_site(
+def test_a_failed_server_waits_for_no_silent_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
 ) -> None:
     """Site a sends no more heartbeats: the server waits until the next one is overdue, and no longer."""
@@ -395,9 +393,7 @@ def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("when", ["now", "always"])
-def test_sites_are_told_of_an_error_while_shapes_are_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_tells_sites_of_an_error_with_new_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """The run stays as it was. Where it cannot even be opened again, the sites are told, too."""
 
     write, written = startup.write_version, list[object]()
@@ -447,12 +443,12 @@ def test_sites_are_told_of_an_error_while_shapes_are_taken_over(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_errors_that_a_restart_would_repeat_are_final(error: AtollError, is_final: bool) -> None:
+def test_only_errors_that_would_repeat_are_final(error: AtollError, is_final: bool) -> None:
     assert error.is_final == is_final
 
 
 @pytest.mark.slow
-def test_does_not_restart_a_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_restarts_no_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import atoll\nwith atoll.tasks() as worker:\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -65,7 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
     ids=["receiving", "closing rounds", "every row", "open files"],
 )
 @pytest.mark.covers("F25")
-def test_space_and_open_files_that_lack_are_waited_for(
+def test_waits_for_disk_space_and_open_files(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, points: str, said: list[str]
 ) -> None:
     """Of every second row that the journal takes, the first attempt fails. Too many connections end no run either.
@@ -85,7 +84,8 @@ def test_space_and_open_files_that_lack_are_waited_for(
 
 
 @pytest.mark.covers("F25")
-def test_says_how_the_run_goes_on_without_a_file_of_a_version(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
+def test_names_a_version_without_its_file(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
+    """The log also says that the files of the next version are written again."""
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
         run_to_end(server, Sites(server.url, tmp_path))
     told = r"not all files of version \d could be written: .* is full.* The files of the next version are "
@@ -177,12 +177,11 @@ def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.L
 
 
 @pytest.mark.parametrize("name", ["", "metrics.jsonl", "model.safetensors"])
-def test_rounds_go_on_when_exports_cannot_be_written(
+def test_rounds_go_on_without_exports(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
 ) -> None:
-    """In the end they are written.
-
-    A file takes the place of the folder, or a folder that of a file in it, from the first round on.
+    """From the first round on, a file stands in place of the folder, or a folder in place of a file in it. Once it is
+    gone, the exports are written.
     """
     exports = tmp_path / "state" / "exports"
 
@@ -211,10 +210,10 @@ def test_rounds_go_on_when_exports_cannot_be_written(
     assert result.exports["model.safetensors"] == undisturbed.exports["model.safetensors"]
 
 
-def test_what_is_tried_again_is_told_less_and_less_often(
+async def test_says_ever_less_often_that_it_tries_again(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After 1, 2, 4, 8 and 16 of 20 attempts."""
+    """It says so after 1, 2, 4, 8 and 16 of 20 attempts."""
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -223,14 +222,12 @@ def test_what_is_tried_again_is_told_less_and_less_often(
         return "done"
 
     monkeypatch.setattr(background_writes, "RETRY_S", 0.0)
-    assert asyncio.run(background_writes.until_passed(attempt, "it could not be saved", then=" All wait.")) == "done"
+    assert await background_writes.until_passed(attempt, "it could not be saved", then=" All wait.") == "done"
     said = "it could not be saved: the disk is full: No space. Trying again every 0 s. All wait."
     assert [line for line in quick.messages if "saved" in line] == [said] * 5
 
 
-def test_the_best_version_waits_for_exports_that_can_be_written(
-    tmp_path: Path, quick: pytest.LogCaptureFixture
-) -> None:
+def test_the_best_version_waits_for_its_export(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
     """Without it, the best version would be replaced before it is saved."""
     exports = tmp_path / "state" / "exports"
 
@@ -256,7 +253,7 @@ def remove_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "number"), [("state", 1), ("state", 2), ("slots", 1), ("journal.sqlite", 1)])
-def test_what_is_removed_while_a_round_is_trained_is_named(
+def test_names_what_was_removed_during_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, number: int
 ) -> None:
     """The state directory, or what is in it. The server may look when the slots are gone, and not yet the rest."""
@@ -285,9 +282,7 @@ def test_what_is_removed_while_a_round_is_trained_is_named(
 
 
 @pytest.mark.covers("F25")
-def test_a_journal_that_fails_while_parts_arrive_ends_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against a server that answers every part with 500, says nothing and never ends."""
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, sites=1) as server:
@@ -340,9 +335,8 @@ def test_answers_507_below_min_free_bytes(
 
 
 @pytest.mark.covers("F25")
-def test_notices_new_space_on_the_disk_although_no_site_tries_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notices_new_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No site has to try again for that."""
     with serve_wide(tmp_path, sites=1, **{"disk.min_free_bytes": 10**6}) as server:
         run = server._require_run()
         update = WireSite(server.url).train()
@@ -361,10 +355,10 @@ def test_notices_new_space_on_the_disk_although_no_site_tries_again(
     ],
 )
 @pytest.mark.covers("F26")
-def test_a_failed_fsync_ends_the_server_with_the_reason(
+def test_a_failed_fsync_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
 ) -> None:
-    """No site is told of success; the next start goes on, and the workers with it."""
+    """No site is told of success. The next start and the workers continue the run."""
     with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
         assert server.process.wait() == 7
@@ -378,8 +372,8 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
 
 
 @pytest.mark.covers("T14", "T13", "X3")
-def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    """8 MiB of a payload that belongs on disk; a file of this site has 1 MiB at most."""
+def test_a_site_lacks_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
+    """It reports that and goes on. The payload has 8 MiB, and a file of this site has 1 MiB at most."""
 
     def workflow(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
@@ -397,7 +391,8 @@ def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery
 
 
 @pytest.mark.covers("F43")
-def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
+def test_releases_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
+    """The status has its error, and the rounds go on without it."""
     with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
@@ -419,7 +414,7 @@ def memory_bytes(pid: int) -> int:
 
 @pytest.mark.covers("F27")
 @pytest.mark.parametrize("spare_bytes", [-(100 << 20), 0, 1 << 20], ids=["less than it has", "what it has", "1 MiB"])
-def test_a_server_without_memory_has_lost_nothing_at_its_next_start(
+def test_a_server_without_memory_loses_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
     """Its address space is limited while both sites train in round 2. It ends, stands still or has just enough."""

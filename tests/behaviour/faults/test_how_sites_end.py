@@ -176,7 +176,7 @@ def test_the_server_hears_how_a_script_ended(tmp_path: Path, way: str) -> None:
 @pytest.mark.parametrize("way", ["functional", "started"])
 @pytest.mark.parametrize(("end", "code", "state"), [("sys.exit(3)", 3, "failed"), ("pass", 0, "left")])
 def test_atoll_worker_tells_the_exit_code(tmp_path: Path, way: str, end: str, code: int, state: str) -> None:
-    """Outside of a `with` block, only the command knows it."""
+    """Outside of a `with` block, only the command `atoll worker` knows the code."""
     loop, algorithm, _ = WAYS[way]
     script = (
         f"import sys, torch, atoll\nfrom kit.models import build_model\nend, model = {end!r}, build_model()\n{loop}"
@@ -232,7 +232,7 @@ def test_an_exception_is_one_line_at_the_server(
 
 
 @pytest.mark.covers("F36")
-def test_a_command_that_fails_again_and_again_is_started_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_a_failing_command_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     from atoll.cli import worker
 
     pauses: list[float] = []

@@ -170,13 +170,13 @@ def test_a_killed_streaming_site_resumes_at_the_part(nursery: Nursery, tmp_path:
 @pytest.mark.parametrize(
     ("loop", "fault"),
     [
-        ("federated", Fault("GET .*/versions/0/", "down", BEFORE_HEADER, "stall")),
+        ("federated", Fault("POST /v1/tickets ", "down", 1000, "stall")),
         ("federated", Fault("PUT .*/parts/0 ", "down", BEFORE_HEADER, "stall")),
         ("diloco", Fault("PUT .*/parts/0 ", "up", 1000, "stall")),
     ],
     ids=["pulling", "submitting", "streaming"],
 )
-def test_ctrl_c_ends_a_site_while_the_network_stalls(nursery: Nursery, tmp_path: Path, loop: str, fault: Fault) -> None:
+def test_ctrl_c_ends_a_stalled_site(nursery: Nursery, tmp_path: Path, loop: str, fault: Fault) -> None:
     """Guards against threads that outlive Ctrl-C: the process stayed until `idle_timeout_s`, which is 60, was over."""
     settings = STREAMING if loop == "diloco" else {}
     with serve_wide(tmp_path, **settings, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
@@ -192,7 +192,7 @@ def test_ctrl_c_ends_a_site_while_the_network_stalls(nursery: Nursery, tmp_path:
 
 
 @pytest.mark.covers("L7")
-def test_ctrl_c_breaks_off_an_update_that_begins_to_be_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_breaks_off_a_beginning_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process stayed until `idle_timeout_s`, which is 60, was over."""
     from atoll.worker.training.synchroniser import PendingSync
 
@@ -217,7 +217,7 @@ def test_ctrl_c_breaks_off_an_update_that_begins_to_be_sent(tmp_path: Path, monk
 
 @pytest.mark.covers("F3", "F5", "L9")
 @pytest.mark.parametrize("how", ["killed while it submits", "stopped while it trains"])
-def test_a_round_closes_without_a_silent_site_which_joins_again(nursery: Nursery, tmp_path: Path, how: str) -> None:
+def test_a_silent_site_joins_again(nursery: Nursery, tmp_path: Path, how: str) -> None:
     """Site b waits in round 2 until a is back."""
     gate = Gate(2, "b")
     with serve_wide(tmp_path, **QUICK, **{"rounds.min_sites": 1}) as server:

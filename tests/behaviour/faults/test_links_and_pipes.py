@@ -86,7 +86,7 @@ RECOVERS = {"status.json", "best.json", "best.safetensors", "metrics.jsonl", "mo
 
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("link", [symbolic, hard])
-def test_a_server_changes_nothing_through_a_link_in_its_state_directory(
+def test_a_server_changes_nothing_through_a_link(
     tmp_path: Path, images: dict[str, Halfway], link: Callable[[Path, Path], None]
 ) -> None:
     """Each file and folder in turn. Once the links are gone, the run comes to the same bits."""
@@ -109,9 +109,7 @@ def test_a_server_changes_nothing_through_a_link_in_its_state_directory(
 
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("run", RUNS)
-def test_a_site_changes_nothing_through_a_link_in_its_folder(
-    tmp_path: Path, images: dict[str, Halfway], run: str
-) -> None:
+def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str, Halfway], run: str) -> None:
     """Its folder and each file in turn. Once the links are gone, the site still has its update: the same bits."""
     image, folder = images[run], tmp_path / "a"
     copy_folder(image.later, folder)
@@ -132,7 +130,7 @@ def test_a_site_changes_nothing_through_a_link_in_its_folder(
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
-def test_a_link_met_in_a_round_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
+def test_a_link_found_later_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
     """Without the link, the site goes on."""
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
@@ -149,7 +147,7 @@ def test_a_link_met_in_a_round_ends_the_site(tmp_path: Path, images: dict[str, H
 
 
 @pytest.mark.covers("X9")
-def test_replaces_a_link_where_a_file_will_be_written(tmp_path: Path, images: dict[str, Halfway]) -> None:
+def test_replaces_links_in_place_of_new_files(tmp_path: Path, images: dict[str, Halfway]) -> None:
     """Temporary files have names that another program can know; so have slots."""
     image, folder = images["plain"], tmp_path / "run"
     copy_folder(image.later, folder)
@@ -173,7 +171,7 @@ def test_replaces_a_link_where_a_file_will_be_written(tmp_path: Path, images: di
 
 
 @pytest.mark.covers("X9", "P9")
-def test_a_start_empties_no_folder_that_its_objects_link_to(tmp_path: Path) -> None:
+def test_a_start_empties_no_linked_folder(tmp_path: Path) -> None:
     """Guards against the removal of unknown files behind a link: a start removes what belongs to no object."""
     other = tmp_path / "pictures"
     other.mkdir()
@@ -226,12 +224,7 @@ NOT_A_FILE = "is a named pipe, a socket or a device"
 )
 @pytest.mark.parametrize("plant", [pipe, lambda path: (path.unlink(), path.symlink_to("/dev/zero"))])
 def test_commands_name_pipes_and_links_at_once(
-    nursery: Nursery,
-    tmp_path: Path,
-    images: dict[str, Halfway],
-    name: str,
-    words: str,
-    plant: Callable[[Path], object],
+    nursery: Nursery, tmp_path: Path, images: dict[str, Halfway], name: str, words: str, plant: Callable[[Path], object]
 ) -> None:
     """Those in the state directory that a command reads."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
@@ -244,9 +237,8 @@ def test_commands_name_pipes_and_links_at_once(
 
 
 @pytest.mark.covers("F41")
-def test_the_status_does_without_a_saved_one_that_is_a_pipe(
-    nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]
-) -> None:
+def test_the_status_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """A pipe stands in place of the saved status: `atoll status` says that it is damaged, and shows the journal."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "status.json")
     outcome = command(nursery, tmp_path, "status", "--dir", "state")
@@ -255,9 +247,8 @@ def test_the_status_does_without_a_saved_one_that_is_a_pipe(
 
 
 @pytest.mark.covers("F41")
-def test_an_export_of_the_best_version_does_not_wait_for_a_pipe(
-    nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]
-) -> None:
+def test_an_export_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """A pipe stands in place of the best version: `atoll export --best` says that there is none."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "exports" / "best.safetensors")
     outcome = command(nursery, tmp_path, "export", "model.safetensors", "--dir", "state", "--best")
@@ -265,51 +256,28 @@ def test_an_export_of_the_best_version_does_not_wait_for_a_pipe(
     assert "There is no best version" in outcome.stderr
 
 
-def run_file(folder: Path) -> dict[str, Any]:
-    pipe(folder / "other.toml")
-    return {}
-
-
-def model(folder: Path) -> dict[str, Any]:
-    pipe(folder / "model.safetensors")
-    return {"model.source": "model.safetensors"}
-
-
-def folder_of_models(folder: Path) -> dict[str, Any]:
-    (folder / "models").mkdir()
-    save_file({"w": torch.zeros(2)}, folder / "models" / "1.safetensors")
-    pipe(folder / "models" / "2.safetensors")
-    return {"model.source": "models"}
-
-
-def token(folder: Path) -> dict[str, Any]:
-    pipe(folder / "token")
-    (folder / "token").chmod(0o600)
-    return {"network.token_file": "token"}
-
-
-def key(folder: Path) -> dict[str, Any]:
-    write_certificate(folder)
-    pipe(folder / "key.pem")
-    (folder / "key.pem").chmod(0o600)
-    return {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
-
-
-def certificate(folder: Path) -> dict[str, Any]:
-    write_certificate(folder)
-    pipe(folder / "cert.pem")
-    return {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
+TLS = {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem"}
+READ_BY_A_SERVER: dict[str, dict[str, Any]] = {
+    "other.toml": {},
+    "model.safetensors": {"model.source": "model.safetensors"},
+    "models/2.safetensors": {"model.source": "models"},
+    "token": {"network.token_file": "token"},
+    "key.pem": TLS,
+    "cert.pem": TLS,
+}
+"""File → the settings that name it; `other.toml` is the run file itself."""
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize("plant", [run_file, model, folder_of_models, token, key, certificate])
-def test_a_server_names_a_pipe_in_place_of_a_file(
-    nursery: Nursery, tmp_path: Path, plant: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Of a file that it reads."""
-    write_run_file(tmp_path, **{"network.port": 0} | plant(tmp_path))
-    name = "other.toml" if plant is run_file else "run.toml"
-    outcome = command(nursery, tmp_path, "server", name)
+@pytest.mark.parametrize("name", READ_BY_A_SERVER)
+def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    write_certificate(tmp_path)
+    (tmp_path / "models").mkdir()
+    save_file({"w": torch.zeros(2)}, tmp_path / "models" / "1.safetensors")
+    pipe(tmp_path / name)
+    (tmp_path / name).chmod(0o600)
+    write_run_file(tmp_path, **{"network.port": 0}, **READ_BY_A_SERVER[name])
+    outcome = command(nursery, tmp_path, "server", name if name == "other.toml" else "run.toml")
     assert outcome.returncode == ConfigError.exit_code, outcome.stderr
     assert NOT_A_FILE in outcome.stderr.splitlines()[-1]
     assert "Traceback" not in outcome.stderr
@@ -329,7 +297,7 @@ def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Pat
 
 
 @pytest.mark.covers("F41")
-def test_what_a_user_names_may_be_a_link_to_a_file(tmp_path: Path, images: dict[str, Halfway]) -> None:
+def test_a_model_file_may_be_a_link(tmp_path: Path, images: dict[str, Halfway]) -> None:
     """The initial model, as package managers and download caches store it."""
     save_file({"w": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")

@@ -234,5 +234,5 @@ def test_every_acknowledged_update_counts_once(history: History) -> None:
 @pytest.mark.long
 @settings(max_examples=400, phases=PHASES)
 @given(histories)
-def test_every_acknowledged_update_counts_once_in_many_histories(history: History) -> None:
+def test_updates_count_once_in_many_histories(history: History) -> None:
     play(history)

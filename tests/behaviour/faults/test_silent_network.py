@@ -23,6 +23,8 @@ import atoll
 from atoll.protocol import routes
 from atoll.worker.session import session
 
+pytestmark = [pytest.mark.covers("F22"), pytest.mark.usefixtures("pulled_apart")]
+
 SETTINGS: dict[str, Any] = {
     "network.heartbeat_interval_s": 2.0,
     "network.heartbeat_timeout_s": 0,
@@ -64,7 +66,7 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 
 
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
-@pytest.mark.covers("F22", "L10")
+@pytest.mark.covers("L10")
 def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     """Every later turn tries once.
 
@@ -93,13 +95,13 @@ def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, pro
 
 
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
-@pytest.mark.covers("F22", "L10")
+@pytest.mark.covers("L10")
 def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     """Its calls are answered meanwhile, though it waits for longer than one may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
-    wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
+    wait_until(lambda: proxy.count("PUT .*/parts/"), "the first update")
     before = proxy.count("POST /v1/tickets ")
     wait_until(lambda: proxy.count("POST /v1/tickets ") >= before + 3, "long polls that end")
     assert (far.loops["a"].skipped, far.loops["a"].sync_metrics["retries"]) == (0, 0)
@@ -135,7 +137,7 @@ CLIMBS: dict[str, Any] = {
 }
 
 
-@pytest.mark.covers("F22", "L10")
+@pytest.mark.covers("L10")
 def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
     """Two steps are a round, and the outer step takes the mean over: version 1 is (2·1 + 2·3) / 2 = 4.
 
@@ -172,7 +174,6 @@ def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server", [FEDERATED | {"rounds": 2}], indirect=True)
-@pytest.mark.covers("F22")
 def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     def during(site: str, number: int) -> None:
         if number == 1:
@@ -192,7 +193,6 @@ ONE_CALL = {
     "pull": "GET /v1/fragments/0/versions/[0-9]+/.*",
     "part": "PUT .*/parts/",
     "ticket": "POST /v1/tickets ",
-    "complete": "POST .*/complete ",
 }
 
 
@@ -205,7 +205,7 @@ ONE_CALL = {
     ],
     ids=["diloco", "federated"],
 )
-@pytest.mark.covers("F22", "L10")
+@pytest.mark.covers("L10")
 def test_a_dead_connection_does_not_stop_training(
     tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
@@ -235,8 +235,7 @@ def test_a_dead_connection_does_not_stop_training(
             assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
 
 
-@pytest.mark.covers("F22")
-def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(tmp_path: Path) -> None:
+def test_gives_up_half_open_connections_in_time(tmp_path: Path) -> None:
     """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
     gate = Gate(1, "a")
     network = {"network.heartbeat_timeout_s": 8.0, "network.idle_timeout_s": 1.0}

@@ -37,7 +37,7 @@ def killed_site(nursery: Nursery, folder: Path, server: atoll.Server, number: in
 
 
 @pytest.mark.covers("F33")
-def test_a_late_joiner_counts_from_the_next_round_on(tmp_path: Path) -> None:
+def test_a_late_site_counts_from_the_next_round(tmp_path: Path) -> None:
     gate = Gate(1, "a")
     with serve_wide(tmp_path, sites=1) as server:
         first = Sites(server.url, tmp_path, during=gate, names=["a"])
@@ -52,7 +52,7 @@ def test_a_late_joiner_counts_from_the_next_round_on(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F34", "L13")
 def test_a_run_waits_for_sites_that_all_died(nursery: Nursery, tmp_path: Path) -> None:
-    """It says why, and goes on when they are back."""
+    """The status says why, and the run goes on when they are back."""
     with serve_wide(tmp_path, **QUICK) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         for process in [site.start(HOLD=f"2:{tmp_path}/never") for site in sites]:
@@ -85,7 +85,7 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
     assert Result(tmp_path).counted() == [("a", 1), ("b", 1)]
 
 
-def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
+def test_a_site_comes_and_goes_often(tmp_path: Path) -> None:
     """It gets its open ticket again each time; every lease that it gave back is refused."""
     with serve_wide(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
         gate, tickets = Gate(1, "a"), set()
@@ -102,9 +102,8 @@ def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F35")
-def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
-    nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]
-) -> None:
+def test_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
+    """The status names both remedies: start it again, or lower `rounds.min_sites`."""
     with serve_wide(tmp_path, **QUICK, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         site = killed_site(nursery, tmp_path, server, 2)
@@ -173,7 +172,7 @@ def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: di
 
 @pytest.mark.covers("L9")
 @pytest.mark.parametrize("place", ["empty", "taken by d"])
-def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
+def test_names_the_site_that_a_round_lacks(
     nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]], place: str
 ) -> None:
     settings, later = ({"rounds.min_sites": 2}, "ab") if place == "empty" else ({}, "abd")
@@ -190,8 +189,8 @@ def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
 
 
 @pytest.mark.covers("L9")
-def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """Three of six sites are drawn; the first that is begins to train, and comes no further."""
+def test_misses_no_site_that_was_not_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
+    """Three of six sites are drawn. The first of them to train never submits."""
     held: list[str] = []
     lock, over = threading.Lock(), threading.Event()
 
@@ -216,7 +215,8 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, warned: Callabl
 
 
 @pytest.mark.covers("L9")
-def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(tmp_path: Path) -> None:
+def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
+    """The rounds go on without it."""
     with serve_wide(tmp_path, **QUICK, algorithm="diloco", H=2, codec="none") as server:
         other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"], build=wide_model)
         WireSite(server.url, "c").ticket()  # then it is silent
@@ -228,7 +228,7 @@ def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(tmp_path: Pat
 
 
 @pytest.mark.covers("F23", "L10")
-def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None:
+def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
     late, resumed = Gate(1, "a"), Gate(5, "b")
 
     def during(site: str, number: int) -> None:

@@ -61,7 +61,8 @@ def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
-def test_a_site_stopped_while_its_run_ended_ends_in_bounded_time(nursery: Nursery, tmp_path: Path, loop: str) -> None:
+def test_a_site_that_missed_the_end_ends_soon(nursery: Nursery, tmp_path: Path, loop: str) -> None:
+    """It was stopped while its run ended and the server went."""
     algorithm = {"algorithm": "fedavg"} if loop == "federated" else {"algorithm": "diloco", "H": 2, "codec": "none"}
     short = {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0", "STEPS": "1000000"}
     with serve_wide(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
@@ -85,7 +86,7 @@ def test_a_site_stopped_while_its_run_ended_ends_in_bounded_time(nursery: Nurser
         assert "only this script's model contains them" in a.output()
 
 
-def test_a_server_that_is_back_in_time_is_no_lost_one() -> None:
+def test_a_server_back_in_time_is_not_lost() -> None:
     from atoll.worker.session.session import OutageTimer
 
     now_s = 0.0
@@ -111,7 +112,7 @@ def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_a_site_says_left_only_if_a_server_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool) -> None:
+def test_says_left_only_if_the_server_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool) -> None:
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, rounds=0) as server:
         worker = atoll.join(server.url, site="a", folder=tmp_path / "w")

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,21 +44,9 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.covers("X3")
-@pytest.mark.parametrize("setting", ["disk.state_dir", "disk.export_dir"])
-def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path: Path, setting: str) -> None:
-    (tmp_path / "file").write_text("in a file, no folder can be made")
-    code, output = start(nursery, tmp_path, **{"network.port": 0, setting: "file/out"})
-    assert code == 7
-    assert output == (
-        f"atoll: The folder {tmp_path / 'file/out'} cannot be made (Not a directory). "
-        f"Use a {setting} that this user may write."
-    )
-
-
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_a_second_server_on_a_state_directory_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
+def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
     with serve(tmp_path) as server:
         path = tmp_path / "state" / "lock"
         assert str(os.getpid()) in path.read_text()
@@ -75,29 +64,9 @@ def test_a_second_server_on_a_state_directory_is_exit_code_4(nursery: Nursery, t
         assert str(os.getpid()) in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"model.source": "no_such_module:build"}, ["no_such_module"]),
-        ({"model.source": "kit_model:missing"}, ["missing"]),
-        ({"algorithm.outer_optimizer.name": "sdg"}, ["sdg", "Did you mean 'sgd'?"]),
-        ({"algorithm.name": "fedavgg"}, ["fedavgg", "fedavg"]),
-        ({"rounds.site": 3}, ["run.toml", "rounds.site", "Did you mean rounds.sites?"]),
-    ],
-)
-def test_what_cannot_be_built_is_one_line_and_exit_code_2(
-    nursery: Nursery, tmp_path: Path, settings: dict[str, str], words: list[str]
-) -> None:
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **settings)
-    assert code == 2, output
-    assert len(output.splitlines()) == 1
-    assert [word for word in words if word not in output] == []
-    assert "rounds.site" not in settings or not (tmp_path / "state").exists()
-
-
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("export_dir", [None, "results"])
-def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
+def test_a_new_run_replaces_no_older_exports(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
     exports = Path(export_dir or "state/exports")
     (tmp_path / "state").mkdir(0o700)
     (tmp_path / exports).mkdir(exist_ok=True)
@@ -115,7 +84,7 @@ def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path
 
 
 @pytest.mark.covers("X3")
-def test_a_run_that_continues_does_not_replace_the_exports_of_another_run(tmp_path: Path) -> None:
+def test_a_continued_run_replaces_no_other_exports(tmp_path: Path) -> None:
     runs = []
     for folder in (tmp_path / "one", tmp_path / "other"):
         with serve(folder, **{"disk.export_dir": folder / "results"}) as server:
@@ -131,19 +100,6 @@ def test_a_run_that_continues_does_not_replace_the_exports_of_another_run(tmp_pa
     for folder in (one, tmp_path / "new"):
         with serve(tmp_path / "one", **{"disk.export_dir": folder}):
             assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-
-
-@pytest.mark.covers("X2")
-@pytest.mark.parametrize("flags", [(), ("--set", "network.insecure=false")])
-def test_refuses_other_machines_without_tls_and_token(nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
-    assert code == 2
-    assert (
-        "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token"
-        in output
-    )
-    assert "set network.insecure = true" in output
-    assert not (tmp_path / "state").exists()
 
 
 TOKEN = "correct-horse"
@@ -170,7 +126,7 @@ def test_a_run_over_tls_with_a_token(tmp_path: Path, secured: dict[str, Path], m
 
 
 @pytest.mark.covers("F40", "X2")
-def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
+def test_refuses_a_wrong_or_missing_token(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serve_wide(tmp_path, **secured) as server:
@@ -193,9 +149,10 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
 
 
 @pytest.mark.covers("F40", "X2")
-def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
+def test_refuses_a_certificate_of_another_authority(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before the token is sent."""
     other = tmp_path / "other"
     other.mkdir()
     with serve_wide(tmp_path, **secured) as server:
@@ -204,37 +161,54 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
         monkeypatch.setenv("ATOLL_TLS_CA", str(other / "ca.pem"))
         with pytest.raises(ServerUnreachable, match=r"cannot prove its identity.*ATOLL_TLS_CA"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
-        with pytest.raises(ServerUnreachable, match=r"cannot prove its identity.*ATOLL_TLS_CA"):
-            status(server.url)  # as the commands do
-        with pytest.raises(ServerUnreachable, match=r"A server with TLS needs https://\."):
-            status(server.url.replace("https", "http"))
 
 
-@pytest.mark.covers("X2")
-def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Path, secured: dict[str, Path]) -> None:
-    (tmp_path / "token").chmod(0o644)
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured)
-    assert code == 2
-    assert "has mode 0644: others can read it" in output
-    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured | {"network.token_file": tmp_path})
-    assert code == 2
-    assert f"The token file '{tmp_path}' is a folder. Give the path of a file with mode 0600." in output
-    assert TOKEN not in output
+NO_FOLDER = "atoll: The folder {folder}/file/out cannot be made (Not a directory). Use a %s that this user may write."
+NO_TLS = (
+    "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token",
+    "set network.insecure = true",
+)
+ENDINGS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "state folder": ({"disk.state_dir": "file/out"}, 7, (NO_FOLDER % "disk.state_dir",)),
+    "export folder": ({"disk.export_dir": "file/out"}, 7, (NO_FOLDER % "disk.export_dir",)),
+    "module": ({"model.source": "no_such_module:build"}, 2, ("no_such_module",)),
+    "function": ({"model.source": "kit_model:missing"}, 2, ("missing",)),
+    "optimizer": ({"algorithm.outer_optimizer.name": "sdg"}, 2, ("sdg", "Did you mean 'sgd'?")),
+    "algorithm": ({"algorithm.name": "fedavgg"}, 2, ("fedavgg", "fedavg")),
+    "key": ({"rounds.site": 3}, 2, ("run.toml", "rounds.site", "Did you mean rounds.sites?")),
+    "other machines": ({"network.host": "0.0.0.0"}, 2, NO_TLS),
+    "not insecure": ({"network.host": "0.0.0.0", "network.insecure": False}, 2, NO_TLS),
+    "mode of a token": ({"network.token_file": "{folder}/wide"}, 2, ("has mode 0644: others can read it",)),
+    "folder as a token": (
+        {"network.token_file": "{folder}"},
+        2,
+        ("The token file '{folder}' is a folder. Give the path of a file with mode 0600.",),
+    ),
+    # a mended start would continue the run, and not read its own initial model
+    "certificate": ({"network.tls_cert": "{folder}/token"}, 2, ("cannot be used with the TLS key",)),
+}
+"""Settings of a run with TLS and a token, the exit code of a server that cannot start with them, and its one line."""
 
 
-@pytest.mark.covers("X2")
-def test_a_certificate_that_cannot_be_used_is_refused_before_a_run_begins(
-    nursery: Nursery, tmp_path: Path, secured: dict[str, Path]
+@pytest.mark.covers("X2", "X3")
+@pytest.mark.parametrize("case", ENDINGS)
+def test_a_wrong_start_is_one_line_and_a_code(
+    nursery: Nursery, tmp_path: Path, secured: dict[str, Path], case: str
 ) -> None:
-    """A mended start would continue that run, and not read its own initial model."""
-    settings: dict[str, object] = {"network.port": 0, **secured}
-    code, output = start(nursery, tmp_path, **settings | {"network.tls_cert": tmp_path / "token"})
-    assert code == 2
-    assert "cannot be used with the TLS key" in output
-    assert not (tmp_path / "state").exists()
+    """No run is begun."""
+    (tmp_path / "file").write_text("in a file, no folder can be made")
+    (tmp_path / "wide").write_text(TOKEN)
+    (tmp_path / "wide").chmod(0o644)
+    settings, code, words = ENDINGS[case]
+    given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in settings.items()}
+    found, output = start(nursery, tmp_path, **{"network.port": 0} | ({} if words is NO_TLS else secured) | given)
+    assert (found, len(output.splitlines())) == (code, 1), output
+    assert [word for word in words if word.format(folder=tmp_path) not in output] == []
+    assert TOKEN not in output
+    assert case == "export folder" or not (tmp_path / "state").exists()
 
 
-def test_a_server_says_when_the_usual_port_is_taken(
+def test_says_that_the_usual_port_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.socket() as taken:
@@ -246,8 +220,8 @@ def test_a_server_says_when_the_usual_port_is_taken(
             assert f"port {usual} cannot be used, so this server listens on {server.port}" in caplog.messages
 
 
-def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path) -> None:
-    """Started with a port, then without: it takes the same one, and does not start while another program uses it."""
+def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
+    """The second start names no port: it takes the earlier one, and is refused while another program uses that."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
         url, port = server.url, server.port
@@ -264,7 +238,7 @@ def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path
 
 
 @pytest.mark.parametrize("port", [None, "same"])
-def test_a_second_server_of_a_run_is_refused_by_the_lock(tmp_path: Path, port: str | None) -> None:
+def test_the_lock_refuses_a_second_server(tmp_path: Path, port: str | None) -> None:
     """Its port is taken, too, but only because the first server listens there."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
@@ -274,9 +248,7 @@ def test_a_second_server_of_a_run_is_refused_by_the_lock(tmp_path: Path, port: s
 
 
 @pytest.mark.covers("L13", "X4")
-def test_a_moved_server_names_the_sites_at_its_earlier_address(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_moved_server_names_waiting_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """At the start and in the status, until they have asked; a site that has left does not wait."""
     model = {"w": torch.ones(2)}
     silent = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}

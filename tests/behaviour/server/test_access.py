@@ -41,7 +41,8 @@ def join(url: str, **fields: object) -> tuple[int, str]:
 
 
 @pytest.mark.covers("F30")
-def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
+def test_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
+    """The server itself does, whatever the site has checked."""
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5) as server:
         assert re.search("^config: .*every 6 steps, but the run every 5", join(server.url, sync_every=6)[1])
         mine = get(server.url, "/v1/run")[1]["schema_digest"][:12]
@@ -54,7 +55,7 @@ def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("F30")
-def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> None:
+def test_a_model_without_controls_fits_scaffold(tmp_path: Path) -> None:
     """A worker may name the schema of its own model, or the run's as it has read it."""
     digests = []
     for algorithm in ("fedavg", "scaffold"):
@@ -65,7 +66,8 @@ def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("X2")
-def test_a_secret_that_more_than_its_owner_may_read_or_write_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_secret_with_a_wide_mode(tmp_path: Path) -> None:
+    """More than its owner may read, write or execute it."""
     file = tmp_path / "token"
     file.write_text("secret\n")
     for mode in (0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666):
@@ -122,9 +124,10 @@ def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("X2")
-def test_a_stranger_writes_no_traceback_into_the_log_with_a_body_that_claims_to_be_compressed(
+def test_a_compressed_body_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A stranger only claims that the body is compressed."""
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         body = {"Content_Encoding": "gzip", "Content_Type": "application/json", "Content_Length": 2}
@@ -136,9 +139,8 @@ def test_a_stranger_writes_no_traceback_into_the_log_with_a_body_that_claims_to_
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("token", [b"two words", b"two\nlines", "tök".encode(), b"\xff"])
-def test_a_token_that_no_header_can_carry_is_refused_where_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
-) -> None:
+def test_refuses_a_token_that_no_header_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
+    """Where it is read: at the server from a file or a variable. Spaces around it are left out."""
     path = tmp_path / "token"
     path.touch(mode=0o600)
     path.write_bytes(token)
@@ -179,7 +181,7 @@ def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
         ("elsewhere.org", 1, "ostname mismatch.*Use a host name that its certificate contains"),
     ],
 )
-def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
+def test_a_refused_certificate_has_its_remedy(
     tmp_path: Path, authority: trustme.CA, name: str, days: int, said: str
 ) -> None:
     tls = write_certificate(tmp_path, name, authority, not_after=datetime.now(UTC) + timedelta(days=days))
@@ -188,7 +190,7 @@ def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
 
 
 @pytest.mark.covers("X3", "F38")
-def test_a_wrong_authority_and_a_wrong_scheme_have_different_remedies(tmp_path: Path, authority: trustme.CA) -> None:
+def test_a_wrong_authority_or_scheme_has_its_remedy(tmp_path: Path, authority: trustme.CA) -> None:
     with plain_server(tmp_path, nn.Linear(2, 1), **write_certificate(tmp_path, authority=authority)) as server:
         assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{server.port}", tmp_path, trustme.CA())
         assert "needs https://" in said_to(f"http://localhost:{server.port}", tmp_path, authority)
@@ -198,7 +200,7 @@ def test_a_wrong_authority_and_a_wrong_scheme_have_different_remedies(tmp_path: 
         assert "set network.tls_cert and network.tls_key at the server" in said
 
 
-def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None:
+def test_an_early_end_of_tls_blames_no_certificate() -> None:
     """What every worker sees when its server is killed."""
     from atoll.transport.http_client import network_error
 
@@ -252,7 +254,7 @@ def test_refuses_a_foreign_name_at_every_path(port: int, path: str) -> None:
         assert asked(port, "evil.example", line=f"{method} {path}") == (401, "auth")
 
 
-def test_two_host_headers_are_not_taken_for_a_local_one(port: int) -> None:
+def test_refuses_two_host_headers(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
         raw.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
         answer = raw.makefile("rb").readline()

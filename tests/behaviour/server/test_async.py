@@ -87,9 +87,7 @@ def one_by_one(world: World) -> None:
     ],
     ids=["constant", "inverse_sqrt", "own"],
 )
-def test_updates_are_applied_one_by_one_to_whatever_is_the_head(
-    world: World, weight: str, scales: tuple[float, ...]
-) -> None:
+def test_applies_updates_one_by_one(world: World, weight: str, scales: tuple[float, ...]) -> None:
     """Their staleness may be a weight."""
     world.start(**{"async.staleness_weight": weight})
     one_by_one(world)
@@ -116,7 +114,7 @@ def above_one(s: int) -> float:
     return 1.0 + s
 
 
-def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
+def test_refuses_a_staleness_weight_above_one() -> None:
     from atoll.reducers import staleness_weight
 
     weight = staleness_weight(OwnName(f"{__name__}:above_one"))
@@ -125,7 +123,7 @@ def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.covers("L5")
-def test_an_update_too_far_behind_does_not_count(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_drops_an_update_too_far_behind(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.start(**{"async.max_staleness": 1})
     world.pull()
     world.submit("b", -G[0])
@@ -142,7 +140,7 @@ def test_an_update_too_far_behind_does_not_count(world: World, caplog: pytest.Lo
     require_close(world.model, nesterov([G[0], G[1], G[3]]))
 
 
-def test_a_buffer_takes_the_mean_of_so_many(world: World) -> None:
+def test_a_buffer_takes_the_mean_of_two(world: World) -> None:
     world.start(**{"async.buffer_size": 2})
     world.pull()
     world.submit("c", -G[0], weight=3.0)
@@ -154,7 +152,7 @@ def test_a_buffer_takes_the_mean_of_so_many(world: World) -> None:
 
 
 @pytest.mark.covers("L5")
-def test_a_buffer_of_old_and_new_updates_weighs_each_by_its_own_staleness(world: World) -> None:
+def test_a_buffer_weighs_updates_by_staleness(world: World) -> None:
     """The second step has the update of a, 1 version behind, with weight 3/4, and b's, which is new, with 1/4.
 
     The staleness halves a's: the step's gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
@@ -173,7 +171,7 @@ def test_a_buffer_of_old_and_new_updates_weighs_each_by_its_own_staleness(world:
 
 
 @pytest.mark.covers("L26")
-def test_an_update_more_than_five_versions_old_is_warned_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_of_an_update_six_versions_old(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.start()
     world.pull("a", "b")
     advance(world, "b", *range(6))
@@ -263,9 +261,10 @@ STREAMING = {"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment
     ],
     ids=["momentum", "never-async", "topk", "alpha-1", "keep", "too-many-differences"],
 )
-def test_settings_that_defeat_each_other_are_warned_of_at_the_start_and_in_status(
+def test_warns_of_settings_that_defeat_each_other(
     tmp_path: Path, settings: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """At the start and in the status."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with plain_server(tmp_path, model, algorithm="diloco", sites=3, **settings) as server:
         (told,) = server.status().warnings
@@ -293,9 +292,7 @@ def test_settings_that_defeat_each_other_are_warned_of_at_the_start_and_in_statu
         ),
     ],
 )
-def test_settings_that_an_asynchronous_run_does_not_have_are_refused(
-    tmp_path: Path, settings: dict[str, Any], says: str
-) -> None:
+def test_refuses_settings_of_synchronous_runs(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         plain_server(
             tmp_path, nn.Linear(1, 1), **({"algorithm.name": "diloco", "async.enabled": True} | settings)
@@ -303,8 +300,8 @@ def test_settings_that_an_asynchronous_run_does_not_have_are_refused(
 
 
 @pytest.mark.covers("L5")
-def test_keeps_a_version_that_a_worker_is_to_pull(world: World) -> None:
-    """Two versions are kept in any case; a has a ticket of version 0, and pulls it when the head is at 4."""
+def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
+    """Only the two newest versions are kept in any case. Site a pulls version 0 when the newest is version 4."""
     world.start()
     assert world.sites["a"].next_round() == 1
     world.pull("b")
@@ -313,7 +310,7 @@ def test_keeps_a_version_that_a_worker_is_to_pull(world: World) -> None:
     world.wait(4)
 
 
-def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: World) -> None:
+def test_drops_a_version_that_was_pulled(world: World) -> None:
     """a has pulled version 1 and says so; when b has brought the run on, no site is to pull it any more."""
     world.start(**{"disk.keep_versions": 1, "network.heartbeat_interval_s": 0.1})
     world.pull("a", "b")
@@ -330,7 +327,9 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: World) -> 
     assert world.staleness[-1] == ("a", 2)
 
 
-def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: World) -> None:
+@pytest.mark.usefixtures("pulled_apart")
+def test_a_late_site_gets_a_newer_version(world: World) -> None:
+    """Only one version may be pinned besides the newest."""
     world.start(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
     assert world.sites["a"].next_round() == 1
     assert world.sites["c"].next_round() == 1
@@ -342,8 +341,9 @@ def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: World) -> None:
     require_close({"weight": pulled}, nesterov(G))
 
 
+@pytest.mark.usefixtures("pulled_apart")
 @pytest.mark.covers("L3")
-def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: World) -> None:
+def test_the_end_may_take_a_promised_version(world: World) -> None:
     """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
     world.start(rounds=1, **{"disk.keep_versions": 1})
     assert world.sites["a"].next_round() is not None
@@ -358,7 +358,7 @@ def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: World) -
 
 
 @pytest.mark.covers("L3")
-def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: World) -> None:
+def test_looking_at_the_newest_model_changes_nothing(world: World) -> None:
     """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
     world.start()
     world.pull("a", "b")
@@ -371,9 +371,8 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: World) -> N
     assert world.staleness == [("b", 0), ("a", 1)]
 
 
-def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_becomes_durable_without_its_export(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export was overtaken."""
     from atoll.server.coordinator.background_writes import Exports
 
     def overtaken(*_: Any) -> None:
@@ -394,7 +393,7 @@ PULL = r"GET .*/versions/\d+/[0-9a-f]{64} "
 
 
 @pytest.fixture
-def added(tmp_path: Path) -> Iterator[World]:
+def added(tmp_path: Path, pulled_apart: None) -> Iterator[World]:
     """An asynchronous run that adds updates up, to be started; its version takes five parts."""
     settings = {"diloco.sync_every": 1, "disk.keep_versions": 1, "network.part_bytes": 2**16, "network.connections": 1}
     settings |= PLAIN_DILOCO | {"async.enabled": True, "algorithm.outer_optimizer.nesterov": False}
@@ -439,7 +438,7 @@ def test_a_federated_site_pulls_the_head_instead(added: World) -> None:
 
 
 @pytest.mark.covers("L3", "L10")
-def test_a_loop_that_pulls_after_its_update_loses_no_step(added: World) -> None:
+def test_a_loop_loses_no_step(added: World) -> None:
     """Each step takes 1 from every weight; none is lost or counted twice when the server ends."""
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ def saved(server: atoll.Server) -> int:
 
 
 @pytest.mark.covers("X41")
-def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_measured_version_is_the_best(tmp_path: Path, nursery: Nursery) -> None:
+    """It is known again after a restart, and `atoll export --best` writes it."""
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
@@ -91,7 +92,7 @@ def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tm
     assert out.read_bytes() == (exports / "best.safetensors").read_bytes()
 
 
-def test_files_of_the_best_version_that_are_missing_are_written_at_the_next_start(tmp_path: Path) -> None:
+def test_a_start_writes_missing_best_files(tmp_path: Path) -> None:
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
@@ -105,7 +106,7 @@ def test_files_of_the_best_version_that_are_missing_are_written_at_the_next_star
         assert json.loads((exports / "best.json").read_text())["version"] == 1
 
 
-def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_round(tmp_path: Path) -> None:
+def test_a_round_writes_removed_best_files(tmp_path: Path) -> None:
     with best_server(tmp_path, **{"disk.keep_versions": 4}) as server:
         run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
@@ -118,24 +119,25 @@ def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_roun
 
 
 @contextmanager
-def set_at_the_end(event: threading.Event) -> Iterator[None]:
-    """Else the server of a test that fails would wait for what the event holds up."""
-    try:
-        yield
-    finally:
-        event.set()
+def held_up(owner: Any, name: str, is_held: Callable[..., bool] = lambda *_: True) -> Iterator[threading.Event]:
+    """Calls of a function wait for the event. It is set at the end: else the server of a failing test would wait."""
+    may, function = threading.Event(), getattr(owner, name)
+
+    def late(*given: Any, **more: Any) -> Any:
+        assert not is_held(*given) or may.wait(60)
+        return function(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, late)
+        try:
+            yield may
+        finally:
+            may.set()
 
 
-def test_no_version_is_made_while_the_best_one_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_makes_no_version_while_saving_the_best(tmp_path: Path) -> None:
     """On a slow disk the next commits would drop it before it is a file."""
-    may, export_model = threading.Event(), background_writes.export_model
-
-    def late(*given: Any, **more: Any) -> Path:
-        assert may.wait(60)
-        return export_model(*given, **more)
-
-    monkeypatch.setattr(background_writes, "export_model", late)
-    with best_server(tmp_path) as server, set_at_the_end(may):
+    with best_server(tmp_path) as server, held_up(background_writes, "export_model") as may:
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
         def is_closed() -> bool:
@@ -151,17 +153,9 @@ def test_no_version_is_made_while_the_best_one_is_being_saved(tmp_path: Path, mo
         assert best_of(server.exports)[1] == [0.0, 0.0]
 
 
-def test_a_run_is_finished_when_the_last_rounds_metrics_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may, append = threading.Event(), background_writes.Exports.append_metrics
-
-    def late(*given: Any) -> None:
-        assert may.wait(60)
-        append(*given)
-
-    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, set_at_the_end(may):
+def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
+    held = held_up(background_writes.Exports, "append_metrics")
+    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
         assert not server.wait(0.5)
@@ -170,17 +164,14 @@ def test_a_run_is_finished_when_the_last_rounds_metrics_are_written(
         assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_run_is_finished_when_its_best_version_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
     """Also where an earlier best version is a file already."""
-    may, export_model = threading.Event(), background_writes.export_model
 
-    def late(plan: Any, store: Any, target: Path, *more: Any) -> Path:
-        if target.name == background_writes.BEST_MODEL and target.exists():
-            assert may.wait(60)
-        return export_model(plan, store, target, *more)
+    def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
+        return target.name == background_writes.BEST_MODEL and target.exists()
 
-    monkeypatch.setattr(background_writes, "export_model", late)
-    with best_server(tmp_path, **{"rounds.total": 2}) as server, set_at_the_end(may):
+    held = held_up(background_writes, "export_model", is_second)
+    with best_server(tmp_path, **{"rounds.total": 2}) as server, held as may:
         run_rounds(server, tmp_path, 0.1, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
         assert not server.wait(0.5)
@@ -189,17 +180,11 @@ def test_a_run_is_finished_when_its_best_version_is_saved(tmp_path: Path, monkey
         assert best_of(server.exports)[1] == [1.0, 1.0]
 
 
-def test_the_metrics_of_rounds_are_written_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_metrics_in_the_rounds_order(tmp_path: Path) -> None:
     """However slow the disk is, and however fast the commits."""
-    may, begun, append = threading.Event(), list[int](), background_writes.Exports.append_metrics
-
-    def late(exports: Any, summary: Any, at: str) -> None:
-        begun.append(summary.round)
-        assert may.wait(60)
-        append(exports, summary, at)
-
-    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.best_metric": None}) as server, set_at_the_end(may):
+    begun: list[int] = []
+    held = held_up(background_writes.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
+    with best_server(tmp_path, **{"rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
         wait_until(lambda: server.status().fragments[0].version == 3, "three versions")
         assert not may.wait(0.2)
@@ -210,9 +195,8 @@ def test_the_metrics_of_rounds_are_written_in_their_order(tmp_path: Path, monkey
         assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_best_version_that_is_no_longer_kept_is_reported_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_a_lost_best_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no longer kept, so that its file cannot be written again. The run goes on."""
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
@@ -227,7 +211,7 @@ def test_a_best_version_that_is_no_longer_kept_is_reported_and_the_run_goes_on(
 
 
 @pytest.mark.covers("X42")
-def test_the_smallest_loss_is_best_by_default_and_a_falling_loss_is_an_improvement(tmp_path: Path) -> None:
+def test_the_smallest_loss_is_best_by_default(tmp_path: Path) -> None:
     losses = [{"val_loss": value} for value in (0.9, 0.7, 0.5, 0.5, 0.6)]
     settings = {"rounds.best_metric": "val_loss", "rounds.early_stop_after": 2}
     with best_server(tmp_path, **settings) as server:
@@ -239,7 +223,7 @@ def test_the_smallest_loss_is_best_by_default_and_a_falling_loss_is_an_improveme
 
 
 @pytest.mark.covers("X42")
-def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_stops_early_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
     with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:
@@ -260,7 +244,7 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
         assert run_rounds(server, tmp_path, 0.7) == 1
 
 
-def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with best_server(tmp_path, **{"rounds.early_stop_after": 1}) as server:
         run_rounds(server, tmp_path, {"loss": 1.0}, {}, float("nan"), 0.5)
         assert saved(server) == 3
@@ -320,9 +304,8 @@ def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[s
 
 
 @pytest.mark.covers("X41")
-def test_best_json_is_synchronised_before_it_is_renamed_and_its_folder_after_that(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synchronises_best_json_around_its_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is synchronised before it is renamed, and its folder afterwards."""
     from atoll.store.journal import Journal
 
     done: list[tuple[str, str]] = []

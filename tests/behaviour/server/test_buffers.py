@@ -34,6 +34,8 @@ from atoll.store.reader import checked_audit
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.module_tensors import Marked
 
+pytestmark = pytest.mark.covers("X10")
+
 
 class Holder(nn.Module):
     """A parameter `w`, and the given buffers."""
@@ -46,10 +48,7 @@ class Holder(nn.Module):
 
 
 def result(
-    folder: Path,
-    build: Callable[[], nn.Module],
-    train: Callable[[nn.Module, str, int], object],
-    **settings: Any,
+    folder: Path, build: Callable[[], nn.Module], train: Callable[[nn.Module, str, int], object], **settings: Any
 ) -> dict[str, Tensor]:
     """What a run of two sites with equal weights exports."""
     world = World(folder, build(), **{"rounds": 1} | settings)
@@ -74,81 +73,41 @@ def generator_state(seed: int) -> Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
-@pytest.mark.covers("X10")
-@pytest.mark.parametrize(
-    ("start", "a", "b", "expected"),
-    [
-        pytest.param(torch.zeros(1), torch.ones(1), torch.zeros(1), torch.ones(1), id="float flag"),
-        pytest.param(torch.ones(3), torch.tensor([0.0, 1, 1]), torch.ones(3), torch.tensor([0.0, 1, 1]), id="mask"),
-        pytest.param(torch.zeros(2), torch.tensor([0.5, 1]), torch.tensor([1.5, 1]), torch.ones(2), id="statistic"),
-        pytest.param(
-            torch.zeros(3),
-            torch.tensor([0.0, 4, 1]),
-            torch.tensor([1.0, 6, 1]),
-            torch.tensor([0.5, 5, 1]),
-            id="statistic with zeros and ones",
-        ),
-        pytest.param(
-            torch.zeros(3),
-            torch.tensor([1.0, 0, 0]),
-            torch.tensor([0.0, 0.5, 0.5]),
-            torch.tensor([0.5, 0.25, 0.25]),
-            id="statistic of flags at one site",
-        ),
-        pytest.param(torch.tensor(False), torch.tensor(False), torch.tensor(True), torch.tensor(False), id="bool"),
-        pytest.param(torch.tensor(0), torch.tensor(5), torch.tensor(8), torch.tensor(8), id="counter"),
-        pytest.param(
-            torch.tensor([0]), torch.tensor([5]), torch.tensor([8]), torch.tensor([8]), id="counter of one element"
-        ),
-        pytest.param(
-            torch.full((4,), -1),
-            torch.tensor([9, 1, 9, 1]),
-            torch.tensor([2, 5, 2, 5]),
-            torch.tensor([9, 1, 9, 1]),
-            id="queue of labels",
-        ),
-        pytest.param(generator_state(0), generator_state(1), generator_state(2), generator_state(1), id="generator"),
-        pytest.param(torch.tensor(math.inf), torch.tensor(3.0), torch.tensor(1.0), torch.tensor(3.0), id="best loss"),
-        pytest.param(
-            torch.tensor([0.6, 0.8]), torch.tensor([1.0, 0]), torch.tensor([0.0, 1]), torch.tensor([1.0, 0]), id="unit"
-        ),
-        *(
-            pytest.param(start, start, -start, start, id=f"unit along {name}")
-            for name, start in {
-                "all dimensions": torch.full((1, 4, 2, 2), 0.25),
-                "a middle dimension": torch.tensor([0.6, 0.8]).view(1, 2, 1).repeat(2, 1, 3),
-                "two dimensions": torch.tensor([[0.5, 0.7], [0.1, 0.5]]).view(2, 1, 2).repeat(1, 3, 1),
-                "a vector of bfloat16": torch.tensor([0.6, 0.8]).to(torch.bfloat16),
-            }.items()
-        ),
-        pytest.param(
-            -torch.ones(3, 1), torch.zeros(3, 1), torch.full((3, 1), 4.0), torch.full((3, 1), 2.0), id="column"
-        ),
-        pytest.param(
-            torch.tensor([2.0, 3]),
-            torch.tensor([4.0, 3]),
-            torch.tensor([6.0, 3]),
-            torch.tensor([5.0, 3]),
-            id="codebook",
-        ),
-        pytest.param(
-            torch.ones(2).to(torch.float8_e4m3fn),
-            torch.zeros(2).to(torch.float8_e4m3fn),
-            torch.ones(2).to(torch.float8_e4m3fn),
-            torch.zeros(2).to(torch.float8_e4m3fn),
-            id="8-bit flag",
-        ),
-    ],
-)
-def test_the_kind_of_a_buffer_decides_its_rule(
-    tmp_path: Path, start: Tensor, a: Tensor, b: Tensor, expected: Tensor
-) -> None:
+KINDS: dict[str, tuple[Any, Any, Any, Any]] = {
+    "float flag": ([0.0], [1.0], [0.0], [1.0]),
+    "mask": ([1.0, 1, 1], [0.0, 1, 1], [1.0, 1, 1], [0.0, 1, 1]),
+    "statistic": ([0.0, 0], [0.5, 1], [1.5, 1], [1.0, 1]),
+    "statistic with zeros and ones": ([0.0, 0, 0], [0.0, 4, 1], [1.0, 6, 1], [0.5, 5, 1]),
+    "statistic of flags at one site": ([0.0, 0, 0], [1.0, 0, 0], [0.0, 0.5, 0.5], [0.5, 0.25, 0.25]),
+    "bool": (False, False, True, False),
+    "counter": (0, 5, 8, 8),
+    "counter of one element": ([0], [5], [8], [8]),
+    "queue of labels": ([-1, -1, -1, -1], [9, 1, 9, 1], [2, 5, 2, 5], [9, 1, 9, 1]),
+    "generator": tuple(map(generator_state, (0, 1, 2, 1))),
+    "best loss": (math.inf, 3.0, 1.0, 3.0),
+    "unit": ([0.6, 0.8], [1.0, 0], [0.0, 1], [1.0, 0]),
+    "column": ([[-1.0]] * 3, [[0.0]] * 3, [[4.0]] * 3, [[2.0]] * 3),
+    "codebook": ([2.0, 3], [4.0, 3], [6.0, 3], [5.0, 3]),
+    "8-bit flag": tuple(torch.full((2,), value).to(torch.float8_e4m3fn) for value in (1.0, 0.0, 1.0, 0.0)),
+}
+"""Kind → its initial value, what each of two sites makes of it, and the next value."""
+UNITS = {
+    "all dimensions": torch.full((1, 4, 2, 2), 0.25),
+    "a middle dimension": torch.tensor([0.6, 0.8]).view(1, 2, 1).repeat(2, 1, 3),
+    "two dimensions": torch.tensor([[0.5, 0.7], [0.1, 0.5]]).view(2, 1, 2).repeat(1, 3, 1),
+    "a vector of bfloat16": torch.tensor([0.6, 0.8]).to(torch.bfloat16),
+}
+KINDS |= {f"unit along {name}": (start, start, -start, start) for name, start in UNITS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_of_a_buffer_decides_its_rule(tmp_path: Path, kind: str) -> None:
     """Flags, masks, several integers, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
+    start, a, b, expected = map(torch.as_tensor, KINDS[kind])
     found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
     assert torch.equal(found.float(), expected.float())
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "legacy"])
 def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm: Callable[[Any], Any]) -> None:
     """The sites have the pairs (u, v) and (−u, −v) of the same weight: their mean would be zero."""
@@ -168,7 +127,6 @@ def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm
     assert torch.allclose(found.eval()(x), trained.eval()(x))
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("buffers", "rules"),
     [
@@ -196,8 +154,7 @@ def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules
     assert {spec.name: spec.rule for spec in schema.tensors} == dict(zip(buffers, rules, strict=True))
 
 
-@pytest.mark.covers("X10")
-def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the statistics nor the counter of batch normalisation is named."""
     caplog.set_level(logging.INFO, "atoll.server")
     model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
@@ -213,7 +170,6 @@ def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog:
 # -- the setting
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [("mean", [4.0, 6.5]), ("max", [7.0, 8.0]), ("sum", [7.0, 11.0]), ("first", [7.0, 5.0]), ("keep", [1.0, 2.0])],
@@ -229,7 +185,6 @@ def test_a_pattern_sets_the_rule(tmp_path: Path, rule: str, expected: list[float
     )
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.float16])
 def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) -> None:
     """From 5, each round adds 1 and 10: 5 + 3 · 11."""
@@ -244,7 +199,6 @@ def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) 
     assert found["seen"].dtype == dtype
 
 
-@pytest.mark.covers("X10")
 def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
     values = {
         "a": {"x": torch.tensor([2.0]), "y": torch.tensor([2.0])},
@@ -255,7 +209,6 @@ def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
     assert (found["x"].item(), found["y"].item()) == (2.0, 6.0)
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("value", "told"),
     [
@@ -272,7 +225,6 @@ def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
         Settings.build({"algorithm.name": "diloco", "model.buffers": value})
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("buffer", "rule", "told"),
     [
@@ -288,7 +240,6 @@ def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor
         World(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}).start()
 
 
-@pytest.mark.covers("X10")
 def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
     """The rules hold for the whole run; a start that names none continues with them."""
     build = partial(Holder, x=torch.tensor([3.0]))
@@ -300,8 +251,7 @@ def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
         World(tmp_path, build(), **{"model.buffers": {"x": "first"}}).start()
 
 
-@pytest.mark.covers("X10")
-def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
+def test_a_refusal_names_the_rule_of_a_flag(tmp_path: Path) -> None:
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
     with World(tmp_path, build()):
         pass
@@ -311,7 +261,6 @@ def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
         World(tmp_path, build(), **{"model.buffers": {"x": "mean"}}).start()
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("rules", "told"),
     [
@@ -341,7 +290,6 @@ def test_warns_of_a_rule_without_effect(
     assert warnings == [f"model.buffers sets {text}" for text in told]
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     ("rules", "told"),
     [
@@ -371,8 +319,7 @@ class Tied(nn.Module):
             nn.init.zeros_(parameter)
 
 
-@pytest.mark.covers("X10")
-def test_a_pattern_matches_any_name_of_a_tied_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pattern_matches_tied_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The tied weight stays at each site by its second name; the mean of 1 and 3 is 2 for the bias alone."""
 
     def train(model: nn.Module, site: str, _: int) -> None:
@@ -416,7 +363,6 @@ def simulated(worker: Any) -> None:
         fl_round.submit(model)
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -431,7 +377,6 @@ def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]
     assert {name: found[name].item() for name in EXPECTED} == EXPECTED
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize(
     "settings",
     [{}, {"K": 1, "tau": 1, "alpha": 0.5}, {"aggregation.download_codec.name": "int8"}, {"async.enabled": True}],
@@ -460,9 +405,8 @@ def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> 
     assert found["own"] == 0.0
 
 
-@pytest.mark.covers("X10")
 def test_rules_hold_in_a_simulation(tmp_path: Path) -> None:
-    """The site that is trained in any process has what it kept."""
+    """Any process may train a site; what the site keeps goes with it."""
     done = new_simulation(
         shared_model(),
         script=simulated,
@@ -497,9 +441,8 @@ def shift_norm(model: nn.Module, site: str, *_: object) -> None:
             tensor.add_(1 if site == "a" else 10)
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
-def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algorithm: str) -> None:
+def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) -> None:
     """Parameters, too. A site that is started anew in each round, with a new model, continues with what it kept."""
     met: dict[tuple[str, int], list[float]] = {}
 
@@ -531,7 +474,6 @@ def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algo
     assert all(torch.equal(world.result[name], start[name]) for name in start if name.startswith("bn."))
 
 
-@pytest.mark.covers("X10")
 def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
     """The update has the size of the linear layer, 16 bytes in a segment of 64; so has the file of the other sites."""
     world = World(tmp_path, Normed(), rounds=1, **FED_BN)
@@ -540,7 +482,6 @@ def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
     assert outbox.stat().st_size == 64
 
 
-@pytest.mark.covers("X10")
 def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
     """The first update has NaN in the linear layer; its batch normalisation, 100, is not kept."""
     met = []
@@ -556,7 +497,6 @@ def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
     assert met == [0.0, 0.0, 7.0]
 
 
-@pytest.mark.covers("X10")
 def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
     """After two rounds of one step, the site starts again with a new model."""
 
@@ -573,7 +513,6 @@ def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
                     loop.optimizer.step()  # type: ignore[union-attr]
 
 
-@pytest.mark.covers("X10")
 def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
     """In `state_dict`, and after a submitted mapping that lacks a name."""
     met = []
@@ -591,7 +530,6 @@ def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
     assert met == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.covers("X10")
 def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
     """The norm of the linear layer's change, 4 ones, is 2; with batch normalisation it would be larger."""
     start = Normed()
@@ -600,8 +538,7 @@ def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
     assert torch.allclose(world.result["linear.weight"], start.linear.weight + 0.5)
 
 
-@pytest.mark.covers("X10")
-def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> None:
+def test_evaluates_models_with_what_a_site_keeps(tmp_path: Path) -> None:
     """Site a trains the linear layer to 1 and keeps the bias 100, b trains it to 3 and keeps 200. No bias is sent."""
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
@@ -635,8 +572,7 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
 # -- Inf, and shapes that come from the data
 
 
-@pytest.mark.covers("X10")
-def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) -> None:
+def test_filters_take_infinite_buffers(tmp_path: Path) -> None:
     """The changes of a mask of −Inf are 0, so only the three ones of `w` are clipped to the norm 1."""
 
     def train(model: nn.Module, *_: object) -> None:
@@ -651,11 +587,8 @@ def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) 
     assert (found["mask"].tolist(), found["best"].item()) == ([-math.inf, 0.0], 2.0)
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("name", ["w", "table", "running_mean"])
-def test_new_inf_in_a_parameter_or_a_mean_is_refused_by_name(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refuses_new_inf_by_name(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Site b's update is refused once; then it submits finite values."""
     seen = []
 
@@ -679,9 +612,8 @@ class ByData(nn.Module):
         self.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
 
 
-@pytest.mark.covers("X10")
 def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
-    """Each site has its own shape, which it keeps, site b from before the run; an export fits a new model."""
+    """Each site keeps the shape of its own data, site b from before the run. An export fits a new model."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     with World(tmp_path, ByData(), rounds=3) as world:
@@ -701,8 +633,7 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
     ByData().load_state_dict(found)
 
 
-@pytest.mark.covers("X10")
-def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Path) -> None:
+def test_diloco_keeps_shapes_from_the_data(tmp_path: Path) -> None:
     model = ByData()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -715,8 +646,7 @@ def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Pat
     assert model.low.shape == (2,)
 
 
-@pytest.mark.covers("X10")
-def test_a_changed_shape_of_an_averaged_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_refuses_a_changed_shape_of_an_average(tmp_path: Path) -> None:
     model = Holder(x=torch.ones(1))
     with World(tmp_path, model, "a", **{"model.buffers": {"x": "mean"}}) as world:
         world.ask()
@@ -729,11 +659,8 @@ def test_a_changed_shape_of_an_averaged_buffer_is_refused_with_the_remedy(tmp_pa
 FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("key", ["", "aggregation.download_codec.name", "aggregation.upload_codec.name"])
-def test_the_first_update_decides_the_shapes_of_shared_buffers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
-) -> None:
+def test_the_first_update_decides_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
     """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
@@ -760,8 +687,7 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
     return model
 
 
-@pytest.mark.covers("X10")
-def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -> None:
+def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
     """68 MB of one buffer are more than 2²⁶ bytes, which are 67.1 MB, and more than the model has."""
     with World(tmp_path, ByData(), "a", **FIRST) as world:
         site = world.sites["a"]
@@ -773,8 +699,7 @@ def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -
         assert "Start a again after mending its error" in world.status.warnings[0]
 
 
-@pytest.mark.covers("X10")
-def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path) -> None:
+def test_refuses_shapes_unlike_the_first_updates(tmp_path: Path) -> None:
     """Site b has 4 elements where a, which was earlier, has 3; c has as many, and changes them in round 2."""
     with World(tmp_path, ByData(), "abc", rounds=2, **{"rounds.min_sites": 2}, **FIRST) as world:
         world.ask(number=1)
@@ -797,10 +722,7 @@ def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path)
         assert world.finish()["low"].tolist() == [2.0] * 3
 
 
-@pytest.mark.covers("X10")
-def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_update_ends_with_its_earlier_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more.
 
     Version 0 has no values in these shapes, so a's model keeps its own.
@@ -835,7 +757,6 @@ def ask_with(site: ManualSite, elements: int, **how: Any) -> None:
     site._place.exchange.ask(shapes={"low": [elements]}, **how)
 
 
-@pytest.mark.covers("X10")
 def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
     """Site a has said that its buffer has 3 elements; b comes with 4 before a's update is there."""
     refused = r"\[4\], but the run has \[3\], and another site had the first update"
@@ -846,8 +767,7 @@ def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
             ask_with(world.sites["b"], 4)
 
 
-@pytest.mark.covers("X10")
-def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
+def test_a_lost_version_1_keeps_the_shapes(tmp_path: Path) -> None:
     """The first update had no elements, and version 1, which it made, is damaged: the run is at version 0 again."""
     world = World(tmp_path, f"{__name__}:ByData", "a", **FIRST)
     with world:
@@ -862,15 +782,13 @@ def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
             ask_with(world.sites["b"], 3, retries=0)
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
-def test_a_run_keeps_its_shapes_if_its_files_cannot_change(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unchangeable_files_keep_their_shapes(tmp_path: Path, settings: dict[str, Any]) -> None:
     with World(tmp_path, ByData(), "a", **FIRST, **settings) as world:
         with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):
             ask_with(world.sites["a"], 3)
 
 
-@pytest.mark.covers("X10")
 def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
     """The server and the site start again after round 1, another site joins, and the state is saved and loaded."""
     world = World(tmp_path, f"{__name__}:ByData", "a", rounds=4, **FIRST)
@@ -894,9 +812,8 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
         assert load_file(out)["low"].tolist() == [2.0] * 3
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.parametrize("streams", [False, True])
-def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, streams: bool) -> None:
+def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) -> None:
     """Also for one of two fragments, and while an update is in flight."""
     settings: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2} | ({"K": 2, "tau": 1} if streams else {})
 
@@ -917,8 +834,7 @@ def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, stream
     assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
 
 
-@pytest.mark.covers("X10")
-def test_a_simulation_refuses_shapes_that_come_from_the_data(tmp_path: Path) -> None:
+def test_a_simulation_refuses_shapes_from_the_data(tmp_path: Path) -> None:
     settings = {"rounds.total": 1, "rounds.sites": 1, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
     script = f"{__name__}:shaped_by_data"
     simulation = new_simulation(ByData(), script=script, sites=1, processes=1, **settings, **FIRST)
@@ -947,8 +863,7 @@ class Noisy(nn.Module):
         self.draws = int(state)
 
 
-@pytest.mark.covers("X10")
-def test_extra_state_that_is_no_tensor_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_extra_state_without_tensors_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Remembering(nn.Module):
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 1}
@@ -961,8 +876,7 @@ def test_extra_state_that_is_no_tensor_is_named_once(tmp_path: Path, caplog: pyt
     assert [text.split()[0] for text in told] == ["1._extra_state"]
 
 
-@pytest.mark.covers("X10")
-def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
+def test_sets_the_first_sites_extra_state(tmp_path: Path) -> None:
     """A tensor from `get_extra_state` is a copy, so a loaded one is passed to `set_extra_state`."""
     met: list[int] = []
 
@@ -975,7 +889,6 @@ def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
     assert found["_extra_state"].tolist() == [6]
 
 
-@pytest.mark.covers("X10")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rules", [{}, {"*": "first"}], ids=["usual", "first"])
 @pytest.mark.parametrize("mode", ["eager", "fx"])

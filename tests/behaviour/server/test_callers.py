@@ -167,7 +167,7 @@ def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
 
 
 @pytest.mark.covers("X2")
-def test_the_tokens_of_a_run_stay_until_their_files_are_deleted(
+def test_keeps_tokens_until_their_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two secrets in private files. A new file has a new token; the log has none of them."""
@@ -199,7 +199,7 @@ def test_the_tokens_of_a_run_stay_until_their_files_are_deleted(
 
 @pytest.mark.covers("X2")
 @pytest.mark.parametrize("name", FILES)
-def test_no_token_is_read_or_written_through_a_link(tmp_path: Path, name: str) -> None:
+def test_follows_no_link_to_a_token(tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.write_text("0" * 43)
     (tmp_path / "state").mkdir()
@@ -210,9 +210,10 @@ def test_no_token_is_read_or_written_through_a_link(tmp_path: Path, name: str) -
 
 
 @pytest.mark.covers("X3")
-def test_a_site_with_a_readers_token_is_told_which_one_it_needs(
+def test_a_site_hears_which_token_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It shows a reader's token. The refusal is in the log and in the metrics."""
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         monkeypatch.setenv("ATOLL_TOKEN", token_in(tmp_path, "reader.token"))

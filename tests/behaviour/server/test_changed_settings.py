@@ -60,7 +60,7 @@ FEDPROX: dict[str, Any] = {"algorithm.name": "fedprox", "algorithm.mu": 0.1}
     ],
     ids=str,
 )
-def test_settings_that_a_run_cannot_change_are_refused_by_name(
+def test_refuses_changed_settings_by_name(
     tmp_path: Path, first: dict[str, Any], key: str | tuple[str, ...], was: object, sets: Any
 ) -> None:
     """Of several changed settings the first is named."""
@@ -78,9 +78,8 @@ def test_settings_that_a_run_cannot_change_are_refused_by_name(
     ],
     ids=["rate", "rates"],
 )
-def test_another_outer_optimizer_is_refused_with_the_options_that_differ(
-    tmp_path: Path, other: dict[str, Any], told: str
-) -> None:
+def test_refuses_another_outer_optimizer(tmp_path: Path, other: dict[str, Any], told: str) -> None:
+    """By the options that differ."""
     require_refused(tmp_path, {}, other, f"algorithm.outer_optimizer = {told}")
 
 
@@ -95,7 +94,7 @@ def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], 
         assert again.status().epoch >= 2
 
 
-def test_another_build_of_torch_is_reported_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reports_another_build_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with diloco_server(tmp_path):
         pass
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:
@@ -107,7 +106,7 @@ def test_another_build_of_torch_is_reported_and_not_refused(tmp_path: Path, capl
         assert "the run was started with torch 2.1.0 on" in caplog.text
 
 
-def test_settings_that_sites_have_read_hold_for_them_until_they_start_again(tmp_path: Path) -> None:
+def test_sites_keep_settings_until_they_restart(tmp_path: Path) -> None:
     """a was there before, b comes later; both take part."""
     told = {"network.connections": 1, "network.heartbeat_interval_s": 0.2, "network.idle_timeout_s": 7.0}
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
@@ -130,8 +129,8 @@ def test_settings_that_sites_have_read_hold_for_them_until_they_start_again(tmp_
 
 
 @pytest.mark.covers("L11")
-def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_workers(tmp_path: Path) -> None:
-    """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
+def test_server_settings_hold_from_its_next_start(tmp_path: Path) -> None:
+    """The restarted server makes one more round, needs fewer sites, takes the median, and refuses large updates."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
     with diloco_server(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
         sites = manual_sites(server, tmp_path)

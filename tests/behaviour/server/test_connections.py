@@ -59,9 +59,8 @@ def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None
     wait_until(let_in, "a connection")
 
 
-def test_connected_clients_stay_and_others_come_in_when_there_is_room(
-    few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Others are turned away, until there is room again."""
     with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
         worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         stack.callback(worker.close)
@@ -79,7 +78,7 @@ def test_connected_clients_stay_and_others_come_in_when_there_is_room(
         wait_until_let_in(lambda: http.client.HTTPConnection("127.0.0.1", server.port, timeout=30))
 
 
-def test_accepts_connections_again_after_the_system_could_not_watch_for_them(
+def test_accepts_connections_after_a_failed_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As where the limit of a user's epoll watches is reached."""
@@ -99,7 +98,7 @@ def test_accepts_connections_again_after_the_system_could_not_watch_for_them(
     assert "a connection could not be accepted: No space left on device" in caplog.text
 
 
-def test_as_many_files_as_the_system_allows_may_be_open() -> None:
+def test_opens_all_files_the_system_allows() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = listener.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, listener.MOST_FILES)
     try:
@@ -165,9 +164,7 @@ def test_a_worker_that_goes_away_within_a_download(tmp_path: Path, caplog: pytes
             end(raw)
 
 
-def test_answers_other_protocols_with_an_http_error_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_answers_other_protocols_with_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with quiet_server(tmp_path, caplog) as server:
         for words in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"SSH-2.0-x\r\n"):
             with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
@@ -187,7 +184,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 
 @pytest.mark.covers("D1", "F37")
-def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
+def test_limits_the_parts_sent_at_once(server: atoll.Server) -> None:
     update = WireSite(server.url).train()
     with contextlib.ExitStack() as ends:
         first = [ends.enter_context(update.begin(part, b"x")) for part in range(MOST_PARTS)]
@@ -211,7 +208,7 @@ def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> N
 
 
 @pytest.mark.covers("L9")
-def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
+def test_a_part_is_a_sign_of_life(tmp_path: Path) -> None:
     """The request for it is one, too; the site sends nothing else. A second of silence is worth a word here."""
     settings = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": 0}
     with plain_server(tmp_path, nn.Linear(64, 64), **settings) as server:
@@ -248,9 +245,7 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
 
 @pytest.mark.covers("D1")
 @pytest.mark.parametrize("wide", [0, 1])
-def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
-) -> None:
+def test_tls_sends_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
     """And what is held for each of them keeps to it."""
     from atoll.transport import request_body, serve_range
 
@@ -298,7 +293,7 @@ def rest_of(raw: socket.socket, got: bytes) -> bytes:
 
 
 @pytest.mark.covers("P3")
-def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> None:
+def test_cuts_off_the_oldest_stalled_reader(tmp_path: Path) -> None:
     """Readers stall in versions 0, 1 and 2; two may be pinned beyond those that are kept: the oldest is revoked."""
     model = nn.Linear(3000, 1000, bias=False)  # 12 MB: more than the sockets between the two can hold
     readers: list[tuple[socket.socket, bytes]] = []
@@ -347,7 +342,7 @@ CONNECTIONS, MOST_BYTES = 50, 105_000
 """Of Python's memory, for each connection; asyncio's own buffer has 262,144."""
 
 
-def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: Path) -> None:
+def test_an_idle_tls_connection_has_small_buffers(tmp_path: Path) -> None:
     """Any machine that reaches the port can open many, before it shows a token."""
     context = ssl._create_unverified_context()
     with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:

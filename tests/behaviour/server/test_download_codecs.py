@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import specification as spec
 import torch
 from harness.processes import Nursery
 from harness.proxy import Fault, Proxy
@@ -30,8 +32,6 @@ from atoll.registry import OwnName
 WEIGHTS = {"a": 1.0, "b": 2.5}
 PART_BYTES = 2**16
 BUFFERS = {"bn.*": "mean"}
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""dtype → its name in safetensors."""
 
 
 def start() -> dict[str, Tensor]:
@@ -77,88 +77,46 @@ def trained(site: str, number: int, state: dict[str, Tensor]) -> dict[str, Tenso
     return moved
 
 
+INT8, INT4 = spec.quantized(127), spec.quantized(7)
+UP = {"none": (spec.none, False), "int8": (INT8, True), "int4": (INT4, True)}
+"""Codec of updates → what it does, and whether its error is fed back."""
+SGD = spec.of_torch(torch.optim.SGD, lr=1.0)
+
+
 class Reference:
-    """The run as the formulas have it; `round` is one with every site, `held` what they then hold.
+    """The run by the specification; `round` is one with these sites."""
 
-    u_k = b − w_k       g_k = dec(C(u_k + e_k))       θ ← step of θ along Σ ŵ_k·g_k       b ← b + dec(D(θ − b))
-    """
-
-    def __init__(
-        self, model: dict[str, Tensor], up: str = "none", down: str = "int8", options: dict[str, Any] | None = None
-    ) -> None:
-        self.held = {name: tensor.clone() for name, tensor in model.items()}
-        self.up, self.down = build_codecs(OwnName(up), {})[up], build_codecs(OwnName(down), options or {})[down]
-        self.theta = {
-            name: torch.nn.Parameter(tensor.to(wide(tensor)))
-            for name, tensor in model.items()
-            if tensor.is_floating_point() and not name.startswith("bn.")
+    def __init__(self, model: dict[str, Tensor], up: str = "none", down: Any = INT8, outer: spec.Outer = SGD) -> None:
+        codec, feedback = UP[up]
+        buffers = {"bn.running_mean": "mean", "bn.batches": "max"}
+        rules = spec.Rules(lambda x, *given: x.numel() and outer(x, *given), codec, feedback, down, buffers=buffers)
+        self.fragment = spec.Fragment(rules, model)
+        self.sites = {
+            name: spec.Site(rules, name, deepcopy(model), partial(self._train, name), weight=weight)
+            for name, weight in WEIGHTS.items()
         }
-        self.lost = {site: {name: torch.zeros_like(t.data) for name, t in self.theta.items()} for site in WEIGHTS}
-        params = [parameter for parameter in self.theta.values() if parameter.numel()]
-        self.optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
 
-    def outer(self, optimizer: type[torch.optim.Optimizer], **options: Any) -> Reference:
-        fused = {"fused": True} if optimizer is torch.optim.Adam else {}  # as the server has it
-        self.optimizer = optimizer([p for p in self.theta.values() if p.numel()], foreach=False, **options, **fused)
-        return self
+    @staticmethod
+    def _train(site: str, number: int, w: dict[str, Tensor], _: object) -> None:
+        w.update(trained(site, number, w))
+
+    @property
+    def held(self) -> dict[str, Tensor]:
+        """What sites hold."""
+        return self.fragment.b
 
     @property
     def exported(self) -> dict[str, Tensor]:
-        """θ in the model's dtype; what else there is, as it is held."""
-        return self.held | {
-            name: theta.detach().clone().to(self.held[name].dtype) for name, theta in self.theta.items()
-        }
+        return deepcopy(self.fragment.result())
 
     def round(self, number: int, sites: str = "ab") -> None:
-        weights = [WEIGHTS[site] / sum(WEIGHTS[each] for each in sites) for site in sites]
-        states = [trained(site, number, self.held) for site in sites]
-        after = {}
-        for name, held in self.held.items():
-            rows = [state[name] for state in states]
-            if name in self.theta:
-                rows = [self._sent(site, name, row) for site, row in zip(sites, rows, strict=True)]
-            if not held.is_floating_point():
-                after[name] = torch.stack(rows).amax(0)
-                continue
-            mean = rows[0].to(wide(held)) * weights[0]
-            for row, weight in zip(rows[1:], weights[1:], strict=True):
-                mean.add_(row.to(mean.dtype), alpha=weight)
-            if name in self.theta:
-                self.theta[name].grad = mean
-            else:
-                after[name] = mean.to(held.dtype)
-        self.optimizer.step()
-        for name, theta in self.theta.items():
-            held = self.held[name]
-            went_down = through(self.down, theta.detach() - held.to(theta.dtype), held.dtype)
-            after[name] = (held.to(theta.dtype) + went_down).to(held.dtype)
-        self.held = {name: after[name] for name in self.held}
-
-    def _sent(self, site: str, name: str, local: Tensor) -> Tensor:
-        held = self.held[name]
-        update = held.to(wide(held)) - local.to(wide(held))
-        if self.up.raw:  # fp16 travels as fp32: the difference of two of its values may be beyond its range
-            return update if held.dtype is torch.float16 else update.to(held.dtype).to(update.dtype)
-        update = update + self.lost[site][name]
-        sent = through(self.up, update, held.dtype)
-        self.lost[site][name] = update - sent
-        return sent
-
-
-def wide(tensor: Tensor) -> torch.dtype:
-    """What a tensor is accumulated in."""
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
-def through(codec: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What comes out of a codec at the other end."""
-    flat = values.reshape(-1)
-    encoded = torch.zeros(codec.encoded_bytes(flat.numel(), NAMES[dtype]), dtype=torch.uint8)
-    if flat.numel():
-        codec.encode_(flat, encoded, NAMES[dtype])
-        flat = torch.empty_like(flat)
-        codec.decode_(encoded, flat, NAMES[dtype])
-    return flat.view(values.shape)
+        updates = []
+        for site in map(self.sites.__getitem__, sites):
+            site.k = number
+            site.load(self.held)
+            site.train({})
+            updates.append(site.update(site.w))
+        self.fragment.close(updates)
 
 
 def down_bytes(client: ManualSite) -> int:
@@ -201,25 +159,25 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize(
-    ("up", "down", "options"),
+    ("up", "down", "codec", "options"),
     [
-        ("none", "int8", {}),
-        ("none", "int4", {}),
-        ("none", "topk", {"density": 0.05}),
-        ("none", "bf16", {}),
-        ("int8", "int8", {}),
-        ("int4", "topk", {}),
+        ("none", "int8", INT8, {}),
+        ("none", "int4", INT4, {}),
+        ("none", "topk", spec.topk(0.05), {"density": 0.05}),
+        ("none", "bf16", spec.bf16, {}),
+        ("int8", "int8", INT8, {}),
+        ("int4", "topk", spec.topk(), {}),
     ],
     ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
 )
-def test_every_site_holds_what_the_formula_says_bit_for_bit(
-    tmp_path: Path, up: str, down: str, options: dict[str, float]
+def test_every_site_holds_what_the_specification_says(
+    tmp_path: Path, up: str, down: str, codec: Any, options: dict[str, float]
 ) -> None:
-    """θ ← step, b ← b + dec(D(θ − b)), written down for whole tensors; and what comes down is counted."""
+    """Bit for bit, after every round; and what comes down is counted."""
     codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
-    reference = Reference(start(), up, down, options)
+    reference = Reference(start(), up, codec)
     with coded(tmp_path, **settings, **{"disk.in_files": in_files}) as world:
         follow(world, reference, 1, 2, 3, 4)
         came = received(world)
@@ -233,32 +191,32 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
 
 @pytest.mark.parametrize("down", ["int8", "topk"])
 @pytest.mark.parametrize(
-    ("name", "optimizer", "options"),
+    ("name", "outer", "options"),
     [
-        ("sgd", torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-        ("adam", torch.optim.Adam, {"lr": 0.01}),
-        ("torch.optim:Adafactor", torch.optim.Adafactor, {"lr": 0.01}),
+        ("sgd", partial(spec.of_torch, torch.optim.SGD), {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("adam", partial(spec.of_torch, torch.optim.Adam, fused=True), {"lr": 0.01}),
+        ("torch.optim:Adafactor", partial(spec.of_torch, torch.optim.Adafactor), {"lr": 0.01}),
     ],
     ids=["momentum", "adam", "whole-tensors"],
 )
 def test_all_dtypes_under_other_outer_optimizers(
-    tmp_path: Path, down: str, name: str, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+    tmp_path: Path, down: str, name: str, outer: Any, options: dict[str, Any]
 ) -> None:
     """fp64, bf16 and fp16, empty and 0-d tensors, buffers and integers; Adafactor sees whole tensors."""
     model = mixed()
-    if optimizer is torch.optim.Adafactor:  # takes its default eps of the first parameter's dtype
+    if ":" in name:  # Adafactor takes its default eps of the first parameter's dtype
         model = {key: value for key, value in model.items() if value.dtype != torch.float64}
     settings = {
         "aggregation.download_codec.name": down,
         "algorithm.outer_optimizer": {"path" if ":" in name else "name": name, **options},
     }
-    reference = Reference(model, down=down).outer(optimizer, **options)
+    reference = Reference(model, down=INT8 if down == "int8" else spec.topk(), outer=outer(**options))
     with coded(tmp_path, model, rounds=3, **settings) as world:
         follow(world, reference, 1, 2, 3)
         require_equal(world.finish(), reference.exported)
 
 
-def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
+def test_a_late_site_applies_kept_differences(tmp_path: Path) -> None:
     """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
     reference = Reference(start())
     with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
@@ -280,7 +238,7 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
-def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
+def test_makes_a_second_base_from_the_first(tmp_path: Path) -> None:
     """As DiLoCo does it when it missed a version: the old base stays, the new one lies beside it."""
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
@@ -302,9 +260,7 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         require_equal(load_file(moved.path), reference.held)
 
 
-def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mends_a_damaged_base_by_the_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -360,7 +316,7 @@ class Saved:
         Saved.states["best"] = state
 
 
-def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_path: Path) -> None:
+def test_exports_and_persistors_get_the_masters(tmp_path: Path) -> None:
     """θ, version by version, and not what sites hold of it."""
     theta = [mixed()]
     Saved.states.clear()
@@ -382,9 +338,7 @@ def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_
         require_equal(state, theta[1 if name == "best" else int(name)])
 
 
-def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differences(
-    tmp_path: Path,
-) -> None:
+def test_an_aggregators_result_steps_the_masters(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MEAN)
     reference = Reference(start())
     with coded(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as world:
@@ -392,9 +346,7 @@ def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differ
         require_equal(world.finish(), reference.exported)
 
 
-def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     reference = Reference(model)
@@ -406,7 +358,7 @@ def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whol
     assert told in caplog.text
 
 
-def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1, 2, 3)
@@ -417,7 +369,7 @@ def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_pat
         assert not earlier.exists()
 
 
-def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
+def test_trains_from_no_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
     reference = Reference(start())
     with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
@@ -456,7 +408,7 @@ def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_pulls_agree(tmp_path: Path, options: dict[str, Any]) -> None:
     with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
         world.rounds(trained, 1, 2, 3)
         world.ask(number=4)
@@ -483,10 +435,9 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
     assert found["weight"].any()
 
 
-def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: Path) -> None:
+def test_diloco_submits_against_what_it_downloaded(tmp_path: Path) -> None:
     """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
-    up, down = build_codecs(OwnName("bf16"), {})["bf16"], build_codecs(OwnName("int4"), {})["int4"]
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -499,10 +450,10 @@ def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: 
                 assert torch.equal(model.weight.data, held)
                 optimizer.zero_grad()
                 (model.weight * scale).sum().backward()
-                update = through(up, held - (held - scale), torch.float32)
+                update = spec.bf16(held - (held - scale), torch.float32)
                 optimizer.step()
                 theta.add_(update * 1.0, alpha=-0.5)
-                held = held + through(down, theta - held, torch.float32)
+                held = held + INT4(theta - held, torch.float32)
         assert torch.equal(model.weight.data, held)
         assert world.server.wait(60)
         assert torch.equal(world.result["weight"], theta)
@@ -534,7 +485,7 @@ def test_masters_that_were_damaged_are_never_exported(
 
 
 @pytest.mark.covers("L16")
-def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_takes_the_masters(tmp_path: Path, nursery: Nursery) -> None:
     """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
     theta, out = {}, tmp_path / "model.safetensors"
     reference = Reference(mixed())
@@ -565,7 +516,7 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
     assert out.read_bytes() == own
 
 
-def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_takes_every_fragments_masters(tmp_path: Path, nursery: Nursery) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": {}}

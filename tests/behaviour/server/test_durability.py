@@ -29,7 +29,7 @@ from atoll.store.versions import Versions
 
 
 @pytest.mark.covers("F42")
-def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
+def test_takes_no_update_of_another_base(tmp_path: Path) -> None:
     """As after an old backup: the ticket's number is right, and the base is not what the server has."""
     with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         update = WireSite(server.url).train(1.0).push()
@@ -39,8 +39,8 @@ def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_p
 
 
 @pytest.mark.covers("F26")
-def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept are the head, the version before it, the durable one, the one on its way to disk, and the next, in work."""
+def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are the newest, the one before it, the durable one, the one that is being written, and the next one."""
     waits, writes = threading.Event(), threading.Lock()
     on_their_way: set[str] = set()
     most_at_once = synced = 0
@@ -104,9 +104,7 @@ def lose_power(world: World) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("disturbed", [False, True])
-def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_again(
-    tmp_path: Path, disturbed: bool
-) -> None:
+def test_submits_again_what_was_not_durable(tmp_path: Path, disturbed: bool) -> None:
     """Guards against an outbox that is cleared when the next version is pulled, or rewritten for a lost one's ticket.
 
     H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
@@ -132,7 +130,7 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 
 
 @pytest.mark.covers("F41")
-def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
+def test_a_lost_versions_round_keeps_the_outbox(tmp_path: Path) -> None:
     """Guards against an outbox that is rewritten for the ticket of a version that the server has lost.
 
     A number of a version is never used again, that of a round is.
@@ -204,7 +202,7 @@ def test_in_memory_no_tensor_is_on_disk(tmp_path: Path, settings: dict[str, Any]
 
 
 @pytest.mark.covers("D12")
-def test_a_run_in_memory_ends_with_its_server_and_says_so(tmp_path: Path) -> None:
+def test_a_run_in_memory_ends_with_its_server(tmp_path: Path) -> None:
     def start(**settings: Any) -> atoll.Server:
         return plain_server(tmp_path, nn.Linear(1, 1), **settings).start()
 

@@ -53,7 +53,8 @@ def told(page: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [(each["what"], each.get("site", ""), each.get("round", 0)) for each in page["events"]]
 
 
-def test_a_round_as_numbered_events_that_a_restart_continues(tmp_path: Path) -> None:
+def test_numbers_the_events_of_a_round(tmp_path: Path) -> None:
+    """A restart continues the numbers."""
     with World(tmp_path, START, "ab", rounds=2) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -84,7 +85,7 @@ def test_a_round_as_numbered_events_that_a_restart_continues(tmp_path: Path) -> 
     assert world.status.finished
 
 
-def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path: Path) -> None:
+def test_names_a_failing_follower_once(tmp_path: Path) -> None:
     """The run goes on, whatever a follower raises; the status says so."""
 
     def fails(event: Happened) -> None:
@@ -160,7 +161,7 @@ BAD = {
 }
 
 
-def test_a_query_that_is_no_query_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_wrong_query(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=1) as world:
         for query, word in BAD.items():
             status, problem = get(world.url, f"/v1/events?{query}")
@@ -171,7 +172,7 @@ def test_a_query_that_is_no_query_is_refused(tmp_path: Path) -> None:
         assert "the newest is 0" in problem["message"]
 
 
-def test_the_oldest_events_go_and_the_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_that_the_oldest_events_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sites and of the run, each the newest: 5, and up to 2 more until the oldest are deleted again."""
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
@@ -196,7 +197,7 @@ def test_the_oldest_events_go_and_the_answer_says_so(tmp_path: Path, monkeypatch
         world.finish()
 
 
-def test_a_site_that_joins_again_and_again_displaces_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_joins_displace_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
     with Store(tmp_path) as store:
@@ -209,7 +210,7 @@ def test_a_site_that_joins_again_and_again_displaces_no_round(tmp_path: Path, mo
         assert numbers == [1, 2, 3, 98, 99, 100, 101, 102, 103]  # 103 events; at 102, all but 5 joins went
 
 
-def test_a_damaged_event_is_named_and_a_client_may_pass_it(tmp_path: Path) -> None:
+def test_names_a_damaged_event(tmp_path: Path) -> None:
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a", "b")
         assert flip_column(tmp_path / "state" / "journal.sqlite", "events", "event_json")
@@ -226,7 +227,7 @@ def test_a_damaged_event_is_named_and_a_client_may_pass_it(tmp_path: Path) -> No
         world.finish()
 
 
-def test_a_follower_of_a_run_that_is_restored_from_a_backup_is_told(tmp_path: Path) -> None:
+def test_tells_followers_of_a_restored_backup(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=3) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -249,7 +250,7 @@ def test_a_follower_of_a_run_that_is_restored_from_a_backup_is_told(tmp_path: Pa
         assert f"after={now} for new ones alone" in problem["remedy"]
 
 
-def test_the_summary_of_many_sites_comes_in_pages_of_a_mebibyte(tmp_path: Path) -> None:
+def test_pages_the_summary_of_many_sites(tmp_path: Path) -> None:
     """9,000 sites of 200 bytes each are two pages; put together, they are the summary."""
     sites = [SiteRound(site=f"site-{number:05}", metrics={"loss": 0.5}) for number in range(9000)]
     summary = RoundSummary(fragment=0, round=1, version=1, metrics={}, counts={}, seconds=1.0, bytes_up=0, sites=sites)
@@ -272,7 +273,7 @@ def test_the_summary_of_many_sites_comes_in_pages_of_a_mebibyte(tmp_path: Path) 
         assert [site for each in ended if isinstance(each, RoundEnded) for site in each.summary.sites] == sites
 
 
-def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_status_clients_cost_one_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from atoll.server.http import app
 
     built, status_of, now_s = [], app.status_of, [0.0]
@@ -297,19 +298,15 @@ def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypa
         world.close()
 
 
-def test_followers_get_events_in_order_though_one_adds_an_event(tmp_path: Path) -> None:
+async def test_followers_get_events_in_order(tmp_path: Path) -> None:
     """A follower answers the first event by another: those after it get the first one first, each once."""
-
-    async def follow() -> list[int]:
-        with Store(tmp_path) as store:
-            log, seen = EventLog(store), list[int]()
-            log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
-            log.subscribe("follows", lambda event: seen.append(event.number))
-            log.tell(Warned(text="first"))
-            await asyncio.sleep(0)
-            return seen
-
-    assert asyncio.run(follow()) == [1, 2]
+    with Store(tmp_path) as store:
+        log, seen = EventLog(store), list[int]()
+        log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
+        log.subscribe("follows", lambda event: seen.append(event.number))
+        log.tell(Warned(text="first"))
+        await asyncio.sleep(0)
+    assert seen == [1, 2]
 
 
 def test_a_program_follows_its_server(tmp_path: Path) -> None:
@@ -344,7 +341,7 @@ def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
         assert log.page(EventQuery()).newest == 0
 
 
-def test_followers_hear_of_a_failure_that_the_journal_cannot_record(tmp_path: Path) -> None:
+def test_tells_followers_of_an_unrecorded_failure(tmp_path: Path) -> None:
     """After a failed fsync, nothing can be written, and that is why the run fails."""
     with Store(tmp_path) as store:
         log, heard = EventLog(store), list[Happened]()
@@ -355,7 +352,8 @@ def test_followers_hear_of_a_failure_that_the_journal_cannot_record(tmp_path: Pa
         assert log.page(EventQuery()).events == []
 
 
-def test_a_page_of_wide_characters_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+def test_a_page_has_at_most_a_mebibyte(tmp_path: Path) -> None:
+    """Of UTF-8, not of characters."""
     with Store(tmp_path) as store:
         log = EventLog(store)
         for _ in range(200):
@@ -394,7 +392,7 @@ BAD_CURVES = {
 }
 
 
-def test_curves_of_sites_over_the_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read in a thread, not by the event loop; and the commands' reader has the same."""
     from atoll.server.http import app
 

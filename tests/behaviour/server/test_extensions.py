@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 from kit.packages import install
 from kit.requests import get, post
-from kit.servers import new_server
 from kit.world import World
 
 from atoll.errors import ConfigError
@@ -19,7 +16,7 @@ from atoll.testing.run import wait_until
 
 pytestmark = pytest.mark.covers("X44")
 
-START = {"w": torch.zeros(2)}
+START, GOAL = {"w": torch.zeros(2)}, "/v1/extensions/counts/goal"
 
 COUNTS = """
 from pydantic import BaseModel
@@ -60,24 +57,22 @@ class Counts(Extension):
 """36 lines: operations, events, a part of the status, a tick."""
 
 
-def package(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS) -> None:
-    install(monkeypatch, folder, "counts_plugin", code, {"atoll.extensions": {"counts": "counts_plugin:Counts"}})
+def counting(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS, **settings: Any) -> World:
+    """A run of one site with the extension; its package is installed."""
+    points = {"atoll.extensions": {"counts": "counts_plugin:Counts"}}
+    install(monkeypatch, folder / "packages", "counts_plugin", code, points)
+    return World(folder, START, "a", **{"rounds": 1, "server.extensions": ("counts",)} | settings)
 
 
-def test_a_package_brings_operations_events_status_and_a_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package(monkeypatch, tmp_path / "packages")
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operations, what it does on events, its part of the status, and its tick."""
+    with counting(monkeypatch, tmp_path) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
-        asked = urllib.request.Request(
-            f"{world.url}/v1/extensions/counts/goal",
-            data=b'{"rounds": 3}',
-            headers={"Content-Type": "application/json", "Authorization": f"Bearer {token}"},
-        )
-        assert json.loads(urllib.request.urlopen(asked).read()) == {"rounds": 3}
-        assert get(world.url, "/v1/extensions/counts/goal") == (200, {"rounds": 3})
-        status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})  # a stranger
+        assert post(world.url, GOAL, {"rounds": 3}, Authorization=f"Bearer {token}") == (200, {"rounds": 3})
+        assert get(world.url, GOAL) == (200, {"rounds": 3})
+        status, problem = post(world.url, GOAL, {"rounds": 4})  # a stranger
         assert status in (401, 403), problem
-        assert "/v1/extensions/counts/goal" in get(world.url, "/openapi.json")[1]["paths"]
+        assert GOAL in get(world.url, "/openapi.json")[1]["paths"]
         world.rounds(1.0, 1)
         world.wait(1)
         wait_until(lambda: world.status.extensions["counts"]["has ticked"], "a tick")
@@ -85,13 +80,11 @@ def test_a_package_brings_operations_events_status_and_a_tick(tmp_path: Path, mo
         world.finish()
 
 
-def test_an_operation_named_like_a_head_route_keeps_its_callers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_operation_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("set_goal", "set_goal_head"))
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
-        status, problem = post(world.url, "/v1/extensions/counts/goal", {"rounds": 4})
+    code = COUNTS.replace("set_goal", "set_goal_head")
+    with counting(monkeypatch, tmp_path, code) as world:
+        status, problem = post(world.url, GOAL, {"rounds": 4})
         assert status in (401, 403), problem
         world.rounds(1.0, 1)
         world.finish()
@@ -101,11 +94,10 @@ NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x
 
 
 @pytest.mark.parametrize("case", NO_JSON)
-def test_a_status_that_is_no_json_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The rest of the status is there, with a warning, and the run goes on."""
     code = COUNTS.replace('{"ended": self.ended', f'{{"bad": {NO_JSON[case]}, "ended": self.ended')
-    package(monkeypatch, tmp_path / "packages", code)
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
+    with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, "/v1/status")[1]["extensions"] == {}
         world.rounds(1.0, 1)
         (problem,) = [text for text in world.status.warnings if "counts" in text]
@@ -114,44 +106,39 @@ def test_a_status_that_is_no_json_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 
 def test_an_installed_package_alone_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package(monkeypatch, tmp_path / "packages")
-    with World(tmp_path, START, "a", rounds=1) as world:
-        assert get(world.url, "/v1/extensions/counts/goal")[0] == 404
+    with counting(monkeypatch, tmp_path, **{"server.extensions": ()}) as world:
+        assert get(world.url, GOAL)[0] == 404
         assert world.status.extensions == {}
         world.rounds(1.0, 1)
         world.finish()
 
 
-WRONG = {
-    "a name that exists": (COUNTS.replace("set_goal", "get_status"), "another operation has this name"),
-    "a path of Atoll": (COUNTS.replace("/v1/extensions/counts/goal", "/v1/status"), "does not begin with"),
-    "no method": (COUNTS.replace("async def get_goal", "async def other"), "no method of this name"),
-    "no extension": ("Counts = print\n", "is no extension"),
-    "raises": (COUNTS + "\n    def __init__(self, run):\n        raise OSError(5)\n", r"cannot be made: OSError\(5\)"),
+COUNTS_ALONE = ("counts",)
+WRONG: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "a name that exists": (COUNTS.replace("set_goal", "get_status"), COUNTS_ALONE, "another operation has this name"),
+    "a path of Atoll": (COUNTS.replace(GOAL, "/v1/status"), COUNTS_ALONE, "does not begin with"),
+    "no method": (COUNTS.replace("async def get_goal", "async def other"), COUNTS_ALONE, "no method of this name"),
+    "no extension": ("Counts = print\n", COUNTS_ALONE, "is no extension"),
+    "raises": (
+        COUNTS + "\n    def __init__(self, run):\n        raise OSError(5)\n",
+        COUNTS_ALONE,
+        r"cannot be made: OSError\(5\)",
+    ),
+    "two of one name": (
+        COUNTS.replace("operations = (", "others = ("),
+        ("counts", "counts_plugin:Counts"),
+        "Two extensions have the name 'counts'",
+    ),
+    "not installed": (COUNTS, ("nobodys",), "nobodys"),
 }
+"""Code of the package, the names in the settings, and why the start is refused."""
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_an_extension_that_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    code, why = WRONG[case]
-    package(monkeypatch, tmp_path / "packages", code)
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": ("counts",)})
-    with pytest.raises(ConfigError, match=why), server:
-        pass
-
-
-def test_refuses_two_extensions_of_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("operations = (", "others = ("))
-    names = ("counts", "counts_plugin:Counts")
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": names})
-    with pytest.raises(ConfigError, match="Two extensions have the name 'counts'"), server:
-        pass
-
-
-def test_refuses_an_extension_that_is_not_installed(tmp_path: Path) -> None:
-    server = new_server(START, **{"disk.state_dir": tmp_path / "state", "server.extensions": ("nobodys",)})
-    with pytest.raises(ConfigError, match="nobodys"), server:
-        pass
+    code, names, why = WRONG[case]
+    with pytest.raises(ConfigError, match=why):
+        counting(monkeypatch, tmp_path, code, **{"server.extensions": names}).start()
 
 
 FAILS = {
@@ -163,12 +150,11 @@ FAILS = {
 
 
 @pytest.mark.parametrize("case", FAILS)
-def test_an_extension_that_raises_is_named_once_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The run goes on."""
     before, after = FAILS[case]
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace(before, after, 1))
-    with World(tmp_path, START, "a", rounds=2, **{"server.extensions": ("counts",)}) as world:
+    code = COUNTS.replace(before, after, 1)
+    with counting(monkeypatch, tmp_path, code, rounds=2) as world:
         world.rounds(1.0, 1, 2)
         world.wait(2)
         warned: list[Any] = []
@@ -186,8 +172,8 @@ def test_an_extension_that_raises_is_named_once_and_the_run_goes_on(
 @pytest.mark.parametrize("error", ["ConnectionResetError", "TimeoutError", "ZeroDivisionError"])
 def test_an_operation_that_raises_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     """Whatever it raises, the client gets an answer, and the run goes on."""
-    package(monkeypatch, tmp_path / "packages", COUNTS.replace("return self.goal", f"raise {error}"))
-    with World(tmp_path, START, "a", rounds=1, **{"server.extensions": ("counts",)}) as world:
-        assert get(world.url, "/v1/extensions/counts/goal")[0] == 500
+    code = COUNTS.replace("return self.goal", f"raise {error}")
+    with counting(monkeypatch, tmp_path, code) as world:
+        assert get(world.url, GOAL)[0] == 500
         world.rounds(1.0, 1)
         assert world.finish()["w"].tolist() == [1.0, 1.0]

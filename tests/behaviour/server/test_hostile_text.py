@@ -28,6 +28,8 @@ from torch import nn
 import atoll
 from atoll.errors import AuthError, ConfigError
 
+pytestmark = pytest.mark.covers("F39")
+
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;owned\x07",
     "newline": "x\n09:31:10 round 9: version 9 from 9 updates",
@@ -85,11 +87,9 @@ def worker_of(server: atoll.Server, site: str) -> Any:
     return next(worker for worker in server.status().workers if worker.site == site)
 
 
-@pytest.mark.covers("F39")
 @pytest.mark.parametrize("kind", [*HOSTILE, "all"])
-def test_hosts_labels_states_warnings_and_errors_are_escaped(
-    server: atoll.Server, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
+def test_escapes_texts_of_sites(server: atoll.Server, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+    """Hosts, labels, states, warnings, metrics and errors."""
     caplog.set_level(logging.DEBUG, "atoll")
     text, site = HOSTILE.get(kind, ALL), kind.replace(" ", "-")
     lease = joined(server.url, site, host=f"h{text}", labels={f"k{text[:40]}": f"v{text}"})
@@ -105,7 +105,7 @@ def test_hosts_labels_states_warnings_and_errors_are_escaped(
     assert all(record.getMessage().isprintable() for record in caplog.records)
 
 
-def test_a_long_hostile_text_is_cut_and_not_refused(server: atoll.Server) -> None:
+def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
     """Each character becomes four: what fits as it comes must not be refused for what is made of it."""
     lease = joined(server.url, "long", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
     assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
@@ -115,7 +115,7 @@ def test_a_long_hostile_text_is_cut_and_not_refused(server: atoll.Server) -> Non
     assert worker.error == "\\x00" * 500
 
 
-def test_plain_text_of_all_languages_is_left_as_it_is(server: atoll.Server) -> None:
+def test_leaves_plain_text_of_all_languages(server: atoll.Server) -> None:
     labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
     joined(server.url, "plain", host="höst", labels=labels)
     worker = worker_of(server, "plain")
@@ -123,8 +123,7 @@ def test_plain_text_of_all_languages_is_left_as_it_is(server: atoll.Server) -> N
     assert worker.host == "höst"
 
 
-@pytest.mark.covers("F39")
-def test_texts_of_scripts_are_escaped_in_rounds_and_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_escapes_texts_of_scripts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Through the library: metrics, labels, notes, and the error that ends a script."""
     caplog.set_level(logging.DEBUG, "atoll")
     model = build_model()
@@ -148,10 +147,8 @@ def test_texts_of_scripts_are_escaped_in_rounds_and_errors(tmp_path: Path, caplo
     assert all(record.getMessage().isprintable() for record in ours)
 
 
-@pytest.mark.covers("F39")
-def test_a_request_line_and_a_user_agent_make_no_line_of_the_log(
-    server: atoll.Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_requests_make_no_line_of_the_log(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither by their path nor by their user agent."""
     caplog.set_level(logging.DEBUG, "atoll")
     post(server.url, "/v1/nothing", {})
     for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):
@@ -163,7 +160,7 @@ def test_a_request_line_and_a_user_agent_make_no_line_of_the_log(
     assert all(record.getMessage().isprintable() for record in caplog.records if record.name.startswith("atoll"))
 
 
-def test_status_on_a_terminal_shows_markup_and_escapes_as_text(tmp_path: Path) -> None:
+def test_status_shows_markup_and_escapes_as_text(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         lease = joined(server.url, "a", host=MARKUP)
         beat = {"state": f"{MARKUP}"[:64], "warnings": [MARKUP + ALL], "metrics": {MARKUP: 1.0}}
@@ -175,7 +172,7 @@ def test_status_on_a_terminal_shows_markup_and_escapes_as_text(tmp_path: Path) -
         assert line.isprintable(), line
 
 
-def test_texts_of_a_server_are_escaped_at_the_site(tmp_path: Path) -> None:
+def test_a_site_escapes_its_servers_texts(tmp_path: Path) -> None:
     def answer(connection: Connection, _: Request) -> None:
         problem = {"code": "auth", "message": f"m{ALL}", "remedy": f"r{ALL}"}
         connection.answer(401, json.dumps(problem).encode())
@@ -219,8 +216,7 @@ HOSTILE_NAMES = {
 FINE = ["a", "0", "A-1_b.c", "a..b", "a-", "a" * 64]
 
 
-@pytest.mark.covers("F39")
-def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
+def test_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
 
         def join(site: str) -> int:
@@ -234,9 +230,8 @@ def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
         assert [worker.site for worker in server.status().workers] == sorted(FINE)
 
 
-@pytest.mark.covers("F39")
 @pytest.mark.parametrize("site", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES.keys())
-def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_starts_no_site_of_a_hostile_name(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Refused before anything is asked or written: no server is at this address."""
     nowhere, folder = "http://127.0.0.1:1", tmp_path / "workers"
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")

@@ -14,17 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from kit import (
-    SITES,
-    DiLoCoSites,
-    FederatedSites,
-    Threads,
-    build_model,
-    exported,
-    local_step,
-    serve,
-    tensors_digest,
-)
+from kit import SITES, DiLoCoSites, FederatedSites, Threads, build_model, exported, local_step, serve, tensors_digest
 from kit.models import TiedHead
 from kit.requests import get
 from kit.servers import PLAIN_DILOCO, plain_server
@@ -107,7 +97,7 @@ def test_building_the_model_leaves_the_programs_random_numbers(tmp_path: Path) -
 
 
 @pytest.mark.covers("P7")
-def test_refuses_nan_but_no_infinite_mask_at_the_start(begun: Callable[..., Begun]) -> None:
+def test_refuses_nan_but_no_infinite_mask(begun: Callable[..., Begun]) -> None:
     """A mask of -Inf is only copied."""
     assert begun(f"{__name__}:masked")[0]["mask"] == [[0.0, -torch.inf], [0.0, 0.0]]
     with pytest.raises(ConfigError, match=r"'mask' contains NaN or Inf\. Check how it is initialised"):
@@ -115,9 +105,7 @@ def test_refuses_nan_but_no_infinite_mask_at_the_start(begun: Callable[..., Begu
 
 
 @pytest.mark.covers("P7")
-def test_a_run_begins_with_all_files_of_a_folder_beside_the_run_file(
-    tmp_path: Path, begun: Callable[..., Begun]
-) -> None:
+def test_begins_with_all_files_of_a_folder(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     """As large models are saved; a folder without a model and one with two are refused."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -135,7 +123,7 @@ def test_a_run_begins_with_all_files_of_a_folder_beside_the_run_file(
 
 @pytest.mark.covers("P17", "X2")
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
-def test_a_pickle_is_refused_with_what_converts_it(name: str, begun: Callable[..., Begun]) -> None:
+def test_refuses_a_pickle_and_says_what_converts_it(name: str, begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
         begun(name)
 
@@ -149,7 +137,7 @@ def run_one_round(model: nn.Module | str, folder: Path, build: Callable[[], nn.M
 
 
 @pytest.mark.covers("P7")
-def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+def test_begins_with_the_export_of_tied_tensors(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     """Guards against two tensors where there was one: every worker was refused as another model."""
     run_one_round(TiedHead(), tmp_path / "one", TiedHead)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
@@ -168,7 +156,7 @@ class OnlyTied(TiedHead):
 
 @pytest.mark.covers("P7")
 @pytest.mark.parametrize("loop", ["federated", "diloco"])
-def test_a_run_begins_with_a_file_that_lacks_a_tied_name(tmp_path: Path, loop: str) -> None:
+def test_begins_with_a_file_without_tied_names(tmp_path: Path, loop: str) -> None:
     """Hugging Face writes a tied tensor under one of its names, and the file does not say that it has another."""
     file, initial = tmp_path / "model.safetensors", OnlyTied()
     save_file({name: tensor for name, tensor in initial.state_dict().items() if name != "head.weight"}, file)
@@ -207,9 +195,7 @@ def test_a_run_begins_with_a_file_that_lacks_a_tied_name(tmp_path: Path, loop: s
     ],
     ids=str,
 )
-def test_a_site_with_other_ties_names_the_source_that_tells_them(
-    tmp_path: Path, names: tuple[str, ...], told: str
-) -> None:
+def test_refuses_a_site_with_other_ties(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
     """A file that has a tied tensor twice, or under its further name alone, is not the model of the site."""
     save_file({name: torch.zeros(5, 2) for name in names} | {"scale": torch.ones(1)}, tmp_path / "m.safetensors")
     with plain_server(tmp_path, str(tmp_path / "m.safetensors"), rounds=1) as server:
@@ -219,7 +205,7 @@ def test_a_site_with_other_ties_names_the_source_that_tells_them(
 
 
 @pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "not JSON"])
-def test_names_that_no_longer_are_one_tensor_stay_two(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
+def test_untied_names_stay_two_tensors(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
     assert begun(file)[0]["head.weight"][0] == [1.0, 1.0]
@@ -237,9 +223,7 @@ class Scaling(nn.Module):
 
 
 @pytest.mark.covers("P8")
-def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_knows(
-    tmp_path: Path, begun: Callable[..., Begun]
-) -> None:
+def test_an_export_names_its_buffers(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     """Guards against groups guessed by names: every worker with the module was refused."""
     run_one_round(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
@@ -251,16 +235,15 @@ def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_
     assert groups(begun(export)[1]) == {"running_mean": "params", "scale": "buffers"}
 
 
-def test_the_buffers_setting_adds_to_what_a_file_says(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+def test_the_buffers_setting_adds_to_a_file(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, file, {"atoll.buffers": '["a"]'})
     assert groups(begun(file, buffers={"b": "mean"})[1]) == {"a": "buffers", "b": "buffers", "c": "params"}
 
 
 @pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "not JSON", '[["x"]]'])
-def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch_normalisation(
-    tmp_path: Path, begun: Callable[..., Begun], told: str
-) -> None:
+def test_ignores_an_outdated_list_of_buffers(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
+    """The names of batch normalisation still tell its buffers."""
     file = tmp_path / "model.safetensors"
     save_file({name: torch.ones(1) for name in ("bn.running_mean", "own", "w")}, file, {"atoll.buffers": told})
     found = groups(begun(file)[1])
@@ -308,13 +291,13 @@ def run(folder: Path, model: str | None, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sites_bring_the_module_of_a_run_that_began_with_its_file(name: str, tmp_path: Path) -> None:
-    """Streaming, other tensors may be in a fragment than with the module, so that the values may be others, too."""
+def test_sites_bring_the_module_of_a_file(name: str, tmp_path: Path) -> None:
+    """The result is that of the module. When streaming, fragments have other tensors, so the bits may differ."""
     by_file = run(tmp_path / "file", saved(tmp_path), name)
     assert name == "streaming" or by_file == run(tmp_path / "module", None, name)
 
 
-def test_a_run_that_began_with_a_file_goes_on_with_its_module(tmp_path: Path) -> None:
+def test_continues_a_file_with_its_module(tmp_path: Path) -> None:
     with serve(tmp_path, saved(tmp_path), sites=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -340,7 +323,7 @@ def build(counts: bool = False) -> nn.Module:
 
 @pytest.mark.covers("F30")
 @pytest.mark.parametrize(("counts", "devices"), [(False, ["meta"]), (True, ["cpu"])])
-def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
+def test_a_restart_makes_no_model_to_compare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
 ) -> None:
     """A large model is not made anew in memory only to see that it is the run's; another one is found all the same."""
@@ -357,9 +340,7 @@ def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
         start()
 
 
-def test_a_restart_reads_only_the_header_of_an_initial_models_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_reads_only_the_files_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "model.safetensors"
     save_file(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict(), file)
     plain_server(tmp_path, str(file)).start().stop()
@@ -372,9 +353,7 @@ def test_a_restart_reads_only_the_header_of_an_initial_models_file(
 
 
 @pytest.mark.parametrize("source", ["gone.safetensors", "no_such_module:build", f"{__name__}:no_such_function"])
-def test_a_run_continues_without_its_initial_model_which_it_does_not_read_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
-) -> None:
+def test_continues_without_the_initial_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str) -> None:
     """A new run needs the model, also one that was killed before it had written it."""
     with pytest.raises(ConfigError, match=source) as refused:
         plain_server(tmp_path / "other", source).start()

@@ -67,7 +67,7 @@ def test_refuses_a_lease_without_its_secret(server: atoll.Server, process: str) 
     assert server.status().workers[0].state == "left"
 
 
-def test_counts_what_a_site_pulls_only_under_its_lease(tmp_path: Path) -> None:
+def test_counts_pulls_under_the_lease_alone(tmp_path: Path) -> None:
     with serve(tmp_path, sites=1) as server:
         site = WireSite(server.url, process="1")
         path = f"{server.url}/v1/fragments/0/versions/0/{site.ticket()['base_digest']}"
@@ -87,7 +87,7 @@ def test_counts_what_a_site_pulls_only_under_its_lease(tmp_path: Path) -> None:
         wait_until(lambda: counted() == nbytes, "the bytes to be counted")
 
 
-def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_log_status_or_file_has_the_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     with serve(tmp_path) as server:
         leases = [joined(server.url, site, process="1") for site in ("a", "b", "a")]
@@ -108,7 +108,7 @@ def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.covers("F25")
-def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(server: atoll.Server) -> None:
+def test_a_failed_join_leaves_the_earlier_lease(server: atoll.Server) -> None:
     lease = joined(server.url, "a", process="1")
     with failpoints("journal.commit=enospc"):
         assert post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})[0] == 507
@@ -123,7 +123,7 @@ def begun(server: atoll.Server, update: WireUpdate) -> socket.socket:
 
 
 @pytest.mark.covers("F19")
-def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Server, update: WireUpdate) -> None:
+def test_another_sites_request_touches_no_part(server: atoll.Server, update: WireUpdate) -> None:
     """`put_part` without its first `require_open`: `begin_part` forgets the part before it is checked."""
     assert update.put(0)[0] == 204
     assert replace(update, site=WireSite(server.url, "b")).put(0)[1]["code"] == "ticket_closed"
@@ -131,9 +131,7 @@ def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Serv
 
 
 @pytest.mark.covers("F19")
-def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_part(
-    server: atoll.Server, update: WireUpdate
-) -> None:
+def test_a_superseded_process_leaves_no_part(server: atoll.Server, update: WireUpdate) -> None:
     """`put_part` without its second `require_open`."""
     raw = begun(server, update)
     newer = WireSite(server.url, "a", process="two")
@@ -142,7 +140,7 @@ def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_par
     assert replace(update, site=newer).state()["parts"] == []
 
 
-def test_a_part_with_a_broken_connection_frees_its_slot(tmp_path: Path) -> None:
+def test_a_broken_part_frees_its_slot(tmp_path: Path) -> None:
     """`put_part` without `writer.abandon()`: the part is not sent again, and the slot is never free for another."""
     with serve(tmp_path, sites=1, rounds=0) as server:
         a = WireSite(server.url)
@@ -155,9 +153,7 @@ def test_a_part_with_a_broken_connection_frees_its_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(
-    server: atoll.Server, update: WireUpdate
-) -> None:
+def test_a_superseded_process_completes_no_update(server: atoll.Server, update: WireUpdate) -> None:
     """`complete` without `require_open`."""
     message = json.dumps(update.push().message).encode()
     headers = {"Atoll_Lease": update.site.lease, "Content_Type": "application/json", "Content_Length": len(message)}
@@ -170,8 +166,8 @@ def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(
 
 
 @pytest.mark.covers("F19")
-def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart(tmp_path: Path) -> None:
-    """A process that slept while another joined under its name, and wakes up to a server that was started again."""
+def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
+    """It slept while another process joined under its name, and wakes up after the server was started again."""
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:
@@ -191,9 +187,8 @@ def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart
 
 
 @pytest.mark.covers("F19")
-def test_reports_both_hosts_of_one_site_name_and_that_a_living_process_was_displaced(
-    server: atoll.Server, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_both_hosts_of_one_name(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
+    """And that the process that was displaced still lives."""
     caplog.set_level(logging.WARNING, "atoll.server")
     first = WireSite(server.url, host="ward-1", process="one")
     first.beat()
@@ -212,9 +207,7 @@ def test_reports_both_hosts_of_one_site_name_and_that_a_living_process_was_displ
     assert [record.message for record in caplog.records].count(told) == 1
 
 
-def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restarted_site_is_no_second_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "atoll.server")
     with serve(tmp_path, sites=3) as server:
         WireSite(server.url, host="ward-1", process="one")
@@ -226,16 +219,14 @@ def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
     assert caplog.records == []
 
 
-def test_each_displaced_process_is_known_also_after_a_third_join(server: atoll.Server) -> None:
+def test_knows_each_displaced_process(server: atoll.Server) -> None:
     first, second, _ = (WireSite(server.url, host=f"ward-{each}", process=each) for each in ("one", "two", "three"))
     for displaced, host in ((first, "ward-one"), (second, "ward-two")):
         displaced.post("/v1/heartbeat", {})
         assert f"on {host} and on ward-three" in server.status().warnings[0]
 
 
-def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_two_processes_of_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:

@@ -53,7 +53,7 @@ def test_threads_train_as_sites_of_their_server(tmp_path: Path) -> None:
     [{"algorithm": "scaffold", "codec": "int8"}, {"async.enabled": True, "codec": "none"}],
     ids=["scaffold and int8", "async"],
 )
-def test_a_local_worker_gives_the_bits_of_a_joined_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_local_worker_gives_the_same_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
     """One site; the state that it keeps between its rounds goes on, too."""
 
     def build() -> torch.nn.Linear:
@@ -106,7 +106,7 @@ def test_sits_out_and_is_refused_as_any_site(tmp_path: Path, caplog: pytest.LogC
     assert "b: this update does not count: The update of b was refused: w contains NaN or Inf." in caplog.text
 
 
-def test_a_site_that_trains_longer_than_the_timeout_stays_alive(tmp_path: Path) -> None:
+def test_stays_alive_in_long_training(tmp_path: Path) -> None:
     """Its thread calls nothing while it trains; the server knows that it is there."""
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
@@ -116,7 +116,7 @@ def test_a_site_that_trains_longer_than_the_timeout_stays_alive(tmp_path: Path) 
         assert worker.next_round(0) is None  # the lease is as it was
 
 
-def test_an_error_in_the_block_ends_the_site_with_its_reason(tmp_path: Path) -> None:
+def test_an_error_ends_the_site(tmp_path: Path) -> None:
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         with pytest.raises(ValueError, match="no data"), local_worker(world.server, "a"):
             raise ValueError("no data")
@@ -124,7 +124,7 @@ def test_an_error_in_the_block_ends_the_site_with_its_reason(tmp_path: Path) -> 
         assert (worker.state, worker.error) == ("failed", "ValueError: no data")
 
 
-def test_a_server_that_stops_ends_the_wait_of_its_sites(tmp_path: Path) -> None:
+def test_a_stopped_server_ends_its_sites_wait(tmp_path: Path) -> None:
     """And a new server with the same folder continues the run, with new workers."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []

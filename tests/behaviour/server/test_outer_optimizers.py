@@ -108,31 +108,17 @@ def test_steps_each_parameter_by_the_first_matching_rate(
     require_close(after_rounds(world, 1, 2, 3, 4), parameters)
 
 
-@pytest.mark.parametrize(
-    ("rates", "told"),
-    [
-        (
-            {"haed.bias": 0.5},
-            r"outer_lr_of contains 'haed\.bias', which matches no parameter of the model.*'head.bias'",
-        ),
-        ({"head.*": 0}, "outer_lr_of"),
-    ],
-    ids=["no name", "zero"],
-)
-def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, float], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        stepped(tmp_path, **{"algorithm.outer_lr_of": rates}).start()
-
-
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("key", "table", "told"),
     [
         (
-            "algorithm.outer_optimizer",
-            {"name": "sgd", "nesterov": 1, "momentum": 0.9},
-            "nesterov is 1, but must be true",
+            "algorithm.outer_lr_of",
+            {"haed.bias": 0.5},
+            r"contains 'haed\.bias', which matches no parameter.*'head.bias'",
         ),
+        ("algorithm.outer_lr_of", {"head.*": 0}, "outer_lr_of"),
+        ("algorithm.outer_optimizer", {"name": "sgd", "nesterov": 1, "momentum": 0.9}, "is 1, but must be true"),
         ("algorithm.outer_optimizer", {"name": "sgd", "dampening": True}, "dampening is True, but must be a number"),
         ("algorithm.outer_optimizer", {"name": "adamw", "eps": "1e-8"}, "eps is '1e-8', but must be a number"),
         *(
@@ -147,7 +133,7 @@ def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, flo
     ],
     ids=str,
 )
-def test_refuses_options_of_another_type(tmp_path: Path, key: str, table: Any, told: str) -> None:
+def test_refuses_options_that_cannot_be_meant(tmp_path: Path, key: str, table: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         stepped(tmp_path, **{key: table}).start()
 
@@ -159,7 +145,7 @@ def test_status_says_the_rates(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L21")
 @pytest.mark.parametrize("how", ["function", "lambda", "module", "file"])
-def test_an_own_optimizer_is_one_object_for_the_run_and_outlives_a_restart(tmp_path: Path, how: str) -> None:
+def test_an_own_optimizer_outlives_a_restart(tmp_path: Path, how: str) -> None:
     """In four rounds, with a new server after two, it comes to what one object of it does by itself."""
     (tmp_path / "mine.py").write_text(f"from {__name__} import fading as made\n")
     outer = {
@@ -183,7 +169,7 @@ def test_an_own_optimizer_is_one_object_for_the_run_and_outlives_a_restart(tmp_p
 
 
 @pytest.mark.covers("L21")
-def test_an_own_optimizer_gets_the_options_of_the_run(tmp_path: Path) -> None:
+def test_an_own_optimizer_gets_the_runs_options(tmp_path: Path) -> None:
     world = stepped(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
     parameters = dict(build().named_parameters())
     by_torch(parameters, Fading(parameters.values(), 0.25), rounds=1)
@@ -192,14 +178,14 @@ def test_an_own_optimizer_gets_the_options_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L21", "X3")
-def test_another_own_optimizer_at_the_next_start_is_refused(tmp_path: Path) -> None:
+def test_refuses_another_own_optimizer(tmp_path: Path) -> None:
     after_rounds(stepped(tmp_path, fading), 1)
     with pytest.raises(ConfigError, match=r"has algorithm.outer_optimizer = .*Fading"):
         stepped(tmp_path, torch.optim.Adagrad).start()
 
 
 @pytest.mark.covers("L21", "X3")
-def test_an_object_that_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_refuses_an_object_that_is_no_optimizer(tmp_path: Path) -> None:
     def no_optimizer(parameters: Any) -> list[Any]:
         return [parameters]
 
@@ -262,7 +248,7 @@ def test_what_no_site_trains_does_not_move(tmp_path: Path, name: str) -> None:
     ],
     ids=["one site", "one round"],
 )
-def test_a_layer_decays_from_when_a_site_trains_it(
+def test_a_layer_decays_once_it_is_trained(
     tmp_path: Path, trains: Callable[[str, int], bool], at: tuple[float, ...]
 ) -> None:
     """SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m, from the first gradient on."""

@@ -20,6 +20,8 @@ import atoll
 from atoll.errors import ConfigError, DiskFull, SchemaMismatch
 from atoll.testing.run import failpoints
 
+pytestmark = pytest.mark.covers("D14")
+
 START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 
 
@@ -74,8 +76,9 @@ def measure(world: World, first: int, *accuracies: float) -> None:
         world.rounds(1, number, metrics={"accuracy": accuracy})
 
 
-@pytest.mark.covers("D14", "D11")
-def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
+@pytest.mark.covers("D11")
+def test_a_persistor_gets_every_version(tmp_path: Path) -> None:
+    """Real tensors; before, it has given the initial model."""
     two_rounds(shelved(tmp_path))
     assert Shelf.loads == 1
     told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, info in Shelf.handed]
@@ -87,8 +90,8 @@ def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tens
             assert torch.equal(tensor, START[name] + added)
 
 
-@pytest.mark.covers("D14")
-def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
+def test_a_persistor_gets_tied_tensors_by_each_name(tmp_path: Path) -> None:
+    """And none of SCAFFOLD's controls."""
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
     with shelved(tmp_path, model, algorithm="scaffold") as world:
@@ -105,9 +108,8 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in sorted(model.state_dict().items())}
 
 
-@pytest.mark.covers("D14")
 @pytest.mark.parametrize("left_out", ["", "head.weight", "table.weight"])
-def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: Path, left_out: str) -> None:
+def test_a_named_model_ties_loaded_tensors(tmp_path: Path, left_out: str) -> None:
     """Guards against two tensors where the model has one: workers and a second start were refused."""
     mine = TiedHead()
     Shelf.initial = as_a_file_has_it(mine)
@@ -125,29 +127,28 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
-@pytest.mark.covers("D14")
-def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
+def test_refuses_different_values_of_tied_tensors(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead()) | {"table.weight": torch.zeros(5, 2)}
     with pytest.raises(ConfigError, match=r"different values for 'head\.weight' and 'table\.weight', which are tied"):
         shelved(tmp_path, model="kit.models:TiedHead").start()
     assert list(tmp_path.glob("state/slots/*")) == []
 
 
-@pytest.mark.covers("D14", "F30")
-def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
+@pytest.mark.covers("F30")
+def test_names_the_ties_that_a_persistor_lacks(tmp_path: Path) -> None:
+    """The run's model is not named, so the worker is told."""
     Shelf.initial = as_a_file_has_it(TiedHead())
     with shelved(tmp_path) as world, atoll.join(world.url, site="a", folder=world.workers) as worker:
         with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the run has two"):
             next(iter(worker)).load_into(TiedHead())
 
 
-@pytest.mark.covers("D14")
 @pytest.mark.parametrize(
     ("error", "told"),
     [(OSError("the shelf is full"), "OSError: the shelf is full"), (SystemExit(3), "SystemExit: 3")],
     ids=["raises", "exits"],
 )
-def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
+def test_a_failing_persistor_ends_its_call_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
 ) -> None:
     save = Mock(side_effect=error)
@@ -170,15 +171,14 @@ def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
         (START, {"model.persistor.path": "json:loads"}, "is of type function with none of load, save and save_best"),
     ],
 )
-def test_a_persistor_that_cannot_be_used_ends_the_start(
-    tmp_path: Path, initial: Any, options: dict[str, Any], words: str
-) -> None:
+def test_refuses_an_unusable_persistor(tmp_path: Path, initial: Any, options: dict[str, Any], words: str) -> None:
     Shelf.initial = initial
     with pytest.raises(ConfigError, match=words):
         shelved(tmp_path, **options).start()
 
 
-def test_a_persistor_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
+def test_a_persistor_may_only_save(tmp_path: Path) -> None:
+    """The settings have the initial model then."""
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
     with World(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as world:
@@ -208,8 +208,8 @@ def slow(folder: Path, rounds: int) -> World:
     return shelved(folder, START, rounds=rounds, **settings, **{"model.persistor.path": f"{__name__}:Slow"})
 
 
-@pytest.mark.covers("D14", "X41")
-def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp_path: Path) -> None:
+@pytest.mark.covers("X41")
+def test_only_the_end_waits_for_save_best(tmp_path: Path) -> None:
     """Versions 0, 1, 2 are each the best so far. While 0 is being saved, 1 is overtaken by 2: it is passed over.
 
     When the turn of 2 comes, the run is at version 5 and keeps two.
@@ -230,8 +230,8 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
     assert [link for link in open_paths() if "best.safetensors" in link] == []  # nor that of the one passed over
 
 
-@pytest.mark.covers("D14", "X41")
-def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) -> None:
+@pytest.mark.covers("X41")
+def test_a_start_hands_over_a_due_best_version(tmp_path: Path) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
     world = slow(tmp_path, rounds=9).start()
     measure(world, 1, 0.5)

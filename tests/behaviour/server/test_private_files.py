@@ -17,6 +17,8 @@ from torch import nn
 import atoll
 from atoll.cli.export import from_directory
 
+pytestmark = pytest.mark.covers("X2")
+
 
 @pytest.fixture(autouse=True)
 def umask() -> Iterator[Callable[[int], int]]:
@@ -82,9 +84,8 @@ def evaluation(folder: Path) -> None:
     assert list((folder / "state" / "exports").glob("cross_site_evaluation.*"))
 
 
-@pytest.mark.covers("X2")
 @pytest.mark.parametrize("run", [federated, fragments, swarm, functional, evaluation])
-def test_no_other_user_may_read_what_a_run_leaves(tmp_path: Path, run: Callable[[Path], None]) -> None:
+def test_a_runs_files_are_private(tmp_path: Path, run: Callable[[Path], None]) -> None:
     run(tmp_path)
     assert wide(tmp_path / "state", tmp_path / "workers") == []
 
@@ -111,8 +112,7 @@ def train(worker):
 
 
 @pytest.mark.slow
-@pytest.mark.covers("X2")
-def test_no_other_user_may_read_what_a_simulation_leaves(tmp_path: Path) -> None:
+def test_a_simulations_files_are_private(tmp_path: Path) -> None:
     """With the state of SCAFFOLD that each site keeps, which processes of the simulation write."""
     (tmp_path / "client.py").write_text(SCRIPT)
     settings = {
@@ -128,7 +128,6 @@ def test_no_other_user_may_read_what_a_simulation_leaves(tmp_path: Path) -> None
     assert list((tmp_path / "state").rglob("algorithm-0.bin"))
 
 
-@pytest.mark.covers("X2")
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callable[[int], int], mask: int) -> None:
     """The exports in a folder of the user's, and `atoll export OUT`; the state directory stays private."""
@@ -144,10 +143,7 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
     assert wide(tmp_path / "state", tmp_path / "workers" / "a") == []
 
 
-@pytest.mark.covers("X2")
-def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_narrows_folders_with_wide_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Their files, too, when they are opened; the folder that ATOLL_DIR names is the user's."""
     caplog.set_level(logging.INFO, "atoll")
 
@@ -169,8 +165,7 @@ def test_folders_of_an_earlier_release_are_narrowed_and_said_once(
     assert mode(tmp_path / "w") == 0o755
 
 
-@pytest.mark.covers("X2")
-def test_a_folder_that_is_meant_for_several_users_keeps_its_mode(tmp_path: Path) -> None:
+def test_a_shared_folder_keeps_its_mode(tmp_path: Path) -> None:
     """A state directory that is like /tmp; what is in it is private."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o1777)

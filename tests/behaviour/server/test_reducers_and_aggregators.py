@@ -88,24 +88,28 @@ def test_the_normalised_mean_serves_other_algorithms(tmp_path: Path) -> None:
     assert after_one_round(tmp_path, {"a": -4.0}, how, **of_reducer(name="normalised_mean")) == (-4.0, -4.0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        (of_reducer(name="median", trim=0.1), r"aggregation\.reducer"),
-        (of_reducer(name="medain"), "median"),
-        ({"algorithm": "fednova"} | of_reducer(name="median"), r"aggregation.reducer = 'median'.*fednova"),
-    ],
-    ids=["option", "name", "fednova"],
-)
-def test_a_wrong_reducer_ends_the_start_and_is_named(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+NEEDS = {"aggregation.aggregator.path": "mine.py:Needs"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "option": (of_reducer(name="median", trim=0.1), r"aggregation\.reducer"),
+    "name": (of_reducer(name="medain"), "median"),
+    "fednova": ({"algorithm": "fednova"} | of_reducer(name="median"), r"aggregation.reducer = 'median'.*fednova"),
+    "argument": (NEEDS, r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"),
+    "both": (NEEDS | of_reducer(name="median"), "Set only one of them"),
+}
+"""Settings of reducers and aggregators, and why the start is refused."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refuses_a_wrong_reducer_or_aggregator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
+    settings, told = REFUSED[case]
     with pytest.raises(ConfigError, match=told):
         World(tmp_path, ONE, **settings).start()
 
 
 @pytest.mark.covers("X43")
-def test_an_update_without_steps_is_refused_and_the_round_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_refuses_an_update_without_steps(tmp_path: Path) -> None:
     settings = {"rounds.sites": 2, "rounds.total": 1, "rounds.min_sites": 1}
     with World(tmp_path, ONE, "a", algorithm="fednova", **settings) as world:
         world.join()
@@ -122,7 +126,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
 
 @pytest.mark.covers("X43")
 @pytest.mark.parametrize("settings", [{"algorithm": "fednova"}, of_reducer(name="normalised_mean")], ids=str)
-def test_a_site_hears_at_its_first_update_that_steps_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_site_hears_that_steps_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Before it has trained further rounds in vain; and the round can be submitted after all."""
     with World(tmp_path, ONE, "a", rounds=1, **settings) as world:
         world.pull(number=1)
@@ -143,7 +147,7 @@ def test_a_site_hears_at_its_first_update_that_steps_are_needed(tmp_path: Path, 
     ],
     ids=str,
 )
-def test_a_site_hears_at_its_first_update_that_a_number_is_above_the_limit(
+def test_a_site_hears_of_a_number_too_large(
     tmp_path: Path, algorithm: str, limit: str, most: dict[str, Any], above: dict[str, Any]
 ) -> None:
     """A site with a number above the run's bound is not sent back to train again in vain."""
@@ -159,7 +163,7 @@ def test_a_site_hears_at_its_first_update_that_a_number_is_above_the_limit(
 
 @pytest.mark.covers("X43", "F31")
 @pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
-def test_steps_above_the_limit_are_refused_and_the_others_count(tmp_path: Path, steps: int) -> None:
+def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
     """A site that does not compare its steps with the run's bound is refused by the server."""
     settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
     with World(tmp_path, ONE, "ab", algorithm="fednova", **settings) as world:
@@ -186,7 +190,7 @@ def test_steps_above_the_limit_are_refused_and_the_others_count(tmp_path: Path, 
     ],
     ids=str,
 )
-def test_warns_once_of_a_site_with_far_higher_numbers(tmp_path: Path, how: dict[str, Any], told: str) -> None:
+def test_warns_once_of_far_higher_numbers(tmp_path: Path, how: dict[str, Any], told: str) -> None:
     """The others report 9 and 11 steps, so their median is 10."""
     with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
         for number in (1, 2, 3):
@@ -201,7 +205,7 @@ def test_warns_once_of_a_site_with_far_higher_numbers(tmp_path: Path, how: dict[
     assert world.text.count("the median of the other sites") == bool(told)
 
 
-def test_does_not_warn_of_steps_that_the_run_ignores(tmp_path: Path) -> None:
+def test_does_not_warn_of_ignored_steps(tmp_path: Path) -> None:
     """FedAvg does not divide by the number of steps, and refuses none."""
     with World(tmp_path, ONE, "abc", rounds=1) as world:
         world.pull(number=1)
@@ -274,9 +278,7 @@ def require_updates_in_use(server: atoll.Server, count: int) -> None:
 @pytest.mark.parametrize(
     ("codec", "dtype", "in_files"), [("none", "bfloat16", True), ("bf16", "float32", True), ("none", "float32", False)]
 )
-def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
-    tmp_path: Path, codec: str, dtype: str, in_files: bool
-) -> None:
+def test_an_own_mean_gives_the_built_in_bits(tmp_path: Path, codec: str, dtype: str, in_files: bool) -> None:
     """Each element comes through the codec as the pass decodes it, and no rounding is added to a bf16 model.
 
     The aggregator reads updates in files and in memory.
@@ -302,7 +304,7 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
 
 
 @pytest.mark.covers("D7")
-def test_an_aggregator_gets_lazy_updates_with_their_metadata_and_may_keep_them(tmp_path: Path) -> None:
+def test_an_aggregator_may_keep_lazy_updates(tmp_path: Path) -> None:
     """θ₀ = 0, so that the pseudo-gradient of round 1 is −local; its values are read again in round 2."""
     write(
         tmp_path,
@@ -344,7 +346,8 @@ class Keeper:
     assert model["bn.running_mean"].item() == pytest.approx(0.75)
 
 
-def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path: Path) -> None:
+def test_no_round_leaves_files_open(tmp_path: Path) -> None:
+    """Neither at the server nor at the aggregator."""
     write(tmp_path, MEAN)
     with aggregated(tmp_path, "mean", rounds=12) as world:
         server = world.server
@@ -365,7 +368,8 @@ def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path:
 
 
 @pytest.mark.covers("D13")
-def test_an_aggregator_with_accept_gets_updates_as_they_arrive_and_keeps_no_more_than_allowed(tmp_path: Path) -> None:
+def test_an_aggregator_accepts_updates_as_they_arrive(tmp_path: Path) -> None:
+    """It keeps no more than allowed."""
     write(
         tmp_path,
         """
@@ -421,7 +425,8 @@ class AsTheyArrive:
 
 
 @pytest.mark.covers("D7")
-def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
+def test_a_mended_aggregator_goes_on(tmp_path: Path) -> None:
+    """The first one raises, which ends the run; the mended one gets the same updates."""
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     world = aggregated(tmp_path, "mean").start()
     world.rounds(trained, 1)
@@ -454,7 +459,7 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
     ],
     ids=["killed", "exits", "hangs", "shape"],
 )
-def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
+def test_an_aggregator_without_a_result_ends_the_run(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
     world = aggregated(tmp_path, "bad", "a", **{"aggregation.aggregator_timeout_s": 1.0}).start()
     world.rounds(trained, 1)
@@ -483,9 +488,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize(("end", "times"), [(KILL, 3), ("raise MemoryError", 1)], ids=["killed", "memory"])
-def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites(
-    tmp_path: Path, end: str, times: int
-) -> None:
+def test_the_machine_may_end_an_aggregator(tmp_path: Path, end: str, times: int) -> None:
     """The server ends and says so; its site waits for the next start, which uses the same update."""
     write_once(tmp_path, end, times)
     world = aggregated(tmp_path, "once", "a").start()
@@ -502,9 +505,7 @@ def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites
 
 
 @pytest.mark.covers("X9")
-def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
-    tmp_path: Path,
-) -> None:
+def test_starts_a_killed_aggregator_again(tmp_path: Path) -> None:
     """It is killed twice in round 1, and once more between two rounds, each time from outside."""
     write_once(tmp_path, KILL, 2)
     with aggregated(tmp_path, "once", "a", rounds=2) as world:
@@ -520,7 +521,8 @@ def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
     assert (tmp_path / "begun").read_text() == 4 * "x"
 
 
-def test_a_server_that_is_stopped_ends_its_aggregator_and_the_next_start_runs_the_round_again(tmp_path: Path) -> None:
+def test_a_stopped_server_ends_its_aggregator(tmp_path: Path) -> None:
+    """The next start runs the round again."""
     write(
         tmp_path,
         """
@@ -544,16 +546,6 @@ def waits(updates):
     with world:
         world.finish()
     assert world.version == 1
-
-
-def test_an_aggregator_that_cannot_be_created_ends_the_start(tmp_path: Path) -> None:
-    write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
-    with pytest.raises(
-        ConfigError, match=r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"
-    ):
-        aggregated(tmp_path, "Needs").start()
-    with pytest.raises(ConfigError, match="Set only one of them"):
-        aggregated(tmp_path, "Needs", **{"aggregation.reducer.name": "median"}).start()
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def pushed(a: WireSite, b: WireSite) -> WireUpdate:
 
 
 @pytest.mark.covers("F18")
-def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pushed: WireUpdate) -> None:
+def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
     """Guards against `complete` that accepts whatever digest it is told."""
     status, told = pushed.complete(digest="0" * 64)
     assert (status, told["code"]) == (409, "conflict")
@@ -55,7 +55,7 @@ def test_parts_that_do_not_make_up_the_digest_are_not_accepted(pushed: WireUpdat
 
 
 @pytest.mark.covers("F19")
-def test_a_ticket_is_completed_by_its_own_site_only(b: WireSite, pushed: WireUpdate) -> None:
+def test_only_its_site_completes_a_ticket(b: WireSite, pushed: WireUpdate) -> None:
     """Guards against `complete` that does not look whose ticket it is, before and after the acceptance."""
     for _ in range(2):
         _, told = b.post(f"/v1/tickets/{pushed.ticket}/complete", pushed.message)
@@ -89,7 +89,7 @@ def test_an_absurd_norm_or_weight_is_refused(
 
 
 @pytest.mark.covers("P3")
-def test_a_version_is_served_under_its_own_digest_only(server: atoll.Server) -> None:
+def test_serves_a_version_by_its_digest_alone(server: atoll.Server) -> None:
     """Guards against `get_version` without the digest's comparison: after a fall back, other bytes at an old URL."""
     status, told = get(server.url, f"/v1/fragments/0/versions/0/{'0' * 64}")
     assert (status, told["code"]) == (410, "gone")
@@ -108,7 +108,7 @@ def test_a_void_lease_may_not_even_beat(server: atoll.Server, a: WireSite, b: Wi
 
 
 @pytest.mark.covers("X3", "F31")
-def test_later_requests_of_a_refused_update_are_answered_that_it_is_refused(tmp_path: Path) -> None:
+def test_every_request_of_a_refused_update_is_refused(tmp_path: Path) -> None:
     """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
     the worker goes back to the global model, or trains on from what was refused.
     """
@@ -140,9 +140,7 @@ def refused(site: WireSite) -> str:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("min_sites", "waits"), [(None, True), (1, False)])
-def test_says_that_the_round_waits_where_no_other_update_suffices(
-    tmp_path: Path, min_sites: int | None, waits: bool
-) -> None:
+def test_says_that_the_round_waits(tmp_path: Path, min_sites: int | None, waits: bool) -> None:
     with serve(tmp_path, **COUNTED, **{"rounds.min_sites": min_sites}) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")
         told, status = refused(a), server.status().fragments[0]
@@ -150,7 +148,7 @@ def test_says_that_the_round_waits_where_no_other_update_suffices(
     assert (status.version, status.phase) == (0, "open")
 
 
-def test_a_full_stop_is_between_the_cause_and_the_remedy() -> None:
+def test_a_full_stop_precedes_the_remedy() -> None:
     assert str(UpdateRefused("it ended: no such column", "Look at the data.")) == (
         "it ended: no such column. Look at the data."
     )
@@ -160,7 +158,7 @@ def test_a_full_stop_is_between_the_cause_and_the_remedy() -> None:
 
 
 @pytest.mark.covers("F38")
-def test_a_message_that_is_too_long_is_refused_with_one_full_stop(server: atoll.Server) -> None:
+def test_refuses_a_message_that_is_too_long(server: atoll.Server) -> None:
     head = {"Content_Type": "application/json", "Content_Length": 2**30}
     status, told = answer(begin_request(server.port, "POST /v1/workers", **head))
     assert (status, told["code"], told["remedy"]) == (413, "too_large", "Send a smaller message.")
@@ -198,9 +196,7 @@ def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F31")
-def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_site_ends_after_five_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Three that are refused, a good one, from which on it is counted anew, and five that are refused."""
     nan, trained = float("nan"), 0
     values = iter([nan] * 3 + [0.0] + [nan] * 5)
@@ -246,14 +242,14 @@ def few_cases(most: int) -> settings:
 @pytest.mark.covers("F38", "F39")
 @schema.parametrize()
 @few_cases(4)
-def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
+def test_every_answer_is_documented(case: schemathesis.Case) -> None:
     require_documented(case)
 
 
 @pytest.mark.long
 @schema.parametrize()
 @few_cases(24)
-def test_every_answer_to_more_requests_is_a_documented_one(case: schemathesis.Case) -> None:
+def test_every_answer_to_many_requests_is_documented(case: schemathesis.Case) -> None:
     require_documented(case)
 
 
@@ -269,7 +265,8 @@ def test_every_problem_has_a_status() -> None:
     assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()
 
 
-def test_the_document_defines_what_it_refers_to_and_no_more(url: str) -> None:
+def test_the_document_defines_what_it_names(url: str) -> None:
+    """And no more."""
     _, document = get(url, "/openapi.json")
     referred = set(re.findall(r"'#/components/schemas/(\w+)'", str(document)))
     assert referred | {"Problem"} == set(document["components"]["schemas"])

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import largest_round
 import pytest
 import torch
 from harness.crowd import Crowd
-from harness.round_run import Bench, measure
 from kit.manual_site import ManualSite
 from kit.requests import answer
 from kit.servers import plain_server
 from kit.sites import together
 from kit.wire import WireSite
 from kit.world import World
+from round_run import Bench, measure
 from safetensors.torch import load_file
 from torch import nn
 
@@ -34,9 +35,6 @@ from atoll.errors import ConfigError
 from atoll.protocol import status_messages
 from atoll.testing.run import wait_until
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "bench"))
-import largest_round
-
 
 def tiny(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -44,7 +42,7 @@ def tiny(seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.covers("D1", "P8", "L15", "L22")
-def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: Path) -> None:
+def test_fedavg_takes_the_weighted_mean(tmp_path: Path) -> None:
     """The mean of a metric is over the sites that reported it, by the weights of their updates."""
     start = tiny()
     reports = {"a": {"loss": 1.0, "accuracy": 0.25}, "b": {"loss": 4.0}, "c": {"accuracy": 0.75, "auc": 0.5}}
@@ -130,9 +128,7 @@ def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
     assert [json.loads(line)["sites"] for line in path.read_text().splitlines()] == told
 
 
-def test_a_start_completes_the_metrics_by_the_lines_that_are_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_completes_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It compares the last three rounds here, 20 else: the whole file, of a long run, only if they differ."""
     monkeypatch.setattr(status_messages, "HISTORY", 3)
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=6) as world:
@@ -160,7 +156,7 @@ def test_a_start_completes_the_metrics_by_the_lines_that_are_missing(
 
 
 @pytest.mark.covers("L15", "F31")
-def test_huge_finite_numbers_of_a_site_do_not_stop_the_run(tmp_path: Path) -> None:
+def test_huge_finite_numbers_stop_no_run(tmp_path: Path) -> None:
     """Products with weights, sums and squares overflow; the means of the metrics, and the model, are finite."""
     model, rounds = {"w": torch.zeros(3, dtype=torch.float64)}, []
     largest = sys.float_info.max
@@ -179,7 +175,7 @@ def test_huge_finite_numbers_of_a_site_do_not_stop_the_run(tmp_path: Path) -> No
     assert result["w"].tolist() == pytest.approx([1e200] * 3)
 
 
-def test_weights_of_which_the_sum_overflows_are_never_accepted(tmp_path: Path) -> None:
+def test_refuses_weights_that_may_overflow(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_weight"):
         plain_server(tmp_path, tiny(), **{"aggregation.max_weight": 1.7e308})
 
@@ -188,21 +184,18 @@ WORKERS, ROUNDS = 200, 2
 
 
 @pytest.mark.covers("L17")
-def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path: Path) -> None:
+async def test_two_hundred_workers_take_part_in_every_round(tmp_path: Path) -> None:
     """All of them wait for the version at once, pull at once, and send at once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    async def all_of_them() -> Crowd:
-        connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0)
+    with plain_server(tmp_path, model, rounds=ROUNDS, sites=WORKERS) as server:
         async with asyncio.timeout(240), aiohttp.ClientSession(connector=connector) as session:
             crowd = await Crowd.at(server.url, session, train_s=0.0)
             await asyncio.gather(*(crowd.one(session, f"w-{number:03}") for number in range(WORKERS)))
-        return crowd
-
-    with plain_server(tmp_path, model, rounds=ROUNDS, sites=WORKERS) as server:
-        assert not asyncio.run(all_of_them()).errors
+        assert not crowd.errors
         assert [worker.rounds for worker in server.status().workers] == [ROUNDS] * WORKERS
         server.run()
     # every update is 1e-3 everywhere, so is their mean, and each of two rounds takes it off
@@ -212,9 +205,7 @@ def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path:
 
 
 @pytest.mark.covers("L24", "L14")
-def test_metrics_are_there_after_the_block_and_a_pseudo_gradient_of_zeros_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_of_a_pseudo_gradient_of_zeros(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The one local step, which is the round, has a learning rate of 0."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -235,7 +226,7 @@ def test_metrics_are_there_after_the_block_and_a_pseudo_gradient_of_zeros_is_war
 @pytest.mark.timeout(400)
 @pytest.mark.covers("P18", "D1", "D9", "P8")
 @pytest.mark.parametrize(("workers", "codec"), [(4, "none"), (2, "int8")], ids=["whole", "int8-both-ways"])
-def test_three_times_the_model_takes_no_more_memory_on_either_side(workers: int, codec: str) -> None:
+def test_a_larger_model_takes_no_more_memory(workers: int, codec: str) -> None:
     """At a size that a test can afford: 0.06 and 0.18 GB, in processes of their own, through files.
 
     What it shows is that anonymous memory does not follow: 0.12 GB more of model at each worker, and with four workers
@@ -262,7 +253,7 @@ GB = 10**9
     ],
     ids=["all", "disk", "memory", "none"],
 )
-def test_the_largest_round_is_what_the_free_disk_and_memory_take(disk: int, memory: int, fits: float) -> None:
+def test_the_largest_round_fits_disk_and_memory(disk: int, memory: int, fits: float) -> None:
     assert largest_round.largest_gb(5.0, 4, disk, memory) == fits
 
 
@@ -280,9 +271,7 @@ def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D2")
-def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receiving_a_part_builds_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
     from atoll.transport import request_body
 
@@ -321,7 +310,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
     assert max(peak_bytes) < 8 * 2**20  # of parts of 16 MiB
 
 
-def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> None:
+def test_many_tensors_travel_as_one_stream(tmp_path: Path) -> None:
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with plain_server(tmp_path, model, rounds=1) as server:

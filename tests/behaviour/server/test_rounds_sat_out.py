@@ -70,7 +70,7 @@ def test_a_version_is_made_from_the_other_sites(tmp_path: Path) -> None:
     assert not any("without b" in line for line in world.log)
 
 
-def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(tmp_path: Path) -> None:
+def test_rounds_without_updates_make_no_version(tmp_path: Path) -> None:
     """Four rounds: all count towards the total, no outer step is made, and the third one warns once."""
     start = {"w": torch.tensor([1.0, -2.0])}
     with World(tmp_path, start, rounds=4, **MOMENTUM) as world:
@@ -86,7 +86,7 @@ def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(tmp_path: P
     assert {state for _, _, state in outcomes(tmp_path)} == {"sat out"}
 
 
-def test_each_round_that_all_sites_sit_out_is_recorded(tmp_path: Path) -> None:
+def test_records_each_round_without_updates(tmp_path: Path) -> None:
     """Round 1 of three ends without a version, round 2 makes version 1, and a restarted server sits out round 3."""
     state = tmp_path / "state"
     expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
@@ -149,7 +149,7 @@ def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) 
         assert [(each.round, each.version) for each in world.status.history] == [(1, 1), (2, None), (3, 2)]
 
 
-def test_a_site_that_sits_out_does_not_count_for_min_sites(tmp_path: Path) -> None:
+def test_sitting_out_counts_not_for_min_sites(tmp_path: Path) -> None:
     """Two updates are needed and only one is there: the round waits and says why, until a third site trains."""
     with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
         world.move("a", 1, 2.0)
@@ -162,7 +162,7 @@ def test_a_site_that_sits_out_does_not_count_for_min_sites(tmp_path: Path) -> No
         assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_new_process_of_a_site_that_is_needed_may_train_after_all(tmp_path: Path) -> None:
+def test_a_new_process_may_train_after_all(tmp_path: Path) -> None:
     """The round of two updates waits because b sat out; b's next process has samples, and the round ends."""
     with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
         world.move("a", 1, 2.0)
@@ -237,7 +237,7 @@ def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str
         checked_audit(state, 1)
 
 
-def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path: Path) -> None:
+def test_a_restart_ends_no_round_twice(tmp_path: Path) -> None:
     """Three of five rounds are sat out before the restart; the fourth is still open after it, and the warning stays."""
     with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
@@ -251,7 +251,7 @@ def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path
         assert world.finish()["w"].tolist() == [4.0, 4.0]
 
 
-def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> None:
+def test_a_site_sits_out_once(tmp_path: Path) -> None:
     """The message may be repeated; after an update it is refused, and an update after it, too."""
     with World(tmp_path, START, rounds=1) as world:
         a, b = world.sites["a"], world.sites["b"]
@@ -268,7 +268,7 @@ def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> N
     assert sorted(outcomes(tmp_path)) == [("a", 0, "counted"), ("b", 0, "sat out")]
 
 
-def test_what_encoding_lost_stays_while_a_site_sits_out(tmp_path: Path) -> None:
+def test_sitting_out_keeps_what_encoding_lost(tmp_path: Path) -> None:
     """int8 with scale 1: 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3, whatever came between."""
     with World(tmp_path, START, "a", rounds=3, codec="int8") as world:
         for number in (1, 3):
@@ -279,7 +279,7 @@ def test_what_encoding_lost_stays_while_a_site_sits_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fednova", "fedprox", "scaffold", "fedadam"])
-def test_no_algorithm_asks_a_site_that_sits_out_for_more(tmp_path: Path, algorithm: str) -> None:
+def test_every_algorithm_lets_sites_sit_out(tmp_path: Path, algorithm: str) -> None:
     """Neither steps nor a correction are needed, nor that the model was loaded, and the run comes to its end."""
     with World(tmp_path, nn.Linear(2, 1), "a", algorithm=algorithm, rounds=2) as world:
         model = nn.Linear(2, 1)
@@ -293,7 +293,7 @@ def test_no_algorithm_asks_a_site_that_sits_out_for_more(tmp_path: Path, algorit
         assert world.version == 0
 
 
-def test_an_asynchronous_step_does_not_wait_for_a_site_that_sits_out(tmp_path: Path) -> None:
+def test_an_asynchronous_step_waits_for_no_idle_site(tmp_path: Path) -> None:
     """A buffer of two: b sits out, so a's update alone makes version 1, and b goes on from that one.
 
     Then both sit out, which ends the second and last round.
@@ -314,7 +314,7 @@ def vector() -> Weights:
 
 
 @pytest.mark.parametrize("tau", [0, 1])
-def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, tau: int) -> None:
+def test_a_diloco_site_may_have_weight_zero(tmp_path: Path, tau: int) -> None:
     """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both.
 
     Without a delay, half of the local model is mixed into each version at a, where both are equal, and nothing at b.

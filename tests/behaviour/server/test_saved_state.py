@@ -31,6 +31,8 @@ from atoll.store.reader import checked_audit
 from atoll.store.saved_rows import saved_rows
 from atoll.store.store import Store
 
+pytestmark = pytest.mark.covers("L20")
+
 TWO: dict[str, Any] = {"rounds.sites": 2, "rounds.total": 4}
 MOMENTUM = {
     f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "sgd", "lr": 0.7, "momentum": 0.9}.items()
@@ -113,7 +115,6 @@ IN_BFLOAT16 = ("momentum", "scaffold", "residuals", "rules")
 """Cases of which each has other states than the rest, and so also runs in another dtype in `make test`."""
 
 
-@pytest.mark.covers("L20")
 @pytest.mark.parametrize(
     ("settings", "dtype"),
     [
@@ -154,7 +155,6 @@ def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-@pytest.mark.covers("L20")
 def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
     """After 5 steps, two of three fragments have one version more than the third."""
     settings = {"algorithm.name": "diloco", "K": 3, "H": 3, "rounds.sites": 1, "rounds.total": 4}
@@ -179,7 +179,6 @@ def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
         require_equal(server.save_state(tmp_path / "again.safetensors"), whole)
 
 
-@pytest.mark.covers("L20")
 def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
     """The same bytes as before its end. While another server has the directory, that one must be asked."""
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
@@ -195,9 +194,7 @@ def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
         server.save_state(tmp_path / "memory.safetensors")
 
 
-def test_a_finished_run_is_loaded_as_finished_and_trains_further(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_finished_run_may_train_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start that finds the run finished writes the result once."""
     with plain_server(tmp_path, Net(), **(TWO | {"rounds.total": 2})) as server:
         play(server, tmp_path, 2)
@@ -244,8 +241,7 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
         assert ask_journal(tmp_path / "other", counted) == [(1,), (2,), (5,), (6,)]
 
 
-@pytest.mark.covers("L20")
-def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) -> None:
+def test_a_loaded_run_has_a_true_audit_log(tmp_path: Path) -> None:
     """Version 2 is damaged, so the run goes on from version 1, which is then the loaded one."""
     one = {"rounds.sites": 1, "rounds.total": 4}
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **one) as server:
@@ -263,10 +259,8 @@ def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) ->
     assert "fell back" in [each.what for each in checked_audit(tmp_path / "other" / "state", 50).last]
 
 
-@pytest.mark.covers("L20", "S2")
-def test_a_loaded_run_knows_where_the_state_of_its_algorithm_began_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.covers("S2")
+def test_a_loaded_run_knows_new_algorithm_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Site b has lost its control before round 2. The loaded server must not begin anew once more."""
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with plain_server(tmp_path, Net(), **TWO, **CASES["scaffold"]) as server:
@@ -294,7 +288,7 @@ def first(controller):
 """
 
 
-def test_a_workflow_that_has_ended_is_not_run_again_in_a_loaded_run(tmp_path: Path) -> None:
+def test_a_loaded_run_repeats_no_workflow(tmp_path: Path) -> None:
     """Of two workflows, the first has ended when the state is saved, and training has not begun."""
     (tmp_path / "flow.py").write_text(FIRST)
     steps = {"workflow.steps": [{"path": f"{tmp_path / 'flow.py'}:first"}, {"kind": "train"}]}
@@ -306,9 +300,7 @@ def test_a_workflow_that_has_ended_is_not_run_again_in_a_loaded_run(tmp_path: Pa
     assert (tmp_path / "ran").read_text() == "once"
 
 
-def test_the_versions_and_the_rows_of_a_state_are_of_one_moment(
-    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_of_one_moment(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the rows are read, no other thread can commit a version."""
     free = []
 
@@ -328,8 +320,7 @@ def test_the_versions_and_the_rows_of_a_state_are_of_one_moment(
     assert free == [False]
 
 
-@pytest.mark.covers("L20")
-def test_a_loaded_run_is_continued_by_the_same_start(tmp_path: Path) -> None:
+def test_the_same_start_continues_a_loaded_run(tmp_path: Path) -> None:
     """The same program after a kill; the audit log of the new directory agrees with its rows."""
     with plain_server(tmp_path, Net(), **TWO) as server:
         play(server, tmp_path, 2)
@@ -393,7 +384,7 @@ def test_other_fixed_settings_are_refused_by_name(
         assert server.status().version == 1
 
 
-def test_settings_of_the_machine_are_not_in_a_state(tmp_path: Path, saved: Path) -> None:
+def test_a_state_has_no_settings_of_the_machine(tmp_path: Path, saved: Path) -> None:
     """The saved run also had a port, a folder, a limit of disk space and a file of its model. Parts keep their size."""
     own = {"model.source": str(saved), "network.part_bytes": 2**17}
     with plain_server(tmp_path, **TWO, **own) as server:
@@ -423,22 +414,18 @@ def test_code_is_never_loaded_from_a_state(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"run.name": "exp: lr 0.1"},
-        {"model.buffers": {"x:*": "first"}},
-        {"algorithm.outer_lr_of": {"*[!:]": 0.5}},
-    ],
+    [{"run.name": "exp: lr 0.1"}, {"model.buffers": {"x:*": "first"}}, {"algorithm.outer_lr_of": {"*[!:]": 0.5}}],
     ids=lambda each: min(each),
 )
-def test_a_colon_in_a_setting_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_colon_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) -> None:
     with plain_server(tmp_path, Net(), **TWO, **settings) as server:
         state = server.save_state(tmp_path / "own.safetensors")
     with loaded(state, tmp_path / "other") as server:
         assert server.settings.chosen(tuple(settings)) == settings
 
 
-def test_a_saved_setting_gives_way_to_the_one_of_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A name with a colon, and a reducer at a path in place of which the start chooses the mean."""
+def test_a_starts_setting_replaces_a_saved_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two settings: a name with a colon, and a reducer given by a path, for which the start chooses the mean."""
     own = {"aggregation.reducer": {"path": f"{__name__}:OwnMean"}}
     with plain_server(tmp_path, Net(), **TWO, **own, **{"run.name": "exp: 1"}) as server:
         state = server.save_state(tmp_path / "own.safetensors")
@@ -519,7 +506,8 @@ def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: 
     assert list(state.iterdir()) == []
 
 
-def test_a_state_is_saved_into_a_new_folder_but_not_over_one(tmp_path: Path, saved: Path) -> None:
+def test_saves_a_state_over_no_folder(tmp_path: Path, saved: Path) -> None:
+    """A folder that is missing on the way is made; a path that is itself a folder is refused."""
     with loaded(saved, tmp_path) as server:
         assert server.save_state(tmp_path / "new" / "sub" / "x.safetensors").is_file()
         for path in ("", tmp_path):
@@ -535,7 +523,7 @@ def test_the_state_of_a_swarm_is_refused(tmp_path: Path) -> None:
             server.save_state(tmp_path / "state.safetensors")
 
 
-def test_a_state_is_an_initial_model_without_its_run(tmp_path: Path, saved: Path) -> None:
+def test_a_state_may_be_an_initial_model(tmp_path: Path, saved: Path) -> None:
     with plain_server(tmp_path, **{"model.source": str(saved)}) as server:
         assert server.status().version == 0
         new = load_file(server.save_state(tmp_path / "new.safetensors"))
@@ -555,7 +543,7 @@ def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
         assert server.status().finished
 
 
-def test_sites_that_sit_out_stay_out_of_the_total_weight_in_a_loaded_run(tmp_path: Path) -> None:
+def test_a_loaded_run_knows_the_total_weight(tmp_path: Path) -> None:
     """SCAFFOLD's total weight W is 2 in every round: a and b have one each, and c only sits out."""
     kept = tmp_path
 

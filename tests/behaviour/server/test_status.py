@@ -49,7 +49,7 @@ START = {"w": torch.ones(4)}
     ],
     ids=["nothing", "opened", "one", "mean", "spent", "late", "last-is-late", "over"],
 )
-def test_the_time_left_is_the_mean_round_times_those_left(
+def test_the_time_left_follows_the_mean_round(
     commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
 ) -> None:
     from atoll.server.coordinator.roster import left_s
@@ -73,7 +73,7 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
         assert TimeLeft(0, 1).of(run.state, 0.0) is None
 
 
-def test_there_is_no_time_left_before_a_second_round_has_ended(tmp_path: Path) -> None:
+def test_the_first_round_tells_no_time_left(tmp_path: Path) -> None:
     """A first round of 60 s, in which sites start, says nothing; a second one of 5 s gives 50 s for ten rounds."""
     from atoll.server.coordinator.roster import TimeLeft
 
@@ -109,9 +109,7 @@ def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X4")
-def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
-    tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_status_and_log_tell_the_time_left(tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     told: list[float | None] = []
     with plain_server(tmp_path, START, rounds=4) as server:
@@ -131,7 +129,7 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
 
 
 @pytest.mark.covers("L6", "X4")
-def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compares_the_speeds_of_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
     count, alive = itertools.count(), Coordinator.alive
@@ -145,7 +143,8 @@ def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypa
 
 
 @pytest.mark.covers("X4", "L13")
-def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp_path: Path) -> None:
+def test_a_waiting_site_hears_what_is_awaited(tmp_path: Path) -> None:
+    """Which sites, and the time left."""
     with plain_server(tmp_path, START, rounds=5, sites=2) as server:
         a, b = (WireSite(server.url, site) for site in "ab")
         for _ in range(2):
@@ -158,7 +157,8 @@ def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp
 
 
 @pytest.mark.covers("X4")
-def test_a_worker_that_waits_prints_the_reason_and_the_time_left() -> None:
+def test_a_waiting_worker_prints_the_reason() -> None:
+    """And the time left."""
     from atoll.protocol import messages
     from atoll.worker.log_lines import in_wait
 
@@ -169,7 +169,7 @@ def test_a_worker_that_waits_prints_the_reason_and_the_time_left() -> None:
     assert in_wait(15.2, reply.model_copy(update={"left_s": None})) == "waiting 15 s: round 2 waits for b"
 
 
-def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
+def test_tells_no_time_while_it_waits(tmp_path: Path) -> None:
     with plain_server(tmp_path, START, rounds=3, sites=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
@@ -184,9 +184,8 @@ def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L13", "X4")
-def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_the_version_it_had(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_names_sites_unheard_since_the_restart(tmp_path: Path, nursery: Nursery) -> None:
+    """Their version is the one that they had."""
     settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
 
     def of_a(server: atoll.Server) -> tuple[int, int]:
@@ -226,7 +225,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_th
     [(3600.0, " (declared dead after 3600 s without a heartbeat)"), (0.0, "")],
     ids=["dies", "stays"],
 )
-def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path, timeout_s: float, then: str) -> None:
+def test_names_a_site_that_misses_heartbeats(tmp_path: Path, timeout_s: float, then: str) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
     beats = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": timeout_s}
     with plain_server(tmp_path, START, **beats, sites=3) as server:
@@ -245,7 +244,7 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path,
 
 
 @pytest.mark.covers("L13")
-def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
+def test_status_names_awaited_sites(tmp_path: Path) -> None:
     with plain_server(tmp_path, START, sites=2) as server:
         first = manual_sites(server, tmp_path, ["first"])["first"]
         assert first.next_round(wait_s=0.0) is None
@@ -295,7 +294,7 @@ def require_sent_away(
 
 
 @pytest.mark.parametrize("kind", ["tickets", "tasks"])
-def test_ends_a_wait_for_a_round_or_a_task(tmp_path: Path, kind: str) -> None:
+def test_ends_waits_when_it_stops(tmp_path: Path, kind: str) -> None:
     def workflow(controller: Any) -> None:
         controller.sites(at_least=2)
 
@@ -318,9 +317,10 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X4")
-def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
+def test_the_end_names_missing_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those that it waits for, and those that never came."""
     monkeypatch.setattr("atoll.server.serve.GRACE_S", 0.5)
     monkeypatch.setattr("atoll.server.serve.GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")
@@ -332,7 +332,7 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
 
 
 @pytest.mark.covers("X4")
-def test_the_end_of_a_block_waits_for_sites_that_load_the_result(tmp_path: Path) -> None:
+def test_the_end_waits_for_loading_sites(tmp_path: Path) -> None:
     ended, loaded = threading.Event(), list[float]()
 
     def train() -> None:
@@ -351,7 +351,7 @@ def test_the_end_of_a_block_waits_for_sites_that_load_the_result(tmp_path: Path)
     assert loaded == [1.0]
 
 
-def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_does_not_stay_for_its_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
@@ -362,7 +362,7 @@ def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monk
         assert server.finished
 
 
-def test_a_finished_server_stays_for_each_client_that_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_server_stays_for_polling_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One client has seen the end; the next has not yet. Only `stop` ends the server earlier."""
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
@@ -378,32 +378,6 @@ def test_a_finished_server_stays_for_each_client_that_polls(tmp_path: Path, monk
             assert not ended.wait(0.5)
         server.stop()
         site.join()
-
-
-def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
-    from atoll.server.coordinator.background_writes import Exports
-
-    append, save, saved = Exports.append_metrics, Exports.save, threading.Event()
-
-    def late(self: Exports, summary: Any, at: str) -> None:
-        saved.wait(10)  # so the line of round 2 has not begun when the result is there
-        append(self, summary, at)
-
-    def save_and_tell(self: Exports, *heads: Any) -> Path:
-        path = save(self, *heads)
-        threading.Timer(0.2, saved.set).start()
-        return path
-
-    monkeypatch.setattr(Exports, "append_metrics", late)
-    monkeypatch.setattr(Exports, "save", save_and_tell)
-    with plain_server(tmp_path, START, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.submit(fl_round.state_dict())
-        server.run()
-    lines = (server.exports / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["round"] for line in lines] == [1, 2]
 
 
 # -- the lines of a server in a program

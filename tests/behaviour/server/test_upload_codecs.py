@@ -97,7 +97,7 @@ def encoded(folder: Path, codec: str, **options: Any) -> World:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
-def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
+def test_an_own_codec_gets_its_options(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives.
 
     The server names the codec by its path and sends the codec's own name, which the site has registered.
@@ -112,7 +112,7 @@ def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str
 
 
 @pytest.mark.covers("X2", "X3", "X8")
-def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_path: Path) -> None:
+def test_a_site_imports_nothing_a_server_names(own: str, tmp_path: Path) -> None:
     """Not even what the site's process has imported, as this one has."""
     words = r"codec 'thousandths' is neither .* at this site.*call atoll.register\('codecs', 'thousandths', …\)"
     with encoded(tmp_path, own) as world:
@@ -137,7 +137,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
 @pytest.mark.parametrize(
     "path", ["own_codec:Thousandths", "own_codec.py:Thousandths", "{folder}/own_codec.py:Thousandths"]
 )
-def test_a_codec_given_by_entry_point_and_by_path_is_one_codec(
+def test_entry_point_and_path_are_one_codec(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """At a server with the package installed, too. A class of another file with the same name is another codec."""
@@ -152,7 +152,7 @@ def test_a_codec_given_by_entry_point_and_by_path_is_one_codec(
 
 
 @pytest.mark.usefixtures("own")
-def test_a_codec_in_a_package_is_the_one_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_package_and_file_are_one_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is imported twice: by its path, and as a module of the package. That gives two classes."""
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "coarse.py").write_text(OWN)
@@ -162,7 +162,7 @@ def test_a_codec_in_a_package_is_the_one_in_its_file(tmp_path: Path, monkeypatch
     del sys.modules["inner"]
 
 
-def test_a_codec_in_a_file_encodes_in_a_simulation(own: str, tmp_path: Path) -> None:
+def test_a_simulation_loads_a_codecs_file(own: str, tmp_path: Path) -> None:
     """The simulation's own processes load it from the path in the settings: 0.26 and 0.26 + 0.01 give two quarters."""
     settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
     settings["aggregation.upload_codec"] = {"path": "own_codec.py:Thousandths", "per": 4}
@@ -193,7 +193,7 @@ def move(worker: Iterable[atoll.Round]) -> None:
         ("own_codec:Thousandths", {"bits": 4}, "aggregation.upload_codec = .*bits"),
     ],
 )
-def test_an_object_that_is_no_codec_is_refused_at_the_start(
+def test_refuses_an_object_that_is_no_codec(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -258,7 +258,7 @@ FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.covers("L16", "X3")
 @pytest.mark.parametrize("forged", FORGED)
-def test_bytes_that_no_codec_has_written_are_refused_or_finite(tmp_path: Path, forged: str) -> None:
+def test_refuses_forged_bytes_that_are_not_finite(tmp_path: Path, forged: str) -> None:
     """The server refuses them with the tensor's name, or has finite values of them."""
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
     with World(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, "a", rounds=2, codec=codec) as world:
@@ -276,7 +276,7 @@ def test_bytes_that_no_codec_has_written_are_refused_or_finite(tmp_path: Path, f
 
 
 @pytest.mark.covers("X4")
-def test_the_server_says_under_which_name_sites_register_its_codec(tmp_path: Path) -> None:
+def test_says_how_sites_register_its_codec(tmp_path: Path) -> None:
     """A codec by its path; one that is built in needs no line."""
     (tmp_path / "mine.py").write_text(OWN)
     with encoded(tmp_path / "1", "bf16") as world:

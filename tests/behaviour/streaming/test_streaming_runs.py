@@ -37,8 +37,8 @@ from atoll.testing.run import status
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("tau", [0, 2])
-def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> None:
-    """Looked at within one step: after the optimizer's own work, and after Atoll's hook."""
+def test_changes_only_what_is_due(tmp_path: Path, tau: int) -> None:
+    """Within a step, the state after the optimizer's own work is compared with that after Atoll's hook."""
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
 
     def look(*_: Any) -> None:
@@ -67,7 +67,7 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
 
 
 @pytest.mark.covers("L7", "L2")
-def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path) -> None:
+def test_stopping_merges_what_is_under_way(tmp_path: Path) -> None:
     """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
     with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
@@ -129,7 +129,8 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("at_the_server", [False, True])
-def test_a_filter_sees_one_fragment_and_drop_knows_the_whole_model(tmp_path: Path, at_the_server: bool) -> None:
+def test_a_filter_sees_one_fragment(tmp_path: Path, at_the_server: bool) -> None:
+    """But `Drop` knows the whole model."""
     seen: list[tuple[int, set[str]]] = []
 
     class Look(Filter):
@@ -145,10 +146,10 @@ def test_a_filter_sees_one_fragment_and_drop_knows_the_whole_model(tmp_path: Pat
 
 
 @pytest.mark.covers("L7")
-def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
+def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
     with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
-        stall = Fault("POST .*/complete ", "up", at=1, action="stall")
+        stall = Fault("PUT .*/parts/0 ", "up", at=1, action="stall")
         proxy.faults.append(stall)
         with loop_of(proxy.url, tmp_path) as loop:
             for _ in range(5):  # fragment 0 is taken after two steps, 1 would be after four
@@ -182,7 +183,7 @@ def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> 
         pytest.param({"K": 1, "H": 3, "tau": 1}, [(0, 3), (0, 3), (0, 3)], id="whole-merged-later"),
     ],
 )
-def test_steps_count_from_taking_an_update_not_from_merging_its_result(
+def test_counts_steps_from_taking_an_update(
     tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
 ) -> None:
     """What comes between taking and merging, τ later, is part of the next update: it is counted there."""
@@ -196,7 +197,7 @@ def test_steps_count_from_taking_an_update_not_from_merging_its_result(
 
 @pytest.mark.covers("X4")
 @pytest.mark.parametrize("heads", [[4], [2, 1, 1]], ids=["whole", "fragments"])
-def test_status_names_the_fragment_of_each_round_of_several(nursery: Nursery, tmp_path: Path, heads: list[int]) -> None:
+def test_status_names_the_fragment_of_a_round(nursery: Nursery, tmp_path: Path, heads: list[int]) -> None:
     with new_server(tmp_path, K=len(heads), H=len(heads)) as server:
         Sites(server.url, tmp_path, ["a"], steps=4).join()
         printed = command(nursery, tmp_path, "status", "--server", server.url).stdout
@@ -230,7 +231,7 @@ def stopped_after(
 
 
 @pytest.mark.covers("L8", "L11")
-def test_a_restart_goes_on_within_a_cycle_of_fragments(tmp_path: Path) -> None:
+def test_a_restart_goes_on_within_a_cycle(tmp_path: Path) -> None:
     """The division into fragments is saved."""
     options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
     right = expected(["a", "b"], options)
@@ -321,9 +322,7 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L11", "F12")
-def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
     options: dict[str, Any] = {"K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
     right = expected(["a", "b"], options)

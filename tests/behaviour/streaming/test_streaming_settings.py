@@ -36,9 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize(("settings", "told", "remedy"), REFUSED, ids=range(len(REFUSED)))
-def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(
-    tmp_path: Path, settings: dict[str, Any], told: str, remedy: str
-) -> None:
+def test_refuses_what_fragments_exclude(tmp_path: Path, settings: dict[str, Any], told: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     assert told in caught.value.message
@@ -46,7 +44,7 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(
 
 
 @pytest.mark.covers("L7")
-def test_tells_workers_of_the_fragments_and_refuses_one_that_streams_otherwise(tmp_path: Path) -> None:
+def test_refuses_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
     with new_server(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
         info = get(server.url, "/v1/run")[1]
         assert (info["fragments"], info["tau"], info["alpha"], info["max_inflight"]) == (3, 2, 0.5, 2)
@@ -72,7 +70,7 @@ def test_tells_workers_of_the_fragments_and_refuses_one_that_streams_otherwise(t
     ],
     ids=str,
 )
-def test_refuses_tau_of_a_whole_interval_with_alpha_zero(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_refuses_updates_under_way_all_the_time(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     for key in ("tau", "H"):
@@ -93,7 +91,7 @@ def test_refuses_tau_of_a_whole_interval_with_alpha_zero(tmp_path: Path, setting
     ],
     ids=str,
 )
-def test_warns_with_the_share_of_local_steps_under_way(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
+def test_warns_of_local_steps_under_way(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
     with new_server(tmp_path, **settings) as server:
         warned = [each for each in server.status().warnings if "fragment_sync_delay" in each]
     assert [share in each for each in warned] == ([True] if share else [])
@@ -138,7 +136,7 @@ def test_fragments_are_balanced_by_bytes_not_by_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L8")
-def test_tied_tensors_and_the_buffers_of_a_module_stay_together(tmp_path: Path) -> None:
+def test_ties_and_buffers_stay_together(tmp_path: Path) -> None:
     place = {name: number for number, names in enumerate(cut(tmp_path, Tied(), 3)) for name in names}
     assert "head.weight" not in place, "it is embedding.weight"
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):

@@ -19,6 +19,8 @@ from kit.wire import WireSite
 import atoll
 from atoll.worker.peer.peer_transfers import PeerServer
 
+pytestmark = pytest.mark.covers("P10")
+
 
 class Site(WireSite):
     """A site of a swarm that says what the test tells it to say."""
@@ -88,14 +90,8 @@ def closed(version: int, tickets: list[int], digests: bytes) -> dict[str, Any]:
     return {"fragment": 0, "version": version, "tickets": tickets, "digest": "0" * 64, "part_digests": parts}
 
 
-def aggregator(server: atoll.Server) -> str:
-    place = server.status().fragments[0].place
-    assert place is not None
-    return place.aggregator
-
-
-@pytest.mark.covers("P10", "F18")
-def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_path: Path) -> None:
+@pytest.mark.covers("F18")
+def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
     """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
     with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
         offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
@@ -109,25 +105,7 @@ def test_counts_a_collected_update_only_with_the_digest_that_was_offered(tmp_pat
         assert offer.receipt.result(60)[1]["accepted"]
 
 
-@pytest.mark.covers("P10", "X3")
-def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> None:
-    """As many digests as a version has, each of them well-formed; but the version that is named has others."""
-    with swarm(tmp_path) as (server, a, b), ThreadPoolExecutor() as pool:
-        offers = [Offer(pool, a, "1" * 64), Offer(pool, b, "2" * 64)]
-        wait_until(lambda: len(a.report()["collect"]) == 2, "both offers")
-        collected = [offer.collected() for offer in offers]
-        (close,) = wait_until(lambda: a.report(*collected)["close"], "the round that is to be reduced")
-        assert aggregator(server) == "a"
-        digests = bytes.fromhex("".join(a.version["part_digests"]))
-        a.report(
-            *collected, closed=[closed(close["version"], [share["ticket"] for share in close["updates"]], digests)]
-        )
-        assert aggregator(server) == "b"
-        assert server.status().version == 0
-        server.stop()
-
-
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:11", "127.0.0.1"], ids=["host", "port", "none"])
 def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) -> None:
     with swarm(tmp_path) as (_, a, b):
@@ -141,8 +119,7 @@ def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) ->
             assert (status, f"does not point to {b.address}" in told["message"]) == (400, True)
 
 
-@pytest.mark.covers("P10")
-def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
+def test_takes_a_report_of_many_parts(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
     with swarm(tmp_path) as (_, a, _b):
         assert a.report(closed=[closed(1, [1], bytes(32 * 20_000))])["stamp"]

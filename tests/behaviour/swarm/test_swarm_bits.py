@@ -20,8 +20,10 @@ from swarm_world import PLAIN, ROUNDS, SITES, SiteProcess, Sites, left_by, serve
 
 from atoll import TensorRef
 
+pytestmark = pytest.mark.covers("P10")
 
-@pytest.mark.covers("P10", "D10")
+
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize(
     ("starts", "sample", "populations", "workers"),
     [((("abc", 2), ("abcd", 4)), 1.0, [3, 3, 4, 4], [3, 3, 4, 4]), ((("abcd", 3),), 0.5, [4] * 3, [2] * 3)],
@@ -30,9 +32,9 @@ from atoll import TensorRef
 def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """The bits are those of a server.
+    """Its bits are those of a server.
 
-    SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters.
+    SCAFFOLD's controls are the mean over all sites that have joined: when a fourth one joins, three quarters are left.
     """
     found = []
     for place in ("swarm", "server"):
@@ -48,7 +50,7 @@ def test_a_swarm_counts_sites_that_have_only_joined(
     assert [len(summary["sites"]) for summary in ours.history] == workers
 
 
-@pytest.mark.covers("X10", "P10")
+@pytest.mark.covers("X10")
 def test_the_rules_of_buffers_hold_in_a_swarm(tmp_path: Path) -> None:
     """What a site keeps has its initial value in every version, and the rest is as a server makes it."""
     rules = {"1.running_mean": "first", "1.running_var": "max", "1.num_batches_tracked": "sum", "1.weight": "keep"}
@@ -102,21 +104,18 @@ def left_by_steps(
     return Result(folder), sites
 
 
-@pytest.mark.covers("P10", "D10")
-def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> None:
+@pytest.mark.covers("D10")
+def test_asynchronous_fragments_come_to_their_end(tmp_path: Path) -> None:
     result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
     assert len(result.updates) == sum(len(summary["sites"]) for summary in result.history)
     assert len(set(result.aggregators)) > 1
     assert all(loop.finished for loop in sites.loops.values())
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"},
-        {"async.momentum_every": 2},
-    ],
+    [{"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"}, {"async.momentum_every": 2}],
     ids=["weighed-by-staleness", "delayed-nesterov"],
 )
 def test_an_asynchronous_swarm_has_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -177,8 +176,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.covers("P10", "D10")
-def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) -> None:
+@pytest.mark.covers("D10")
+def test_a_package_gives_a_servers_bits(tmp_path: Path) -> None:
     ours, _ = left_by(tmp_path / "swarm", **PLAIN | OURS)
     theirs, _ = left_by(tmp_path / "server", **PLAIN | OURS, **{"swarm.enabled": False})
     assert ours.without_exports == theirs.without_exports
@@ -189,8 +188,8 @@ def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-@pytest.mark.covers("P10", "X3")
-def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.covers("X3")
+def test_refuses_a_site_without_the_package(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | OURS | {"aggregation.upload_codec.name": "none"}) as server:
         with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
             assert site.process.wait() != 0
@@ -210,7 +209,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return left_by(tmp_path_factory.mktemp("undisturbed"))[0]
 
 
-@pytest.mark.covers("P10")
 def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the disk, and among what others can pull."""
     from atoll.worker.peer.agent import SwarmPeer
@@ -232,8 +230,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         assert served[peer.site] <= 2 * 2 + 1 + 1
 
 
-@pytest.mark.covers("P10")
-def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all updates once more before it reduces them, which takes its time where they are large."""
     from atoll.worker.peer.agent import SwarmPeer
 
@@ -259,7 +256,6 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
     assert max(moved) <= 2**16  # part by part
 
 
-@pytest.mark.covers("P10")
 def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     with serve_swarm(tmp_path) as server:
         initial = (tmp_path / "state" / "initial-0.safetensors").stat().st_size
@@ -271,9 +267,8 @@ def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
 
 
-@pytest.mark.covers("P10")
-def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
-    """Of two sites each is the aggregator or the checker of every round, and holds every version.
+def test_pulls_nothing_that_it_has(tmp_path: Path) -> None:
+    """Each of the two sites aggregates or checks every round, and so holds every version.
 
     So in each round one update of the two goes to the other site, and the new version with its outer state; the initial
     model goes from the server to one of them, and from that one to the other, which pulls it twice if it comes to train
@@ -287,11 +282,10 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     assert any(0 < rest - times * MODEL_BYTES <= (2 * ROUNDS + times) * HEADER for times in (1, 2))
 
 
-@pytest.mark.covers("P10")
 def test_asks_the_next_holder_for_a_dropped_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker that holds a version may let go of it, or end, between two questions: no round ends with that."""
+    """A worker may drop a version, or end, between two requests: the next holder is asked, and the round goes on."""
     from atoll.worker.peer.peer_transfers import PeerServer
 
     in_order, seen = PeerServer.in_order, set[int]()
@@ -309,7 +303,6 @@ def test_asks_the_next_holder_for_a_dropped_version(
     assert ours.bits == undisturbed.bits
 
 
-@pytest.mark.covers("P10")
 def test_a_worker_ignores_answers_that_newer_ones_overtook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
@@ -350,14 +343,12 @@ def test_a_worker_ignores_answers_that_newer_ones_overtook(
     assert max(asked) < 1000, "as many as the earlier server had given"
 
 
-@pytest.mark.covers("P10")
 def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path) -> None:
     result, _ = left_by(tmp_path, **{"swarm.aggregators": ("b", "c"), "rounds.total": 4})
     assert result.aggregators == ["b", "c", "b", "c"]
     assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)
 
 
-@pytest.mark.covers("P10")
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
     """The site whose digest comes first for the version that the round starts from, but none twice in a row."""
     result, _ = left_by(tmp_path, **{"run.seed": 5, "rounds.total": 6})

@@ -29,10 +29,12 @@ from atoll.errors import ConfigError
 from atoll.protocol.routes import SWARM_PLAN
 from atoll.tensors.reference import TensorRef
 
+pytestmark = pytest.mark.covers("P10")
 
-@pytest.mark.covers("X8", "P10")
+
+@pytest.mark.covers("X8")
 def test_a_site_joins_a_swarm_only_by_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an argument or a variable at the site itself. The others have not even asked what they would do there."""
+    """By an argument or a variable at the site itself. Without it, the site does not even ask for the swarm's plan."""
 
     def join(**options: Any) -> None:
         with atoll.join(proxy.url, site="a", folder=tmp_path / "w", **options):
@@ -77,7 +79,7 @@ def by_trainer(url: str) -> None:
     TrainerDriver(url, "a").state()
 
 
-@pytest.mark.covers("X8", "P10")
+@pytest.mark.covers("X8")
 @pytest.mark.parametrize("join", [by_steps, by_trainer, partial(functional.init, site="a")])
 def test_no_other_way_in_joins_a_swarm_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: Callable[[str], object]
@@ -89,7 +91,7 @@ def test_no_other_way_in_joins_a_swarm_unasked(
         assert server.status().workers == []
 
 
-@pytest.mark.covers("X8", "P10", "X3")
+@pytest.mark.covers("X8", "X3")
 def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
     """A site says that it is at the port of another program, of another site, of a cloud's secrets, and nowhere."""
     with (
@@ -127,8 +129,8 @@ def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
         assert {request.path.rpartition("/")[0] for request in trap.requests} == {"/v1/objects"}
 
 
-@pytest.mark.covers("P10", "X8")
-def test_each_site_logs_each_address_that_it_connects_to_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.covers("X8")
+def test_logs_each_address_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "atoll"):
         left_by(tmp_path)
     said = [line for line in caplog.messages if "connects to the worker of another site at http://127.0.0.1:" in line]
@@ -173,7 +175,7 @@ def orders(address: str) -> list[Any]:
     )
 
 
-@pytest.mark.covers("X9", "P10")
+@pytest.mark.covers("X9")
 def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """No order ends in a traceback, and what a line says of orders that do not fit is said once."""
     said = list[Any]()
@@ -198,7 +200,7 @@ def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytes
     assert sum(path.stat().st_size for path in (tmp_path / "w").rglob("*") if path.is_file()) < 4 * 2**20
 
 
-@pytest.mark.covers("X9", "P10")
+@pytest.mark.covers("X9")
 def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
     """The stamp of the orders is another one each time, and there is nothing to do."""
     stamps = itertools.count(1)
@@ -216,8 +218,8 @@ def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
     assert 2 <= next(stamps) - 1 < 15
 
 
-@pytest.mark.covers("P10", "X3")
-def test_an_option_that_no_message_can_carry_is_refused_at_the_server(tmp_path: Path) -> None:
+@pytest.mark.covers("X3")
+def test_refuses_an_option_too_long_for_messages(tmp_path: Path) -> None:
     model = {"2.*" + "*" * 300: 0.5}
     with pytest.raises(ConfigError, match=r"algorithm\.outer_lr_of\..* has 303 characters, but at most 256"):
         with serve_swarm(tmp_path, **{"algorithm.outer_lr_of": model}):

@@ -40,7 +40,7 @@ from atoll.codecs.plain import Bf16Codec
 from atoll.errors import RunFailed, ServerFailed
 from atoll.reducers import Reducer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.covers("P10")]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def require_same(folder: Path, undisturbed: Result) -> Result:
     return result
 
 
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize(
     "lives",
     [
@@ -81,7 +80,7 @@ def require_same(folder: Path, undisturbed: Result) -> Result:
         "after-it-said-so",
     ],
 )
-def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
+def test_killed_sites_change_no_bit(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]
 ) -> None:
     with serve_swarm(tmp_path, **IN_TURN) as server, processes(nursery, tmp_path, server.url, lives) as killed:
@@ -94,9 +93,8 @@ def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
     require_same(tmp_path, undisturbed)
 
 
-@pytest.mark.covers("P10")
 def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """No site trains a round once more because of that; and a finished run that is started again stays as it is."""
+    """No site trains a round again because of that. A finished run that is started again stays as it is."""
     lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path)
@@ -111,7 +109,7 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
     require_same(tmp_path, undisturbed)
 
 
-@pytest.mark.covers("P10", "F41")
+@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -120,10 +118,12 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
         ("spool", "differs from the one received: the disk has changed it"),
     ],
 )
-def test_a_bit_changes_on_the_disk_of_the_aggregator(
+def test_replaces_an_aggregator_with_a_damaged_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
-    """While round 2 is trained, or one of its updates is awaited: another aggregates it, of what it has itself."""
+    """A bit changes while round 2 is trained, or while one of its updates is awaited. Another site aggregates the round
+    from its own files.
+    """
     gate = Gate(2, "c" if what == "spool" else SITES)
     with serve_swarm(tmp_path, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path, during=gate)
@@ -160,7 +160,6 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
     return [note.parent / f"{what}-0-{newest[3] if what == 'version' else newest[4]}.safetensors"]
 
 
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize("stopped", ["aggregator", "checker"])
 def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
@@ -202,7 +201,7 @@ def test_replaces_a_stopped_worker_of_a_swarm(
         assert result.counted() == EVERY_SITE_AND_ROUND
 
 
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("fault", "aggregators", "why"),
     [
@@ -299,7 +298,7 @@ def trained_in_swarm(url: str, folder: Path, site: str) -> None:
             submit(fl_round, fl_round.load_into(wide_model()), site)
 
 
-@pytest.mark.covers("P10", "X9")
+@pytest.mark.covers("X9")
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
@@ -309,7 +308,7 @@ def trained_in_swarm(url: str, folder: Path, site: str) -> None:
     ],
     ids=["reducer", "codec", "outer optimizer"],
 )
-def test_code_that_raises_at_every_worker_ends_the_run(
+def test_code_that_raises_everywhere_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], what: str
 ) -> None:
     """Each of the two holders of version 0 is asked, and all three sites end with the reason."""
@@ -348,7 +347,7 @@ def fill_disks(monkeypatch: pytest.MonkeyPatch, home: str, room: threading.Event
     monkeypatch.setattr(os, "posix_fallocate", refuse)
 
 
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 def test_status_says_while_no_worker_can_aggregate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = threading.Event()
     fill_disks(monkeypatch, "/workers/", room)
@@ -373,7 +372,7 @@ STREAMING: dict[str, Any] = {
 Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES, swarm=True)
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Path) -> None:
     """The same updates count."""
     found = []
@@ -389,11 +388,11 @@ def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Pa
     assert result.counted() == EVERY_SITE_AND_ROUND
 
 
-@pytest.mark.covers("P10", "D10", "L4")
+@pytest.mark.covers("D10", "L4")
 def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) -> None:
-    """Of an aggregator and of the server: all sites end with the same model.
+    """An aggregator and the server are killed, and all sites end with the same model.
 
-    Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew.
+    Every fragment has its rounds, and no update counts twice. The killed site repeats its local steps.
     """
     lives = ("accept.after=kill@2", "head.before=kill")
     with (
@@ -415,7 +414,7 @@ def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) 
     assert len(result.updates) >= 2 * len(EVERY_SITE_AND_ROUND) - 4
 
 
-@pytest.mark.covers("P10", "L3", "L5")
+@pytest.mark.covers("L3", "L5")
 def test_an_asynchronous_swarm_goes_on_without_its_aggregator(nursery: Nursery, tmp_path: Path) -> None:
     """Others' updates are waiting when it is lost, so that rounds are closed one upon the other."""
     lives = {site: ["swarm.closed=kill"] for site in ("a", "b")}

@@ -17,26 +17,18 @@ from kit.processes import command, export
 from kit.results import Result, of_sites
 from kit.tls import write_certificate
 from safetensors.torch import load_file
-from swarm_world import (
-    EVERY_SITE_AND_ROUND,
-    IN_TURN,
-    PLAIN,
-    QUICK,
-    SITES,
-    SiteProcess,
-    Sites,
-    serve_swarm,
-    trains,
-)
+from swarm_world import EVERY_SITE_AND_ROUND, IN_TURN, PLAIN, QUICK, SITES, SiteProcess, Sites, serve_swarm, trains
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError, Gone, ServerLost, UsageError
 from atoll.filters import NormClip
 
+pytestmark = pytest.mark.covers("P10")
+
 
 @pytest.mark.slow
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
     gate, settings = Gate(2, "a"), {"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 2}
     with serve_swarm(tmp_path, **settings, **QUICK, **{"swarm.aggregators": ["a", "b"]}) as server:
@@ -52,8 +44,9 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.covers("P10", "X3")
-def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.covers("X3")
+def test_tells_an_unreachable_worker_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Before the first round."""
     with serve_swarm(tmp_path, **{"rounds.min_sites": 3, "network.idle_timeout_s": 1.0}) as server:
         first = Sites(server.url, tmp_path, "ab")
         wait_until(lambda: len(server.status().workers) == 2, "two workers")
@@ -68,7 +61,6 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
     assert first.digests == third.digests
 
 
-@pytest.mark.covers("P10")
 def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An update has NaN or is too large. The other sites go on.
 
@@ -92,9 +84,9 @@ def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.slow
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize("damaged", [1, 2], ids=["one", "both"])
-def test_when_all_die_what_they_hold_counts_where_it_is_whole(nursery: Nursery, tmp_path: Path, damaged: int) -> None:
+def test_all_workers_die_and_come_back(nursery: Nursery, tmp_path: Path, damaged: int) -> None:
+    """What they hold counts where it is whole."""
     with serve_swarm(tmp_path, **IN_TURN) as server:
         never = f"2:{tmp_path / 'never'}"
         running = [SiteProcess(nursery, tmp_path, server.url, site, HOLD=never) for site in SITES]
@@ -119,7 +111,6 @@ def test_when_all_die_what_they_hold_counts_where_it_is_whole(nursery: Nursery, 
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
 
 
-@pytest.mark.covers("P10")
 def test_late_joiners_and_early_leavers(tmp_path: Path) -> None:
     """The worker that leaves holds the newest version: it stays until another has it."""
     gate, settings = Gate(2, "b"), {"rounds.sites": 2, "rounds.total": 5, "swarm.aggregators": ["a"]}
@@ -135,8 +126,7 @@ def test_late_joiners_and_early_leavers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("P10")
-def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_only_holder_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
     """Of the two that have version 1, b is killed for good in round 2, and a leaves with its update to that round."""
     gate, settings = Gate(2, "acd"), {"rounds.sites": 4, "rounds.min_sites": 2, "swarm.aggregators": ["a", "b"]}
     with serve_swarm(tmp_path, **settings, **QUICK) as server:
@@ -154,8 +144,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
     assert [len(summary["sites"]) for summary in result.history] == [4, 3, 2]
 
 
-@pytest.mark.covers("P10")
-def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp_path: Path) -> None:
+def test_each_site_keeps_the_result_alone(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | {"algorithm.name": "scaffold"}) as server:
         ran = Sites(server.url, tmp_path)
         run_to_end(server, ran)
@@ -173,7 +162,7 @@ def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp
         atoll.Server(settings=server.settings, evaluation={})
 
 
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -206,13 +195,12 @@ def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp
         ({"swarm.enabled": False, "swarm.aggregators": ("a",)}, "aggregators"),
     ],
 )
-def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+def test_refuses_settings_that_no_swarm_has(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         with serve_swarm(tmp_path, **settings):
             pass
 
 
-@pytest.mark.covers("P10")
 def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
     gate = Gate(3, SITES)
     with serve_swarm(tmp_path) as server:
@@ -226,7 +214,7 @@ def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> 
         run_to_end(server, sites)
 
 
-@pytest.mark.covers("P10", "X2")
+@pytest.mark.covers("X2")
 def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers show each other certificates, and the server's token stays between each and the server."""
     tls = write_certificate(tmp_path)
@@ -248,7 +236,7 @@ def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (len(sites.models), len(sites.digests)) == (len(SITES), 1)
 
 
-@pytest.mark.covers("P10", "X3")
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -268,7 +256,7 @@ def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=["port", "without-tls", "address", "one-of-two"],
 )
-def test_where_a_worker_cannot_listen_is_refused_by_name(
+def test_refuses_an_address_to_listen_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
     for name, value in variables.items():
@@ -280,7 +268,7 @@ def test_where_a_worker_cannot_listen_is_refused_by_name(
 
 
 @pytest.mark.parametrize("is_swarm", [True, False], ids=["swarm", "server"])
-def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm: bool) -> None:
+def test_sites_sit_out_rounds_of_a_swarm(tmp_path: Path, is_swarm: bool) -> None:
     """In round 2 site b sits out, which aggregates it in the swarm; all sit out round 3, which makes no version."""
     weights = {2: {"b": 0.0}, 3: dict.fromkeys(SITES, 0.0)}
 
@@ -313,8 +301,8 @@ def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm
             torch.testing.assert_close(parameter, begun[name] + 7.0, rtol=0, atol=1e-5)
 
 
-@pytest.mark.covers("P10", "F42")
-def test_a_restored_swarm_says_which_version_its_workers_lack(
+@pytest.mark.covers("F42")
+def test_a_restored_swarm_names_the_missing_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The backup has version 1, and the workers keep only later ones: the log and the status say how to go on."""
@@ -346,8 +334,8 @@ def test_a_restored_swarm_says_which_version_its_workers_lack(
 
 
 @pytest.mark.long
-@pytest.mark.covers("S2", "P10")
-def test_a_scaffold_swarm_goes_on_after_its_server_was_restored(tmp_path: Path) -> None:
+@pytest.mark.covers("S2")
+def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
     """The backup is older than the controls of all sites by two rounds; its version is still at workers."""
     settings = {"algorithm.name": "scaffold", "rounds.total": 7, "disk.keep_versions": 8, **PLAIN}
     settings["network.idle_timeout_s"] = 0.5  # how long a site that leaves waits for workers that need its data

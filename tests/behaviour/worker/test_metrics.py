@@ -60,7 +60,7 @@ def test_counts_a_reported_value_in_one_round(
 def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) -> None:
     """The worker does not hear that its first update is in, trains on, and finds out at its next turn."""
     with serve(tmp_path, **DILOCO) as server, Proxy(server.port) as proxy:
-        fault = Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset", wait=proxy.cut)
+        fault = Fault("PUT .*/parts/0 ", "down", at=BEFORE_HEADER, action="reset", wait=proxy.cut)
         proxy.faults.append(fault)
 
         def during(step: int) -> None:

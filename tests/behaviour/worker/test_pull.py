@@ -69,6 +69,7 @@ class HalfFrozen(nn.Module):
 
 @pytest.mark.covers("F1", "P8")
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
+@pytest.mark.usefixtures("pulled_apart")
 def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}

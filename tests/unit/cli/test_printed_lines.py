@@ -46,7 +46,7 @@ def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> Non
     assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
 
 
-def test_the_status_is_asked_for_only_when_a_line_may_be_due() -> None:
+def test_reminders_ask_only_when_due() -> None:
     """At each of these times, the reminder asks; it sleeps in between, at most 15 s at a time."""
     reminder, asked = server.Reminder(0.0), list[int]()
     for second in range(3000):
@@ -58,7 +58,7 @@ def test_the_status_is_asked_for_only_when_a_line_may_be_due() -> None:
     assert asked == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
 
 
-def test_a_reminder_looks_again_when_the_next_site_is_late_or_something_has_happened() -> None:
+def test_reminders_look_again_in_time() -> None:
     reminder = server.Reminder(0.0)
     reminder.due_s = math.inf
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""

@@ -57,7 +57,7 @@ def values(found: SiteCurves) -> dict[str, list[float | None]]:
         (2, [1, 10]),
     ],
 )
-def test_rounds_are_chosen_evenly_with_the_first_and_the_last(store: Store, points: int, versions: list[int]) -> None:
+def test_chooses_rounds_evenly(store: Store, points: int, versions: list[int]) -> None:
     put(store, 0)
     for version in range(1, 11):
         put(store, version, loss("a", version / 8))
@@ -81,7 +81,7 @@ def test_a_curve_has_each_number_and_null_without_one(store: Store) -> None:
     assert values(curves(store, fragment=1)) == {"a": [5.0]}
 
 
-def test_of_one_site_the_rounds_are_those_with_its_updates(store: Store) -> None:
+def test_draws_one_site_over_its_own_rounds(store: Store) -> None:
     """In an asynchronous run, few versions have an update of it."""
     for version in range(1, 11):
         put(store, version, loss("a" if version % 3 else "b", float(version)))
@@ -89,7 +89,7 @@ def test_of_one_site_the_rounds_are_those_with_its_updates(store: Store) -> None
     assert (found.versions, values(found)) == ([3, 9], {"b": [3.0, 9.0]})
 
 
-def test_versions_that_were_lost_have_no_point(store: Store) -> None:
+def test_lost_versions_have_no_point(store: Store) -> None:
     for version in (1, 2, 3):
         put(store, version, loss("a", float(version)))
     with store.journal.transaction():
@@ -97,7 +97,7 @@ def test_versions_that_were_lost_have_no_point(store: Store) -> None:
     assert values(curves(store)) == {"a": [1.0, 3.0]}
 
 
-def test_the_longest_curves_come_in_pages_of_a_mebibyte(store: Store) -> None:
+def test_pages_the_longest_curves(store: Store) -> None:
     """7,000 sites with 2 rounds: 983,040 bytes take 6,733 curves of 96 + 2 × 25 bytes."""
     names = [f"{number:064}" for number in range(7000)]
     put(store, 1)

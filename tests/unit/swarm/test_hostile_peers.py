@@ -38,6 +38,8 @@ from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import MOST_ADDRESSES, PeerServer, PeerTransfers, connected
 
+pytestmark = pytest.mark.covers("P10", "X9")
+
 DIGEST = "1" * 64
 IDLE_S = 0.3
 
@@ -145,11 +147,10 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
 }
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     ("of", "lie"), [*(("manifest", lie) for lie in (*LIES, *MESSAGES)), *(("data", lie) for lie in LIES)]
 )
-def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
+def test_reports_an_update_of_a_lying_peer(
     tmp_path: Path, plan: AggregationPlan, served: PeerServer, of: str, lie: str
 ) -> None:
     """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well.
@@ -170,8 +171,7 @@ def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
     store.close()
 
 
-@pytest.mark.covers("X9", "P10")
-def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: PeerServer) -> None:
+def test_connects_to_named_addresses_alone(served: PeerServer) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1))
         assert served.in_order([ref, "atoll-ref://nonsense"]) == []
@@ -187,7 +187,6 @@ def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: P
         assert len(peer.requests) == 1
 
 
-@pytest.mark.covers("X9", "P10")
 def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> None:
     """Each new address is a line of the log, so a server that names ever more of them, or one twice, adds no more."""
     addresses = [f"http://b:{port}" for port in range(1, MOST_ADDRESSES + 3)]
@@ -196,8 +195,7 @@ def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> No
     assert served.learn(addresses) == []
 
 
-@pytest.mark.covers("X9", "P10")
-def test_a_reference_with_a_path_is_to_no_worker() -> None:
+def test_follows_no_reference_with_a_path() -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1, "/admin"))
         with pytest.raises(Gone, match="is not followed"), connected(ref, IDLE_S, Counters(), loopback=True):
@@ -217,10 +215,9 @@ def moving_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["message", "part"])
-def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
+def test_sends_nothing_to_a_moving_name(way: str) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         assert why_no_peer("worker.test", loopback=False) == ""
         ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
@@ -235,10 +232,9 @@ def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
         assert peer.requests == []
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["attempt", "file"])
-def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -> None:
+def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
     server = peer_server(name="this.test")
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer, ExitStack() as stack:
         stack.callback(server.close)
@@ -253,7 +249,6 @@ def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -
         assert peer.requests == []
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "host",
     [
@@ -271,20 +266,19 @@ def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -
         "240.0.0.1",
     ],
 )
-def test_no_worker_has_the_address_of_a_cloud_or_of_many_machines(host: str) -> None:
+def test_no_worker_has_a_clouds_address(host: str) -> None:
+    """Nor an address of many machines."""
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
-def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: str) -> None:
+def test_loopback_is_for_one_machine_alone(host: str) -> None:
     assert why_no_peer(host, loopback=True) == ""
     assert "leads to this machine itself" in why_no_peer(host, loopback=False)
     for ordinary in ("10.0.0.1", "192.168.7.7", "203.0.113.5", "2001:db8::1", "no-such-host.invalid"):
         assert why_no_peer(ordinary, loopback=False) == ""
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "address",
     [
@@ -305,7 +299,7 @@ def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: st
         "http://" + "a" * 300 + ":80",
     ],
 )
-def test_an_address_in_a_message_is_a_host_and_a_port(address: str) -> None:
+def test_an_address_is_host_and_port(address: str) -> None:
     assert PeerWork(stamp=0, peers=["http://a-b.example:80", "https://[::1]:65535"])
     for field in ("peers", "probe"):
         with pytest.raises(ValidationError):
@@ -341,9 +335,8 @@ ORDERS: dict[str, tuple[PeerWork, str]] = {
 }
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, order: str) -> None:
+def test_follows_no_order_that_does_not_fit(plan: AggregationPlan, order: str) -> None:
     """The run keeps two versions, pins four, and makes one while another one is removed."""
     work, named = ORDERS[order]
     with pytest.raises(VersionSkew, match=named):
@@ -352,7 +345,6 @@ def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, 
     require_fitting(fits, plan)
 
 
-@pytest.mark.covers("X9", "P10")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -373,7 +365,7 @@ def test_lists_and_numbers_of_orders_are_bounded(fields: dict[str, Any]) -> None
         PeerWork.model_validate({"stamp": 0} | fields)
 
 
-@pytest.mark.covers("X8", "P10")
+@pytest.mark.covers("X8")
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -404,9 +396,8 @@ def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, va
         SwarmPlan.model_validate(honest | {key: value})
 
 
-@pytest.mark.covers("P10")
 def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy of the environment leads to servers; which address it reaches for a worker, nothing could check."""
+    """The proxy in the environment is for servers: a worker cannot check which address a proxy reaches."""
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "")
     ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)

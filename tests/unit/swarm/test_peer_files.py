@@ -33,6 +33,8 @@ from atoll.worker.peer.agent import plan_of as plan_of_worker
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Version
 
+pytestmark = pytest.mark.covers("P10")
+
 SWARM = SETTINGS | {"swarm.enabled": True, "rounds.sites": 3}
 
 
@@ -128,8 +130,8 @@ def mine(tmp_path: Path, theirs: Peer) -> Iterator[Peer]:
         yield peer
 
 
-@pytest.mark.covers("P10", "D10")
-def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("D10")
+def test_takes_no_initial_model_of_other_parts(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server names the digest that it has told, and lists the parts of another file."""
     wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
     digests = [digest.hex() for digest in other.part_digests]
@@ -141,11 +143,9 @@ def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, mo
         mine.transfers.version(hold, mine.slot(VERSION), None)
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize("damage", ["version", "state", "cut otherwise"])
-def test_other_bytes_than_wanted_are_not_taken_and_the_next_worker_is_asked(
-    mine: Peer, theirs: Peer, damage: str
-) -> None:
+def test_asks_the_next_worker_after_other_bytes(mine: Peer, theirs: Peer, damage: str) -> None:
     wanted, other = theirs.version(), theirs.version()
     honest = theirs.serve(wanted)
     lies = {
@@ -161,7 +161,7 @@ def test_other_bytes_than_wanted_are_not_taken_and_the_next_worker_is_asked(
     assert replace(got, slot=wanted.slot, state=wanted.state, state_parts=()) == wanted
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> None:
     slot, digests, digest = theirs.update()
     layout = theirs.planned.update
@@ -176,8 +176,8 @@ def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> 
             mine.transfers.update(collect(digest, source), mine.slot(SPOOL))
 
 
-@pytest.mark.covers("P10")
-def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Peer) -> None:
+def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
+    """It reads it where it lies: no byte travels."""
     layout, (outbox, digests, digest) = mine.planned.update, mine.update()
     ref = mine.server.serve(outbox.fd, Manifest.of_layout(layout, digests))
     own, target = collect(digest, ref), mine.slot(SPOOL)
@@ -193,9 +193,9 @@ def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Pe
         mine.transfers.update(own, target)
 
 
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize("when", ["between parts", "within a part"])
-def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_damaged(mine: Peer, when: str) -> None:
+def test_a_withdrawn_file_is_gone_not_damaged(mine: Peer, when: str) -> None:
+    """It is withdrawn and rewritten while it is read."""
     version, layout, read = mine.version(with_state=False), mine.planned.version, list[int]()
     ref = mine.server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
 
@@ -219,9 +219,9 @@ def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_dam
     assert len(read) == (1 if when == "between parts" else 0)
 
 
-@pytest.mark.covers("P10", "D10")
+@pytest.mark.covers("D10")
 @pytest.mark.parametrize("how", ["cut", "unreadable"])
-def test_a_file_of_its_own_that_cannot_be_read_is_asked_of_another_worker(
+def test_asks_another_worker_for_an_unreadable_file(
     mine: Peer, theirs: Peer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     version, theirs_slot = mine.version(with_state=False), theirs.slot(VERSION)
@@ -239,7 +239,6 @@ def test_a_file_of_its_own_that_cannot_be_read_is_asked_of_another_worker(
     assert mine.pull(version, own, other).slot.path.read_bytes() == whole
 
 
-@pytest.mark.covers("P10")
 def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Peer) -> None:
     version = theirs.version(with_state=False)
     others = [theirs.serve(version).version for _ in range(3)]
@@ -249,9 +248,8 @@ def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Pe
     assert sorted(ordered) == sorted([*others, own])
 
 
-@pytest.mark.covers("P10")
-def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -> None:
-    """A version that cannot be noted is not kept, and its files stay the caller's."""
+def test_keeps_no_version_without_its_note(mine: Peer) -> None:
+    """The folder is gone, so that no note can be written. The version's files stay the caller's."""
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
     mine.store.put(kept)
     shutil.rmtree(mine.folder)
@@ -267,9 +265,9 @@ def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -
         mine.slot(VERSION)
 
 
-@pytest.mark.covers("P10", "F41")
+@pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["none", "version", "state", "header", "cut", "another"])
-def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_whole(mine: Peer, damage: str) -> None:
+def test_a_restart_keeps_what_is_whole(mine: Peer, damage: str) -> None:
     version = mine.version()
     mine.store.put(replace(version, digest="0" * 64) if damage == "another" else version)
     mine.store.close()
@@ -291,9 +289,9 @@ def test_a_worker_still_has_what_it_held_before_it_was_started_again_if_it_is_wh
             assert getattr(found, name) == getattr(version, name)
 
 
-@pytest.mark.covers("P10", "F41")
-def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> None:
-    """Its files are other ones than those that were removed."""
+@pytest.mark.covers("F41")
+def test_a_version_survives_a_damaged_one(mine: Peer) -> None:
+    """A restart removes the files of the damaged one, and the next version gets other files."""
     damaged = mine.version(1, with_state=False)
     mine.store.put(damaged)
     write_at(damaged.slot.fd, b"damaged", 5000)
@@ -304,7 +302,7 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
     assert [version.version for version in mine.store.versions()] == [2]
 
 
-@pytest.mark.covers("P10", "D10", "X8")
+@pytest.mark.covers("D10", "X8")
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -318,7 +316,7 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
         {"async.enabled": True, "async.momentum_every": 3, "async.sync_rounds_first": 2},
     ],
 )
-def test_a_worker_makes_the_server_s_plan_of_values_alone(tmp_path: Path, chosen: dict[str, Any]) -> None:
+def test_a_worker_makes_the_servers_plan(tmp_path: Path, chosen: dict[str, Any]) -> None:
     """What decides the bits of a round is the same at both ends, after it has travelled as JSON."""
     plain = {key: value for key, value in SWARM.items() if not key.startswith("algorithm.")}
     named = plain | {"algorithm.name": "fedavg", "disk.state_dir": tmp_path} | chosen

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from scripted_swarm import ScriptedSwarm, played, scripted_swarm
+from scripted_swarm import ScriptedSwarm, scripted_swarm
 
 from atoll.errors import DiskFull
 from atoll.server.swarm import assignments
 from atoll.server.swarm.assignments import PULLS, SLOWER, WARY
+
+pytestmark = pytest.mark.covers("P10")
 
 IDLE_S = 30.0
 IN_TURN = {"swarm.aggregators": ["a", "b", "c"], "network.idle_timeout_s": IDLE_S}
@@ -42,8 +45,6 @@ async def fails_to_pull(swarm: ScriptedSwarm, ticket: int, site: str, times: int
         await swarm.collects(swarm.job.aggregator, {ticket: offer}, failed="connection refused")
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Path) -> None:
     """The third failed download of one update replaces the aggregator, and no earlier one does."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -56,8 +57,6 @@ async def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Pat
         assert (swarm.job.aggregator, list(swarm.job.excluded)) == ("b", ["a"])
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path) -> None:
     """Two failures with one update and two with another replace no aggregator."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -66,9 +65,7 @@ async def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path)
         assert swarm.job.aggregator == "a"
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tmp_path: Path) -> None:
+async def test_a_site_does_not_collect_its_update(tmp_path: Path) -> None:
     """Only c itself has not failed to download the update of c: the update is refused, and a goes on."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
@@ -80,9 +77,7 @@ async def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tm
         assert (row.state, "could not download it: connection refused" in row.reason) == ("refused", True)
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path: Path) -> None:
+async def test_prefers_no_failed_aggregator_for_ten_rounds(tmp_path: Path) -> None:
     """A worker that failed is chosen last for ten rounds, although its turn comes first."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await fails_to_pull(swarm, swarm.ticket("c"), "c", PULLS)
@@ -95,9 +90,7 @@ async def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path:
         assert chosen(0, job) == "b"
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Path) -> None:
+async def test_prefers_another_aggregator_each_round(tmp_path: Path) -> None:
     """The next round has another aggregator, unless all others have failed."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         job = assignments.Assignment(version=0, before="a")
@@ -106,20 +99,16 @@ async def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Pat
         assert swarm.swarm._aggregator_of(0, job) == "a"
 
 
-@pytest.mark.covers("P10")
-def test_a_failed_worker_waits_twice_as_long_each_time(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """All workers have failed once: a is asked again after 1 s, then after 2 s, and at most after the idle timeout."""
-    job = assignments.Assignment(excluded={"a": None, "b": None}, losses=2, lost_s=assignments.time.monotonic())
-    assert job.pause_s(IDLE_S) == 1.0
-    job.losses = 3
-    assert job.pause_s(IDLE_S) == 2.0
-    job.losses = 10
-    assert job.pause_s(IDLE_S) == IDLE_S
-    clock(IDLE_S)
+@pytest.mark.parametrize(("losses", "pause_s"), [(2, 1.0), (3, 2.0), (10, IDLE_S), (100_000, IDLE_S)])
+def test_a_failed_worker_waits_twice_as_long(clock: Callable[[float], None], losses: int, pause_s: float) -> None:
+    """All workers have failed: a is asked again after 1 s, then after 2 s, and at most after the idle timeout."""
+    lost_s = assignments.time.monotonic()
+    job = assignments.Assignment(excluded={"a": None, "b": None}, losses=losses, lost_s=lost_s)
+    assert job.pause_s(IDLE_S) == pause_s
+    clock(pause_s)
     assert job.pause_s(IDLE_S) == 0.0
 
 
-@pytest.mark.covers("P10")
 def test_a_lost_aggregator_begins_again_without_its_marks() -> None:
     """What the old aggregator had done, and which workers could not check it, says nothing of the new one."""
     job = assignments.Assignment(aggregator="a", excluded={"a": None, "b": None}, checker="c", unable={"c"})
@@ -130,9 +119,7 @@ def test_a_lost_aggregator_begins_again_without_its_marks() -> None:
     assert (job.losses, job.lost) == (1, "a: it is leaving")
 
 
-@pytest.mark.covers("P10")
 @pytest.mark.parametrize("silent_s", [IDLE_S, IDLE_S + 1])
-@played
 async def test_replaces_an_aggregator_that_moves_no_byte(
     tmp_path: Path, clock: Callable[[float], None], silent_s: float
 ) -> None:
@@ -145,8 +132,6 @@ async def test_replaces_an_aggregator_that_moves_no_byte(
         assert swarm.job.aggregator == ("a" if silent_s == IDLE_S else "b")
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """Progress counts, however long the work takes in the first round."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -158,8 +143,6 @@ async def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, cl
         assert (swarm.job.aggregator, swarm.job.losses) == ("a", 0)
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """Without an update to collect, an aggregator has no byte to move."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -170,11 +153,7 @@ async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, cl
         assert swarm.job.aggregator == "a"
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_replaces_an_aggregator_ten_times_slower_than_any_round(
-    tmp_path: Path, clock: Callable[[float], None]
-) -> None:
+async def test_replaces_an_aggregator_ten_times_slower(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """The longest round took 4 s, so an aggregator that has worked for more than 40 s is replaced, but only once."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.swarm._longest_s[0] = 4.0
@@ -193,9 +172,7 @@ async def test_replaces_an_aggregator_ten_times_slower_than_any_round(
             assert swarm.job.aggregator == aggregator, seconds
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: Path) -> None:
+async def test_replaces_an_aggregator_without_the_version(tmp_path: Path) -> None:
     """The round passes on as soon as the aggregator says so, if another worker has the version."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await swarm.report("a", leaving=True)
@@ -205,9 +182,7 @@ async def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: 
         assert (swarm.job.aggregator, swarm.job.lost) == ("c", "b: it no longer has version 0")
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_keeps_a_leaving_aggregator_if_no_other_has_the_version(tmp_path: Path) -> None:
+async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) -> None:
     """The only worker with the version stays the aggregator, and must stay in the run."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         for site in "bc":
@@ -217,8 +192,6 @@ async def test_keeps_a_leaving_aggregator_if_no_other_has_the_version(tmp_path: 
         assert (swarm.job.aggregator, work.stay) == ("a", True)
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
     """An accepted update that the aggregator has no longer, and its site does not offer, has to be sent again."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -237,22 +210,6 @@ async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Pat
         assert swarm.run.store.tickets.get(ticket).state == "open"
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_an_update_with_another_digest_is_not_accepted(tmp_path: Path) -> None:
-    """What the aggregator collected counts only if it is the update that the site offers."""
-    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-        ticket = swarm.ticket("c")
-        offer = swarm.offer("c", ticket)
-        other = assignments.Offer("c", 0, offer.complete.model_copy(update={"digest": "2" * 64}))
-        await swarm.collects("a", {ticket: other})
-        assert swarm.run.store.tickets.get(ticket).state == "open"
-        await swarm.collects("a", {ticket: offer})
-        assert swarm.run.store.tickets.get(ticket).state == "accepted"
-
-
-@pytest.mark.covers("P10")
-@played
 async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) -> None:
     """The site of an update with NaN gets the refusal with the reason of the worker that looked at it."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -266,9 +223,7 @@ async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) ->
 UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_refuses_an_update_that_no_worker_can_decode_if_another_could_be(tmp_path: Path) -> None:
+async def test_refuses_an_update_that_none_can_decode(tmp_path: Path) -> None:
     """The update of b was decoded, so that of c is at fault, not the codec: one worker after the other tries it."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         tickets = {site: swarm.ticket(site) for site in "bc"}
@@ -282,9 +237,8 @@ async def test_refuses_an_update_that_no_worker_can_decode_if_another_could_be(t
         assert swarm.run.failed is None
 
 
-@pytest.mark.covers("P10", "X9")
-@played
-async def test_a_codec_that_decodes_no_update_fails_the_run(tmp_path: Path) -> None:
+@pytest.mark.covers("X9")
+async def test_a_codec_that_decodes_nothing_fails_the_run(tmp_path: Path) -> None:
     """One update that both workers cannot decode may be damaged; a second one shows that the codec is wrong."""
     async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
         offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
@@ -311,8 +265,6 @@ async def closed_round(swarm: ScriptedSwarm) -> None:
     raise AssertionError("the round did not close")
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
     """The head moves only after the checker has the version, and the round before is on record."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -337,11 +289,7 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
         assert '"checker":"b"' in head.summary_json
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_a_silent_checker_is_replaced_and_the_aggregator_after_all_of_them(
-    tmp_path: Path, clock: Callable[[float], None]
-) -> None:
+async def test_replaces_silent_checkers(tmp_path: Path, clock: Callable[[float], None]) -> None:
     """Each checker has the idle timeout to get the version; after the last one, the aggregator is replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
@@ -367,26 +315,26 @@ async def test_a_silent_checker_is_replaced_and_the_aggregator_after_all_of_them
         assert swarm.run.store.versions.head(0).version == 0
 
 
-@pytest.mark.covers("P10")
-def test_an_unsound_report_of_a_round_replaces_the_aggregator(tmp_path: Path) -> None:
-    """Digests that do not belong to the version, or too few of them, are no result."""
-
-    async def play(name: str, said: dict[str, object], lost: str) -> None:
-        (tmp_path / name).mkdir()
-        async with scripted_swarm(tmp_path / name, "a", "b", "c", **IN_TURN) as swarm:
-            await closed_round(swarm)
-            await swarm.report("a", closed=[swarm.reduced(**said)])
-            assert (swarm.job.aggregator, swarm.job.lost) == ("b", lost)
-
-    mismatch = "a: the digests of its report do not belong to a version"
-    asyncio.run(play("other", {"digest": "3" * 64}, mismatch))
-    asyncio.run(play("few", {"part_digests": ""}, mismatch))
-    asyncio.run(play("failed", {"digest": None, "failed": "its disk is full"}, "a: its disk is full"))
+MISMATCH = "the digests of its report do not belong to a version"
 
 
-@pytest.mark.covers("P10")
-@played
-async def test_a_full_disk_only_delays_the_loss_of_an_aggregator(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ({"digest": "3" * 64}, MISMATCH),
+        ({"part_digests": ""}, MISMATCH),
+        ({"digest": None, "failed": "its disk is full"}, "its disk is full"),
+    ],
+    ids=["other digest", "too few digests", "failed"],
+)
+async def test_replaces_an_aggregator_without_a_sound_result(tmp_path: Path, said: dict[str, Any], lost: str) -> None:
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await closed_round(swarm)
+        await swarm.report("a", closed=[swarm.reduced(**said)])
+        assert (swarm.job.aggregator, swarm.job.lost) == ("b", f"a: {lost}")
+
+
+async def test_a_full_disk_delays_the_next_aggregator(tmp_path: Path) -> None:
     """A round that could not be opened again is opened at the next report; until then, no other worker aggregates."""
 
     def no_space(*_: object) -> None:
@@ -404,8 +352,6 @@ async def test_a_full_disk_only_delays_the_loss_of_an_aggregator(tmp_path: Path)
         assert (swarm.run.state.rounds[0].phase, swarm.job.aggregator) == ("open", "b")
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None:
     """A late report about the round before it was opened again changes nothing."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -414,8 +360,6 @@ async def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None
         assert (swarm.job.aggregator, swarm.swarm.view.closed(swarm.job)) == ("a", None)
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> None:
     """A worker that leaves is asked to stay while no other worker has its update."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
@@ -426,8 +370,6 @@ async def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> Non
         assert not (await swarm.report("c")).stay
 
 
-@pytest.mark.covers("P10")
-@played
 async def test_two_workers_keep_the_newest_version(tmp_path: Path) -> None:
     """If one of two holders leaves the run, a third one is asked to download the version."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:

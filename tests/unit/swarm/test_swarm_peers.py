@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +13,10 @@ from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Held, Hold, PeerReport, PeerWork, ReducedRound, Source, Unreached, in_text
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.leases import Member
-from atoll.server.swarm.assignments import Assignment, SwarmView
+from atoll.server.swarm.assignments import SwarmView
 from atoll.server.swarm.peer_reachability import Peers
+
+pytestmark = pytest.mark.covers("P10")
 
 DIGEST, OTHER = "1" * 64, "2" * 64
 
@@ -40,7 +40,6 @@ def report(peers: Peers, site: str, number: int, **said: Any) -> bool:
     return peers[site].take(PeerReport(peer=f"atoll-ref://{site}:1", number=number, **said), idle_timeout_s=60.0)
 
 
-@pytest.mark.covers("P10")
 def test_a_report_that_was_overtaken_is_not_believed() -> None:
     peers = some("a", "b")
     assert report(peers, "a", 2, reached="b", leaving=True)
@@ -52,8 +51,7 @@ def test_a_report_that_was_overtaken_is_not_believed() -> None:
     assert not peers["a"].leaving
 
 
-@pytest.mark.covers("P10")
-def test_two_know_each_other_once_both_have_reached_the_other() -> None:
+def test_two_know_each_other_both_ways() -> None:
     peers = some("a", "b", "c")
     report(peers, "a", 1, reached="bc")
     assert peers.strangers_of("a") == ["b", "c"]
@@ -64,16 +62,14 @@ def test_two_know_each_other_once_both_have_reached_the_other() -> None:
     assert peers.strangers_of("b") == ["c"]
 
 
-@pytest.mark.covers("P10")
-def test_a_worker_is_told_of_no_more_peers_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tells_few_peers_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.MOST_PEERS", 2)
     peers = some("a", "b", "c", "d")
     assert peers.addresses("b") == [at("a"), at("c")]
     assert peers.to_probe("b") == [at("a"), at("c")]
 
 
-@pytest.mark.covers("P10")
-def test_a_download_has_few_sources_and_sites_ask_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five workers with a version, each site is told of two; all sites together ask more than two."""
     monkeypatch.setattr("atoll.server.swarm.assignments.MOST_SOURCES", 2)
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
@@ -89,7 +85,6 @@ def test_a_download_has_few_sources_and_sites_ask_different_ones(monkeypatch: py
     assert len(set(view.sources(0, 3, DIGEST))) == 2
 
 
-@pytest.mark.covers("P10")
 def test_checks_a_restarted_worker_anew() -> None:
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")
@@ -101,8 +96,7 @@ def test_checks_a_restarted_worker_anew() -> None:
     assert report(peers, "b", 1)  # its numbers begin again
 
 
-@pytest.mark.covers("P10")
-def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
+def test_other_bytes_are_not_the_version() -> None:
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -114,8 +108,9 @@ def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
     assert list(peers.holding(0, 2, DIGEST)) == []
 
 
-@pytest.mark.covers("P10", "X3")
-def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("X3")
+def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of two the one that came last."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -135,8 +130,8 @@ def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: 
     assert found[:2] == ("b", 2)  # the one that came last
 
 
-@pytest.mark.covers("P10", "X3")
-def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("X3")
+def test_earlier_attempts_judge_no_restarted_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")
@@ -154,8 +149,7 @@ def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytes
     assert peers.unreachable() is None
 
 
-@pytest.mark.covers("P10")
-def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
@@ -164,8 +158,8 @@ def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.M
     proof = f"atoll-ref://b:1/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
     again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=proof)
     with pytest.raises(ConfigError, match="b cannot take part"):
-        asyncio.run(peers.join(again))
-    asyncio.run(peers.join(again.model_copy(update={"process": "p2"})))
+        await peers.join(again)
+    await peers.join(again.model_copy(update={"process": "p2"}))
     assert peers["b"].process == "p2"
 
 
@@ -173,8 +167,7 @@ def version(number: int) -> Held:
     return Held(fragment=0, version=number, digest=DIGEST, source=Source(version="atoll-ref://a"))
 
 
-@pytest.mark.covers("P10")
-def test_what_a_worker_was_told_to_drop_counts_no_more_before_it_has_heard_of_it() -> None:
+def test_what_is_to_be_dropped_counts_no_more() -> None:
     """A server that was killed before it had committed version 1 begins again, and its answers do not name that one."""
     peers, held = some("a"), [version(0), version(1)]
     closed = [ReducedRound(fragment=0, version=1, tickets=[1], digest=DIGEST)]
@@ -201,8 +194,7 @@ def share(ticket: int) -> FrozenUpdate:
     return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
-@pytest.mark.covers("P10")
-def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
+def test_a_checked_version_has_its_outer_state() -> None:
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")
@@ -212,9 +204,3 @@ def test_a_version_is_checked_once_its_outer_state_is_there_too() -> None:
         held = Held(fragment=0, version=3, digest=DIGEST, state_digest=state, source=source)
         report(view.peers, "b", number, held=[held])
         assert view.has("b", closed) is has
-
-
-@pytest.mark.covers("P10")
-def test_workers_that_have_all_failed_for_days_are_asked_again_within_the_idle_timeout() -> None:
-    at = Assignment(losses=100_000, lost_s=time.monotonic(), excluded={"a": None, "b": None, "c": None})
-    assert 59.0 < at.pause_s(60.0) <= 60.0

@@ -339,6 +339,7 @@ class FromFile:
             on_part(part)
 
 
+@pytest.mark.usefixtures("pulled_apart")
 def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
     exchange = large_place.exchange
     ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]

@@ -8,11 +8,11 @@ incomplete part is sent again from its first byte.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 
 from aiohttp import web
 from blake3 import blake3
@@ -23,6 +23,7 @@ from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.format_text import number_of
 from atoll.protocol import messages, routes
+from atoll.protocol.read_message import LENGTH_BYTES, framed, read_framed
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
@@ -31,7 +32,7 @@ from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
-from atoll.transport.serve_range import serve_file
+from atoll.transport.serve_range import read_cached, serve_file
 
 PARTS_PER_CONNECTION = 4
 """Maximum number of simultaneous part uploads for each connection of a rank.
@@ -47,6 +48,44 @@ class ByteRoutes:
 
     def __init__(self, run: Coordinator) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
+
+    async def request_ticket(
+        self, lease: Lease, message: messages.TicketRequest
+    ) -> messages.TicketReply | web.Response:
+        """Return what `Coordinator.request_ticket` does, with the ticket's version if the site lacks it.
+
+        The manifest comes with every such version. Its bytes come if there are at most `routes.VERSION_BYTES`, unless
+        the site can download fewer: a difference, or the parts of one rank.
+
+        Raises:
+            Exception: an error of `Coordinator.request_ticket`.
+        """
+        reply = await self.run.request_ticket(lease, message)
+        data: bytes | memoryview = b""
+        if message.holds is None:
+            return reply
+        ticket = reply.ticket
+        if ticket is not None and ticket.base_digest != message.holds:
+            with contextlib.suppress(Gone):  # the site then asks for the newest version
+                manifest = await self.get_manifest(ticket.fragment, ticket.base_version)
+                data = b"" if manifest.delta else await self._small_version(ticket, lease.site)
+                reply = reply.model_copy(update={"manifest": manifest})
+        return web.Response(body=framed(reply, data), content_type="application/octet-stream")
+
+    async def _small_version(self, ticket: messages.Ticket, site: str) -> bytes | memoryview:
+        """Return the bytes of the version of a ticket, if they are here and few enough to come with the ticket."""
+        nbytes = self.plan.fragments[ticket.fragment].version.nbytes
+        if not self.run.place.is_here or nbytes > routes.VERSION_BYTES or self.plan.settings.model.ranks > 1:
+            return b""
+        data: bytes | memoryview | None
+        with self.store.versions.pin(ticket.fragment, ticket.base_version) as pin:
+            data = read_cached(pin.fd, memoryview(bytearray(nbytes)), 0)
+            if data is None or len(data) < nbytes:
+                data = await asyncio.get_running_loop().run_in_executor(self.run.io, os.pread, pin.fd, nbytes, 0)
+            if pin.revoked.is_set():
+                return b""
+        self._counter(site)(len(data))
+        return data
 
     async def get_manifest(self, fragment: int, version: int) -> messages.VersionManifest:
         """Return the manifest of a version (sizes and digests of its parts).
@@ -126,7 +165,7 @@ class ByteRoutes:
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
             await response.prepare(request)
             hasher, loop = blake3(), asyncio.get_running_loop()
-            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(caller)) as idle:
+            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(caller.site)) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
                     if pin.revoked.is_set():  # when the client tries again, it gets the error `Gone`
                         break_off(request)
@@ -168,12 +207,12 @@ class ByteRoutes:
             pool=self.run.io,
             idle_timeout_s=self.plan.settings.network.idle_timeout_s,
             revoked=revoked,
-            on_bytes=self._counter(caller),
+            on_bytes=self._counter(caller.site),
         )
 
-    def _counter(self, caller: Caller) -> Callable[[int], None]:
+    def _counter(self, site: str) -> Callable[[int], None]:
         """Return a function that counts sent bytes for the server, and for the site if the request is from one."""
-        presence = self.run.roster.get(caller.site)
+        presence = self.run.roster.get(site)
 
         def count(nbytes: int) -> None:
             self.run.bytes_down += nbytes
@@ -263,15 +302,18 @@ class PartReceiver:
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
-    async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> None:
+    async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> messages.Receipt | None:
         """Receive one part of an update, check it, and record it.
 
+        If the message `Complete` follows the part, submit the update, and return the receipt.
+
         Raises:
-            BadRequest: there is no such part, or the length of the body is wrong.
+            BadRequest: there is no such part, the length of the body is wrong, or the message is not valid.
             LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is not open.
             Busy, DiskFull: the site uploads too many parts at the same time, or the disk has too little space.
             PartCorrupt: the part does not match its digest.
+            Conflict, TicketClosed, UpdateRefused: as for `Coordinator.complete`.
         """
         coordinator = self._coordinator
         fragment, settings = coordinator.store.tickets.get(ticket).fragment, coordinator.settings
@@ -283,7 +325,7 @@ class PartReceiver:
             )
         coordinator.require_open(lease, ticket)
         planned = layout.parts[part]
-        require_part_bytes(request, planned.nbytes)
+        rest_bytes = require_part_bytes(request, planned.nbytes, LENGTH_BYTES + routes.CONTROL_BODY_BYTES)
         coordinator.require_space()
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
@@ -291,11 +333,15 @@ class PartReceiver:
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                await self._receive(request, arriving, f"Part {part}", lease.site)
+                framed = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
+                message = _complete_in(framed) if framed else None
                 coordinator.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
+        if message is not None:
+            return await coordinator.complete(lease, ticket, message)
         coordinator.ledger.record(WorkerSeen(lease.site, lease.number))
+        return None
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
         """Receive one part of an object, and check it.
@@ -338,7 +384,7 @@ class PartReceiver:
                     del self._writers[key]
                 await asyncio.shield(loop.run_in_executor(coordinator.io, writer.end))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _only_upload(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
         """During the `with` block, let only this request upload the part.
 
@@ -367,14 +413,22 @@ class PartReceiver:
             if self._uploads.get(key) is upload:
                 del self._uploads[key]
 
-    async def _receive(self, request: web.Request, arriving: PartHasher, what: str, site: str = "") -> None:
-        """Receive and write one part.
+    async def _receive(
+        self,
+        request: web.Request,
+        arriving: PartHasher,
+        what: str,
+        site: str = "",
+        rest_bytes: int = routes.DIGEST_BYTES,
+    ) -> bytes:
+        """Receive and write one part. Return what follows its digest.
 
         Args:
             request: the request.
             arriving: writes and hashes the part.
             what: the part, for messages.
             site: the site that sends it; empty if it is no site's.
+            rest_bytes: number of bytes after the part: its digest, and what follows.
 
         Raises:
             PartCorrupt: the part does not match the digest that follows it.
@@ -386,15 +440,29 @@ class PartReceiver:
             if site in coordinator.roster:
                 coordinator.roster[site].bytes_up += nbytes
 
-        digest = await receive_part(
+        rest = await receive_part(
             request,
             arriving,
             pool=coordinator.io,
             idle_timeout_s=coordinator.settings.network.idle_timeout_s,
             on_bytes=count,
+            rest_bytes=rest_bytes,
         )
-        if arriving.digest != digest:
+        if arriving.digest != rest[: routes.DIGEST_BYTES]:
             raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
+        return rest[routes.DIGEST_BYTES :]
+
+
+def _complete_in(framed: bytes) -> messages.Complete:
+    try:
+        message, more = read_framed(messages.Complete, framed)
+    except ValueError as error:
+        raise BadRequest(
+            f"The message after the part is not valid: {error}.", "See Complete in /openapi.json."
+        ) from None
+    if more:
+        raise BadRequest(f"{number_of(len(more), 'byte')} stand after the message Complete.", "Send nothing after it.")
+    return message
 
 
 class _ObjectPart:

@@ -338,6 +338,11 @@ class BaseFile(PartsFile):
         self.note = read_note(self._note_path, BaseNote)
         self._is_verified = False  # whether this process has written or checked every byte of the note's version
 
+    def digest_of(self, run: str) -> str:
+        """Return the digest of the run's version in the file, by its note; empty if the file has no whole version."""
+        note: BaseNote | None = self.note
+        return note.digest if note is not None and note.complete and note.run == run else ""
+
     def holds(self, run: str, digest: str) -> bool:
         """Return whether the file holds every byte of the version with this digest.
 

@@ -109,7 +109,8 @@ class Exchange:
             SchemaMismatch: the run cannot have the given shapes.
         """
         while True:
-            reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes)
+            holds = self.base.digest_of(self.session.info.run) if self.processes.has_whole_model else None
+            reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes, holds=holds)
             if not isinstance(reply, Open):
                 return reply
             if reply.ticket.layout_digest != self.outbox.layout.digest:

@@ -5,6 +5,7 @@ Arriving parts are written into the base file and, at the same time, into the mo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.object_server import PartSource
+from atoll.transport.part_transfer import Delivery, read_parts
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
 from atoll.worker.exchange.carrier import Carrier
@@ -216,7 +218,8 @@ class Puller:
             if into is not None:
                 apply_version.load_(into, base)
             return
-        manifest = self._manifest(version.number, version.digest, patience.before)
+        arrived = self._arrived(version)
+        manifest = arrived[0] if arrived else self._manifest(version.number, version.digest, patience.before)
         base_note = source.note
         if base_note is not None and base_note.run == session.info.run and base_note.version > version.number:
             LOG.warning(
@@ -231,6 +234,8 @@ class Puller:
         if missing is None:
             missing = base.begin(self._note(manifest))
             model = Scatter(base.layout, into) if into is not None and not resumed else None
+        if arrived and is_whole:
+            missing = self._take(arrived[1], manifest, base, missing, model)
         if missing:
             path = routes.VERSION_DATA.format(fragment=self.fragment, version=version.number, digest=version.digest)
             self._bring(path, manifest.version, manifest.part_digests, base, missing, model, patience.within)
@@ -239,10 +244,22 @@ class Puller:
         if into is not None and model is None and (missing or is_whole):
             apply_version.load_(into, base)
 
+    def _arrived(self, version: VersionRef) -> tuple[messages.VersionManifest, memoryview] | None:
+        """Return the manifest and the bytes of a version that came with its ticket; None if it did not."""
+        arrived = self.session.arrived.pop(self.fragment, None)
+        if arrived is None or (arrived[0].version, arrived[0].digest) != (version.number, version.digest):
+            return None
+        return self._require_manifest(arrived[0], version.number, version.digest), arrived[1]
+
     def _manifest(self, number: int, digest: str, retries: int | None) -> messages.VersionManifest:
-        """Return the manifest of a version. First check that it lists the parts of the version with this digest."""
+        """Ask for the manifest of a version, and return it after `_require_manifest`."""
         ask = partial(self.session.manifest, self.fragment, number)
-        manifest = self.session.patiently(ask, retries, f"pull version {number}")
+        return self._require_manifest(self.session.patiently(ask, retries, f"pull version {number}"), number, digest)
+
+    def _require_manifest(
+        self, manifest: messages.VersionManifest, number: int, digest: str
+    ) -> messages.VersionManifest:
+        """Check that a manifest lists the parts of the version with this number and digest, and return it."""
         if manifest.digest != digest or manifest.version != number:
             raise Gone(
                 f"Version {number} at the server is not the version that the server announced before.",
@@ -254,6 +271,42 @@ class Puller:
     def _note(self, manifest: messages.VersionManifest) -> BaseNote:
         run, fragment = self.session.info.run, self.fragment
         return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
+
+    def _take(
+        self,
+        data: memoryview,
+        manifest: messages.VersionManifest,
+        base: BaseFile,
+        missing: list[Part],
+        model: Scatter | None,
+    ) -> list[Part]:
+        """Write parts of a version, which came with the ticket as bytes, into the base file.
+
+        Args:
+            data: the bytes of the version; empty if they did not come.
+            manifest: describes the version.
+            base: the base file.
+            missing: the parts to write.
+            model: copies the parts into the model's tensors, too; None: only the file is written.
+
+        Returns:
+            The parts that are still missing: all if `data` has another size, and else those that arrived damaged.
+        """
+        if len(data) != base.nbytes:
+            return missing
+        taken = set[int]()
+
+        def read(run: memoryview, offset: int, part: Part) -> None:
+            run[:] = data[offset : offset + len(run)]
+
+        digests = [bytes.fromhex(text) for text in manifest.part_digests]
+        count = self.session.counters.add
+        delivery = Delivery(
+            digests, [base], model, lambda nbytes: count(down=nbytes), lambda part: taken.add(part.index)
+        )
+        with contextlib.suppress(PartCorrupt):
+            read_parts(missing, delivery, read, "Part {} arrived damaged.", "")
+        return [part for part in missing if part.index not in taken]
 
     def _bring(
         self,

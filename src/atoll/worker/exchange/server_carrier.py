@@ -1,5 +1,7 @@
 """Carries versions and updates between a worker and the server, and resumes an interrupted upload.
 
+An update of one part is one request, with the message that it is complete after the bytes. Of a larger update, this
+message is a request of its own: the last part would otherwise have to wait, alone, until all others have arrived.
 Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process formed the
 update in the outbox, the worker asks which parts the server has, and sends only the missing ones
 (`ServerCarrier.send`). `transport/part_transfer` moves the bytes.
@@ -9,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
+from atoll.protocol.read_message import framed
 from atoll.protocol.values import Lost
 from atoll.tensors.layout import Layout
 from atoll.transport.object_server import PartSource
@@ -64,23 +66,36 @@ class ServerCarrier:
         outbox, note, bar = upload.outbox, upload.note, upload.bar
         attempts = [(upload.sent, upload.failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
+        session, transfer, path_of = self._session, self._transfer, routes.parts_of(note.ticket)
+        is_whole = len(outbox.layout.all_parts) == 1 and outbox.layout.rank is None
+        receipts: list[messages.Receipt] = []
 
         def push() -> None:
             has, failed = attempts.pop() if attempts else (None, None)
             if failed is not None:
                 raise failed
             if has is None:
-                has = self._session.parts_at_server(note.ticket, digests)
+                has = session.parts_at_server(note.ticket, digests)
             bar.resume()
-            self._transfer.push(
-                routes.parts_of(note.ticket),
+            missing = [part for part in outbox.layout.parts if part.index not in has]
+            if not is_whole or not missing:
+                transfer.push(path_of, outbox.fd, missing, digests, on_bytes=bar.add)
+                return
+            answer = transfer.push_whole(
+                path_of(0),
                 outbox.fd,
-                [part for part in outbox.layout.parts if part.index not in has],
-                digests,
+                missing[0],
+                digests[0],
+                framed(note.complete()),
+                has_arrived=lambda: 0 in session.parts_at_server(note.ticket, digests),
                 on_bytes=bar.add,
             )
+            if answer is not None:
+                receipts.append(session.http.message_in(answer, messages.Receipt))
 
-        complete = partial(self._session.complete, note.ticket, note.complete())
+        def complete() -> messages.Receipt:
+            return receipts.pop() if receipts else session.complete(note.ticket, note.complete())
+
         for conflicts in range(MAX_CONFLICTS + 1):
             try:
                 return self._processes.upload(push, complete, upload.retries)

@@ -307,6 +307,8 @@ class Session:
         optimizers: the optimizers of this process that the script has passed to Atoll.
         fragments: number of the run's fragments; 0 until it is known.
         progress: what the calls have brought forward.
+        arrived: for each fragment, the manifest and the bytes of the version that came with the last ticket, until they
+            are taken; no bytes if the version is not small.
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_proof: in a swarm, a reference with the address where other workers reach this one; else None.
@@ -341,6 +343,7 @@ class Session:
         self.finished = self.has_left = self.is_untold = False
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
+        self.arrived: dict[int, tuple[messages.VersionManifest, memoryview]] = {}
         self.durable_versions: dict[int, int | None] = {}
         self.peer_proof: str | None = None
         self.state_fields: Callable[[], dict[str, Any]] = dict
@@ -685,6 +688,7 @@ class Session:
         wait_s: float | None = None,
         retries: int | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        holds: str | None = None,
     ) -> Next | Lost:
         """Wait for a fragment's next round. Return `Open`, which contains the ticket (permission to submit an update).
 
@@ -696,11 +700,13 @@ class Session:
             wait_s: seconds after which `Wait` is returned if no round has opened; None: no limit.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
             shapes: shapes of this site's buffers that differ from the schema, for the server to take over.
+            holds: digest of the version that this process has, or empty: another version may come with the ticket, in
+                `arrived`. None: it does not come.
 
         Raises:
             SchemaMismatch: the run cannot have these shapes.
         """
-        ask = partial(self._wait_for_ticket, fragment, wait_s, retries, shapes or {})
+        ask = partial(self._wait_for_ticket, fragment, wait_s, retries, shapes or {}, holds)
         reply = self._for_all_ranks(ask, messages.TicketReply)
         if isinstance(reply, Lost):
             return reply
@@ -710,7 +716,12 @@ class Session:
         return next_of(reply, fragment)
 
     def _wait_for_ticket(
-        self, fragment: int, wait_s: float | None, retries: int | None, shapes: Mapping[str, Sequence[int]]
+        self,
+        fragment: int,
+        wait_s: float | None,
+        retries: int | None,
+        shapes: Mapping[str, Sequence[int]],
+        holds: str | None,
     ) -> messages.TicketReply:
         begin = logged_s = time.monotonic()
         self.tell(state="waiting for the round")
@@ -722,8 +733,9 @@ class Session:
                 tasks=self.answers_tasks,
                 **self.state_fields(),
                 shapes={name: list(shape) for name, shape in shapes.items()},
+                holds=holds,
             )
-            ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply)
+            ask = partial(self._ask_for_ticket, request)
             asked_s = time.monotonic()
             reply = self.patiently(ask, retries, "ask for the next round")
             if reply.ticket is not None:
@@ -736,6 +748,15 @@ class Session:
             if time.monotonic() - logged_s >= SAY_EVERY_S:
                 logged_s = time.monotonic()
                 LOG.info("%s: still %s", self.site, in_wait(logged_s - begin, reply))
+
+    def _ask_for_ticket(self, request: messages.TicketRequest) -> messages.TicketReply:
+        self.arrived.pop(request.fragment, None)
+        if request.holds is None:
+            return self.http.post(routes.TICKETS, request, messages.TicketReply)
+        reply, data = self.http.post_framed(routes.TICKETS, request, messages.TicketReply)
+        if reply.manifest is not None:
+            self.arrived[request.fragment] = reply.manifest, data
+        return reply
 
     def _require_fit(self, ticket: messages.Ticket, fragment: int) -> None:
         text = ""

@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 
 def tell(mark: str, **values: Any) -> None:
     """Say that a mark was reached, and wait until the parent has seen it."""
@@ -27,7 +25,7 @@ def tell(mark: str, **values: Any) -> None:
 
 def write(options: dict[str, Any]) -> None:
     """Write the initial model; in a process of its own, so that the parent stays small beside those it measures."""
-    from harness import round_model
+    import round_model
 
     sizes = round_model.names_and_sizes(options["total_bytes"], options["tensors"])
     round_model.write_initial(Path(options["path"]), sizes)
@@ -67,12 +65,12 @@ def serve(options: dict[str, Any]) -> None:
 
 def work(options: dict[str, Any]) -> None:
     """Take part in every round, then check the model of the last one."""
+    import round_model
     import torch
     from blake3 import blake3
 
     from atoll.tensors.chunks import bytes_of
     from atoll.worker.training.federated_loop import join
-    from harness import round_model
 
     torch.set_num_threads(1)
     index, rounds = int(options["index"]), int(options["rounds"])

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
+from harness.process_figures import Peaks, cpu_s, memory_files_bytes
 from kit.tls import write_certificate
 
 from atoll.errors import RunFailed, UsageError
-from harness.process_figures import Peaks, cpu_s, memory_files_bytes
 
 LOOK_S = 0.5
 """Between two looks at whether the server is there, while a worker is waited for."""
