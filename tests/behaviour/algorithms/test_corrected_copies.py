@@ -23,6 +23,8 @@ from torch.optim import SGD, Optimizer
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
 
+pytestmark = pytest.mark.covers("X11")
+
 SMALL = 1 / 1024
 
 
@@ -144,7 +146,6 @@ MASTERS = pytest.mark.parametrize(
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-@pytest.mark.covers("X11")
 @MASTERS
 @DTYPES
 def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
@@ -154,7 +155,6 @@ def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -
     assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
 
 
-@pytest.mark.covers("X11")
 @MASTERS
 @DTYPES
 def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
@@ -179,7 +179,6 @@ class FromMainGrad(Optimizer):
             value -= value.main_grad
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("left_over", [False, True])
 @pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
 def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
@@ -195,7 +194,6 @@ def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: flo
     assert hooks.steps == 3
 
 
-@pytest.mark.covers("X11")
 def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
@@ -208,7 +206,6 @@ def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
     assert first(model.parameters()) == [1.4375, 2.4375]
 
 
-@pytest.mark.covers("X11")
 @MASTERS
 def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
@@ -220,7 +217,6 @@ def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.covers("X11")
 def test_scaffold_leaves_what_no_step_starts_from() -> None:
     """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
     model = two(torch.float32)
@@ -231,7 +227,6 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
     assert first([state["anchor"], state["ema"], state["m"]]) == [1.0, 1.875, -0.25]
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize(
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
@@ -243,7 +238,6 @@ def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: st
         train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
 
 
-@pytest.mark.covers("X11")
 def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
     model = two(torch.float32)
@@ -252,7 +246,6 @@ def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     assert first(model.parameters()) == [2.0, 3.0]
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize(("kind", "result"), [(Lookahead, 1.34375), (ScheduleFree, 1.40625)])
 def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: float) -> None:
     """The pull is part of the gradient.
@@ -267,7 +260,6 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
     assert first(model.parameters()) == pytest.approx([result, result + 1])
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
     model = two()
@@ -278,7 +270,6 @@ def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorith
         hooks_of(algorithm, model).attach(optimizer)
 
 
-@pytest.mark.covers("X11")
 def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
     """Two rounds of three steps of 1/4, with one optimizer."""
     model = two()

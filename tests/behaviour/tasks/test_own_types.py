@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from own_types import File, Quantised
 from typed_process import Torn, Word
 
+pytestmark = pytest.mark.covers("T13")
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 BLOCK = 2**20
 
@@ -40,7 +42,6 @@ def write_pattern(path: Path, nbytes: int) -> Path:
     return path
 
 
-@pytest.mark.covers("T13")
 class TestFile(PayloadTypeContract):
     in_memory = False
 
@@ -51,7 +52,6 @@ class TestFile(PayloadTypeContract):
         return one.path.name == other.path.name and one.path.read_bytes() == other.path.read_bytes()
 
 
-@pytest.mark.covers("T13")
 class TestQuantised(PayloadTypeContract):
     def make(self, folder: Path, nbytes: int) -> Any:
         codes = torch.arange(-125, 126, dtype=torch.int8).repeat(-(-nbytes // 251))[:nbytes].reshape(1, nbytes)
@@ -81,7 +81,6 @@ register(
 )
 
 
-@pytest.mark.covers("T13")
 class TestScaled(PayloadTypeContract):
     def make(self, folder: Path, nbytes: int) -> Any:
         return scaled(torch.arange(nbytes // 2, dtype=torch.int16), "mm")
@@ -191,7 +190,6 @@ def fails(suite: PayloadTypeContract, folder: Path, name: str) -> bool:
     return False
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("suite", "produce", "consume", "fault"),
     [
@@ -225,7 +223,6 @@ def test_a_planted_fault_fails_the_contract(
 
 
 @pytest.mark.slow
-@pytest.mark.covers("T13")
 def test_the_example_runs(nursery: Nursery, tmp_path: Path) -> None:
     done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -285,7 +282,7 @@ def streamed_bytes(ref: atoll.TensorRef) -> int:
     return int(manifest["nbytes"] - manifest["head_bytes"])
 
 
-@pytest.mark.covers("P13", "T13")
+@pytest.mark.covers("P13")
 @pytest.mark.parametrize(
     ("sizes", "streamed"),
     [((PART, 2 * PART), 10 * PART + 24), ((0, PART), 2 * PART), ((PART, 0), 8 * PART + 24)],
@@ -303,7 +300,7 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     assert [lazy["blob"], *lazy["again"]] == [CutBlob(BLOB)] * 2
 
 
-@pytest.mark.covers("P13", "T13")
+@pytest.mark.covers("P13")
 @pytest.mark.parametrize("arrays", [0, PART])
 def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
     monkeypatch: pytest.MonkeyPatch, arrays: int
@@ -312,7 +309,7 @@ def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
     assert streamed_bytes(atoll.objects.publish([CutBlob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
 
 
-@pytest.mark.covers("T5", "T13")
+@pytest.mark.covers("T5")
 def test_small_chunks_of_a_stream_are_written_in_runs() -> None:
     """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
     with calls_of("pwrite") as writes:
@@ -322,7 +319,6 @@ def test_small_chunks_of_a_stream_are_written_in_runs() -> None:
     assert atoll.objects.fetch(ref) == CutBlob(BLOB)
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("sizes", [(PART, PART), (0, PART)], ids=["streamed", "inline"])
 def test_code_of_a_type_finds_the_collector_as_it_was(
@@ -348,7 +344,6 @@ SCRIPT = Path(__file__).with_name("typed_process.py")
 STREAMED: dict[str, Any] = {"workflow.streamed_tasks": ("echo",)}
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
 def test_own_types_come_back_from_a_site_as_they_were_sent(
     nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
@@ -379,7 +374,6 @@ class Unknown:
 register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _: Unknown())
 
 
-@pytest.mark.covers("T13")
 def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nursery: Nursery, tmp_path: Path) -> None:
     """The site answers with the error, and goes on. At the server the result says it when it is asked for."""
 
@@ -399,7 +393,7 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
     assert after == 1
 
 
-@pytest.mark.covers("T13", "T7")
+@pytest.mark.covers("T7")
 def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_error(
     nursery: Nursery, tmp_path: Path
 ) -> None:
@@ -417,7 +411,7 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
     assert after == 1
 
 
-@pytest.mark.covers("T13", "P1")
+@pytest.mark.covers("P1")
 def test_own_types_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
     file, arrived = File(write_pattern(tmp_path / "some.bin", 40 * 2**20)), []
     with atoll.objects.Publisher() as publisher:
@@ -438,14 +432,12 @@ class Thing:
     pass
 
 
-@pytest.mark.covers("T13")
 def test_a_type_that_is_registered_twice_is_sent_as_said_last() -> None:
     register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
     register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])
     assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("type_", "name", "words"),
     [
@@ -469,7 +461,6 @@ class Bad:
     pass
 
 
-@pytest.mark.covers("T13")
 def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their_place() -> None:
     register(Loop, "tests.loop", lambda loop: {"again": loop}, lambda _: Loop())
     register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
@@ -490,7 +481,6 @@ class Missing:
     pass
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [

@@ -23,6 +23,8 @@ from kit.workflows import AnsweringSites, kept_objects, workflow_server
 import atoll
 from atoll.errors import RunFailed
 
+pytestmark = pytest.mark.covers("T2")
+
 SHARED = torch.arange(300_000.0)
 FIRST = {
     "w": SHARED,
@@ -41,7 +43,7 @@ def pulled(proxy: Proxy) -> list[str]:
     return [found[1] for line in list(proxy.requests) if (found := re.match(r"GET /v1/objects/(\w+) ", line))]
 
 
-@pytest.mark.covers("T2", "T10", "P13")
+@pytest.mark.covers("T10", "P13")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -81,7 +83,7 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_plain(
     assert kept_objects(tmp_path) == []
 
 
-@pytest.mark.covers("T2", "T10")
+@pytest.mark.covers("T10")
 def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> None:
     """Else nothing more would be pulled ahead until the network had timed out, which is a minute."""
     over, came = threading.Event(), dict[Any, Any]()
@@ -130,7 +132,6 @@ CANNOT_DOWNLOAD = r"TransferStalled: The tensors of task 'train' \(\w{8}\) canno
 UPLOAD_FAILED = r"TransferError: The upload of the answer to task 'train' \(\w{8}\) of site a to URL failed: "
 
 
-@pytest.mark.covers("T2")
 @pytest.mark.parametrize(
     ("request_line", "direction", "stream", "ahead", "error"),
     [
@@ -170,7 +171,6 @@ def test_tensors_that_never_come_are_an_error_that_names_site_task_and_server(
     assert kept_objects(tmp_path) == []
 
 
-@pytest.mark.covers("T2")
 def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(tmp_path: Path) -> None:
     """Two sites, a task each. The tensors of a's answer are at the server, its message is held until b's is taken."""
     came: dict[str, Any] = {}
@@ -236,7 +236,6 @@ def answered_after_a_refusal(folder: Path) -> Iterator[tuple[atoll.Server, WireS
     assert kept_objects(folder) == []
 
 
-@pytest.mark.covers("T2")
 def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
     """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
     with answered_after_a_refusal(tmp_path) as (_, site, task):
@@ -247,7 +246,6 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
         assert (status, refused["message"]) == (409, f"Object {opened['object'][:8]} is still being uploaded.")
 
 
-@pytest.mark.covers("T2")
 def test_an_answer_with_tensors_of_another_digest_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
     """The object is whole, but not the one that the site means, as its digest shows. It is removed."""
     with answered_after_a_refusal(tmp_path) as (server, site, task):
