@@ -194,7 +194,8 @@ def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: flo
     assert hooks.steps == 3
 
 
-def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
+def test_fedprox_adds_its_term_to_main_grad_once() -> None:
+    """FedProx adds its term once to a gradient with two names."""
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with fedprox(model, mu=0.5).attach(optimizer):
@@ -230,7 +231,8 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
 @pytest.mark.parametrize(
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
-def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: str) -> None:
+def test_scaffold_refuses_copies_that_follow_at_times(kind: Any, named: str) -> None:
+    """A copy that follows the weights only at times would undo part of a correction: it is refused."""
     model = two(torch.float32)
     optimizer = kind(model.parameters())
     scaffold = Scaffold(model, *controls(-0.25))
@@ -261,7 +263,8 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
-def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
+def test_refuses_optimizers_that_have_copies_alone(algorithm: str) -> None:
+    """An optimizer that holds copies of the weights, and not the weights, cannot be corrected."""
     model = two()
     optimizer: Any = Outside(model.parameters())
     with pytest.raises(
@@ -270,7 +273,7 @@ def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorith
         hooks_of(algorithm, model).attach(optimizer)
 
 
-def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
+def test_counts_steps_of_optimizers_with_copies_alone(tmp_path: Any) -> None:
     """Two rounds of three steps of 1/4, with one optimizer."""
     model = two()
     optimizer: Any = Outside(model.parameters())

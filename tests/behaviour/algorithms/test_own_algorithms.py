@@ -99,7 +99,7 @@ def by_functions(url: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [by_the_loop, by_functions])
-def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
+def test_corrects_and_keeps_state_however_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
     with new_world(tmp_path) as world:
         train(world.url, tmp_path / "sites")
         assert world.server.wait(60)
@@ -123,7 +123,8 @@ def test_trains_plainly_alone() -> None:
     assert (local.w.item(), steps.steps) == (pytest.approx(0.19), 2)
 
 
-def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: Nursery) -> None:
+def test_refuses_a_run_at_a_site_without_it(tmp_path: Path, nursery: Nursery) -> None:
+    """A site that does not have the algorithm is told to install it, and does not join."""
     with new_world(tmp_path) as world:
         without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
         process = ForkedSite(nursery, tmp_path, world.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
@@ -134,8 +135,11 @@ def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: 
         assert world.status.workers == []
 
 
-def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has it in a file; a site with the package takes its own, and one without is refused."""
+def test_never_loads_code_from_the_servers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is never loaded from a path of the server.
+
+    The server has it in a file; a site with the package takes its own, and one without is refused.
+    """
     own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
     with new_world(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as world:
         with world.worker() as worker:
@@ -146,8 +150,11 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.covers("X8")
-def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has the algorithm by its path. A site that has not registered it is refused."""
+def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a package, a script registers the run's rule itself.
+
+    The server has the algorithm by its path. A site that has not registered it is refused.
+    """
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
     own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
@@ -160,7 +167,7 @@ def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, mo
     assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrects_in_a_simulation_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes, without the package, load it from the path in the settings."""
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
@@ -210,14 +217,16 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
     assert seen == [[0.0], [-2.0]]
 
 
-def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
+def test_refuses_diloco_without_groups(tmp_path: Path) -> None:
+    """A DiLoCo loop cannot give the groups of an update."""
     with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"
         with pytest.raises(UsageError, match=words):
             world.diloco(one(), sync_every=1).start()
 
 
-def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
+def test_refuses_diloco_with_corrected_steps(tmp_path: Path) -> None:
+    """A DiLoCo loop does not correct local steps."""
     with World(tmp_path, one(), "a", algorithm="fedprox", **{"algorithm.mu": 0.1}) as world:
         with pytest.raises(UsageError, match=r"'fedprox'.* corrects local steps; atoll.DiLoCo does not"):
             world.diloco(one()).start()

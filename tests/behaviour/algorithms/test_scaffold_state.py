@@ -155,9 +155,10 @@ PENDING = (
         pytest.param(damage, ["algorithm-0.bin"], PENDING, id="pending-damaged"),
     ],
 )
-def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
+def test_a_site_without_its_control_is_refused(
     world: World, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object], names: list[str], said: str
 ) -> None:
+    """The run counts on a control that the site no longer has."""
     assert part(world, until=2) == [1.0, 2.0]
     world.wait(2)  # the second update is in the controls
     for name in names:
@@ -189,7 +190,7 @@ def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
     assert part(world, "late") == [0.0, 0.0]
 
 
-def test_an_update_that_is_accepted_and_not_yet_counted_counts(pair: World) -> None:
+def test_an_accepted_update_counts_before_its_round(pair: World) -> None:
     """a's update lies there, accepted, when a loses its files; b's is awaited."""
     with pair:
         pair.join("b")
@@ -207,10 +208,13 @@ def test_the_server_remembers_it_over_a_restart(world: World) -> None:
         part(world)
 
 
-def test_it_may_begin_at_zero_where_it_is_told_to(
+def test_a_site_may_begin_at_zero_when_told(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again."""
+    """It may begin at zero where it is told to.
+
+    Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again.
+    """
     part(world, until=2)
     (run_folder(world) / "algorithm.json").unlink()
     monkeypatch.setenv("ATOLL_NEW_STATE", "perhaps")
@@ -228,7 +232,8 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
 # -- of another moment: c_i is that of its site, its run and its last update that counts
 
 
-def test_refuses_the_control_of_an_older_copy_of_the_sites_folder(pair: World) -> None:
+def test_refuses_an_older_copy_of_the_folder(pair: World) -> None:
+    """The control of an older copy of the site's folder is refused."""
     with pair:
         both(pair, 1)
         older = copy_folder(pair.workers / "a", pair.folder / "older")
@@ -271,7 +276,8 @@ def test_a_restored_server_finds_the_earlier_control(pair: World, knows: bool) -
         require_the_mean(both(pair, 6), 4, 5, 6)
 
 
-def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(pair: World) -> None:
+def test_a_server_at_its_begin_resets_controls(pair: World) -> None:
+    """A server that is restored to its begin begins with controls of zero."""
     restore_to(pair, 0, after=4)
     with pair:
         seen = both(pair, 3)
@@ -279,7 +285,7 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(pair: World
     require_the_mean(seen, 3)
 
 
-def test_a_running_site_steps_back_with_a_restored_server(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_running_site_steps_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The server lost its third version. The site sends the third update again, and c_i is as after two, then three."""
     site, seen = world.sites["a"], list[list[float]]()
 

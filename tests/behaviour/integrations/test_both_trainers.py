@@ -64,7 +64,7 @@ def momentum(x: float, target: float) -> float:
     ],
     ids=["lightning", "transformers"],
 )
-def test_each_round_is_a_fit_of_the_simulated_site(
+def test_a_simulated_site_fits_once_a_round(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     client: Callable[[], None],
@@ -97,10 +97,10 @@ def train_nothing(server: atoll.Server, folder: Path) -> None:
     [(fit_nothing, lightning_world.One), (train_nothing, transformers_world.One)],
     ids=["lightning", "transformers"],
 )
-def test_a_trainer_with_weight_0_sits_out_the_round(
+def test_a_trainer_of_weight_0_sits_out(
     tmp_path: Path, sit_out: Callable[[atoll.Server, Path], None], model: Callable[[], Any]
 ) -> None:
-    """The only version is that of site a alone."""
+    """A site with weight 0 has no part in the round's result. The only version is that of site a alone."""
 
     def train(module: Any, *_: object) -> None:
         torch.nn.init.constant_(module.w, 7.0)
@@ -121,8 +121,11 @@ REFUSED = r"trained from version 1, .* has no version"
 
 
 @pytest.mark.covers("X3")
-def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: Path) -> None:
-    """Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2."""
+def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint that agrees with the site's folder resumes; another one is refused.
+
+    Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2.
+    """
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     with lightning_world.serve(tmp_path, "diloco") as server:
         first = patched(server, tmp_path / "w")
@@ -145,7 +148,8 @@ def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: 
 
 
 @pytest.mark.covers("X3")
-def test_a_transformers_trainer_resumes_diloco_from_a_checkpoint_that_agrees(serve: Any, tmp_path: Path) -> None:
+def test_transformers_resumes_diloco_from_its_checkpoint(serve: Any, tmp_path: Path) -> None:
+    """A checkpoint that agrees with the site's folder resumes; another one is refused."""
     server = serve("diloco", H=STEPS, rounds=2)
 
     def trainer(folder: Path, most: int) -> Any:
@@ -299,10 +303,13 @@ def train_transformers(server: atoll.Server, folder: Path) -> None:
     [(fit_lightning, lightning_world.One), (train_transformers, transformers_world.One)],
     ids=["lightning", "transformers"],
 )
-def test_copies_of_the_weights_follow_the_synchronisations_of_a_trainer(
+def test_weight_copies_follow_a_trainers_synchronisations(
     tmp_path: Path, train: Callable[[atoll.Server, Path], None], model: Callable[[], torch.nn.Module]
 ) -> None:
-    """Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time."""
+    """Copies of the weights follow the synchronisations of a Trainer.
+
+    Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
+    """
     torch.optim.SGD(model().parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
     settings = DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
     with plain_server(tmp_path, model(), algorithm="diloco", sites=1, rounds=2, **settings) as server:

@@ -30,6 +30,7 @@ from atoll.testing.contracts import peak_growth
 def test_another_process_gets_what_was_published(
     nursery: Nursery, tmp_path: Path, how: str, chunk_bytes: int | None
 ) -> None:
+    """Another process gets what was published."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=chunk_bytes)
     assert output_of(start_fetch(nursery, tmp_path, ref, how=how)) == "same"
     publisher.kill()
@@ -48,14 +49,16 @@ def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P14")
-def test_an_absent_reference_is_none_where_that_is_allowed() -> None:
+def test_no_reference_may_be_none() -> None:
+    """An absent reference is None where that is allowed."""
     assert atoll.objects.fetch(None, optional=True) is None
     with pytest.raises(UsageError, match="fetch got None instead of a reference"):
         atoll.objects.fetch(None)
 
 
 @pytest.mark.covers("P14")
-def test_an_expired_reference_says_so_with_its_name_and_a_remedy() -> None:
+def test_an_expired_reference_says_so() -> None:
+    """The error has its name and a remedy."""
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(flat(), expires_s=0.01)
         wait_until(lambda: atoll.objects.fetch(ref, optional=True) is None, "the end of what has expired")
@@ -66,7 +69,8 @@ def test_an_expired_reference_says_so_with_its_name_and_a_remedy() -> None:
 
 
 @pytest.mark.covers("P1", "P14")
-def test_what_is_withdrawn_is_gone_and_its_disk_given_back() -> None:
+def test_withdrawn_objects_free_their_disk() -> None:
+    """What is withdrawn is gone."""
     ref = atoll.objects.publish(flat())
     state = atoll.objects.fetch(ref, to_disk=True)
     assert atoll.objects.withdraw(str(ref))
@@ -107,7 +111,8 @@ def test_a_foreign_reference_is_refused(field: str, error: type[atoll.AtollError
     ],
     ids=["empty", "url", "short", "space", "port", "hex", "line"],
 )
-def test_a_text_that_is_no_reference_is_refused_before_anything_is_asked(text: str) -> None:
+def test_no_reference_is_refused_at_once(text: str) -> None:
+    """A text that is no reference is refused before anything is asked."""
     with pytest.raises(UsageError, match="reference"):
         atoll.objects.fetch(text)
 
@@ -186,7 +191,8 @@ def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], 
 
 
 @pytest.mark.covers("P4")
-def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
+def test_tied_tensors_travel_once() -> None:
+    """They arrive under both names."""
     ref = atoll.objects.publish(model())
     state = atoll.objects.fetch(ref)
     assert state["0.weight"] is state["2.weight"]

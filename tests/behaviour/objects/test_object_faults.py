@@ -52,9 +52,8 @@ UNDISTURBED = 1 + 17
 
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
-def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
-    nursery: Nursery, tmp_path: Path, action: Any
-) -> None:
+def test_a_broken_part_is_asked_for_again(nursery: Nursery, tmp_path: Path, action: Any) -> None:
+    """A part that broke in the middle is asked for again, alone."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=PART)
     with through_proxy(ref) as (proxy, through):
         assert plain(atoll.objects.fetch(through)) == plain(flat())
@@ -77,9 +76,7 @@ def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
     ],
     ids=["damage", "silence"],
 )
-def test_a_fault_that_lasts_is_an_error_that_names_the_reference(
-    at: int, action: Any, error: type[AtollError], words: str
-) -> None:
+def test_a_lasting_fault_names_the_reference(at: int, action: Any, error: type[AtollError], words: str) -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with through_proxy(ref, *(Fault(DATA, "down", at, action) for _ in range(40))) as (_, through):
         with pytest.raises(error, match=rf"Reference {ref.object[:8]} .*{words}"):
@@ -305,7 +302,8 @@ def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollErro
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before memory is taken."""
     data = HOSTILE[case] + bytes(8)
     manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []

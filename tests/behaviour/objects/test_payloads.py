@@ -67,7 +67,8 @@ def test_several_tensor_subtrees_and_numpy_beside_torch() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
+def test_a_shared_tensor_travels_once() -> None:
+    """A tensor that occurs twice travels once, and is one again."""
     tied, array = torch.ones(3), np.ones(3)
     tree = {"a": tied, "b": [tied.view(3), array, array], "c": torch.ones(3)}
     manifest = manifest_of(atoll.objects.publish(tree))
@@ -78,8 +79,11 @@ def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_negated_view_is_not_the_tensor_that_it_negates() -> None:
-    """Both have the same address, dtype, shape and strides; torch negates when it reads."""
+def test_a_negated_view_travels_negated() -> None:
+    """A negated view is not the tensor that it negates.
+
+    Both have the same address, dtype, shape and strides; torch negates when it reads.
+    """
     waves = torch.tensor([1 + 2j, 3 - 4j])
     back = there_and_back([waves.imag, waves.conj().imag])
     assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
@@ -108,7 +112,8 @@ def test_temporary_arrays_are_not_confused() -> None:
     assert [value.values.tolist() for value in back] == [[-number, number] for number in range(20)]
 
 
-def test_arrays_that_torch_cannot_share_are_copied_with_their_values() -> None:
+def test_unshareable_arrays_are_copied() -> None:
+    """Arrays that torch cannot share are copied with their values."""
     array = np.arange(6, dtype=">i4").reshape(2, 3)[::-1]
     frozen = np.ones(2)
     frozen.flags.writeable = False
@@ -418,7 +423,8 @@ def reads(state: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.covers("D5", "D15")
-def test_a_lazy_state_is_a_mapping_that_loads_on_access_only(state: Any, reads: list[int]) -> None:
+def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
+    """It is a mapping."""
     assert set(state) == {"w", "b", "e"}
     assert len(state) == 3
     assert "w" in state
@@ -434,8 +440,8 @@ def test_a_lazy_state_is_a_mapping_that_loads_on_access_only(state: Any, reads: 
 
 
 @pytest.mark.covers("D5")
-def test_a_lazy_tensor_gives_tensors_that_outlive_its_file(state: Any) -> None:
-    """It is itself small, and no tensor."""
+def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
+    """It gives tensors that outlive its file. It is itself small, and no tensor."""
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100
@@ -466,8 +472,11 @@ def test_lazy_values_are_not_pickled(state: Any) -> None:
 
 
 @pytest.mark.covers("T13")
-def test_a_lazy_tensor_is_read_in_runs_of_new_memory(state: Any) -> None:
-    """w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same."""
+def test_lazy_tensors_are_read_in_runs(state: Any) -> None:
+    """The runs are in new memory.
+
+    w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same.
+    """
     for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
         runs = list(state.ref("w").runs(most_bytes))
         assert [run.numel() for run in runs] == counts

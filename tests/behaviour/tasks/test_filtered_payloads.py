@@ -161,8 +161,11 @@ def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
     assert not {"arrays.1", "arrays.2", "whole", "again.1"} & {name for name, _, _ in seen}
 
 
-def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answers) -> None:
-    """(3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay."""
+def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
+    """They see the tensors as they are.
+
+    (3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay.
+    """
     tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
     found = arrived(tree, [NormClip(6.5)])
     assert (found["w"].tolist(), found["b"].tolist(), found["n"].item(), found["loss"]) == ([1.5, 2.0], [6.0], 100, 100)
@@ -172,8 +175,8 @@ def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answe
 
 
 @pytest.mark.covers("T1")
-def test_a_dropped_tensor_has_none_in_its_place_and_does_not_travel(arrived: Answers) -> None:
-    """Neither of 4 MB: what is left has less than 4 KB, its description included."""
+def test_a_dropped_tensor_does_not_travel(arrived: Answers) -> None:
+    """It has none in its place. Neither of 4 MB: what is left has less than 4 KB, its description included."""
     tree = {
         "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
         "body": [torch.zeros(1), np.ones(2)],
@@ -187,8 +190,11 @@ def test_a_dropped_tensor_has_none_in_its_place_and_does_not_travel(arrived: Ans
     assert found["lr"] == np.float32(1)
 
 
-def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once(arrived: Answers) -> None:
-    """Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50."""
+def test_shared_tensors_count_once(arrived: Answers) -> None:
+    """A tensor in two places is dropped by either name, and counts once.
+
+    Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50.
+    """
     tied = torch.tensor([3.0, 4.0])
     tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
     for pattern in ("head.*", "head.w", "body.w"):
@@ -199,7 +205,9 @@ def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once(arrive
     assert found["body"]["w"] is found["head"]["w"]
 
 
-def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole(arrived: Answers) -> None:
+def test_a_filter_sees_what_others_left(arrived: Answers) -> None:
+    """A filter sees what those before it left, and may ask for the whole."""
+
     class Looking(Filter):
         def begin(self, update: Outgoing) -> None:
             about = update.about
@@ -213,8 +221,11 @@ def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole(arriv
 
 
 @pytest.mark.covers("T13")
-def test_a_stream_of_an_own_type_is_filtered_run_by_run(arrived: Answers) -> None:
-    """Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30."""
+def test_own_streams_are_filtered_in_runs(arrived: Answers) -> None:
+    """A stream of an own type is filtered run by run.
+
+    Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30.
+    """
 
     class Backwards(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -239,7 +250,8 @@ class Grown(Filter):
 MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
-def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived: Answers) -> None:
+def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
+    """A mask of infinities is no obstacle to a filter that only drops."""
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 
@@ -264,9 +276,8 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived
     ],
     ids=["mask", "infinite", "name", "nearest name", "nan", "overflow"],
 )
-def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
-    arrived: Answers, tree: Any, filters: list[Filter], told: str
-) -> None:
+def test_a_filters_fault_names_the_tensor(arrived: Answers, tree: Any, filters: list[Filter], told: str) -> None:
+    """What a filter may not do is told with its name and the tensor."""
     error = arrived.send(tree, filters).error
     assert re.search(told, error), error
 
@@ -281,8 +292,11 @@ def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Fi
 
 
 @pytest.mark.covers("D1")
-def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
-    """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
+def test_filtering_answers_takes_little_memory(tmp_path: Path) -> None:
+    """Filtering an answer that has come takes a few runs of memory.
+
+    64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name.
+    """
     tree, growth = {"w": torch.ones(2**24)}, list[int]()  # of the norm 2¹²
 
     def workflow(controller: Any) -> Any:
