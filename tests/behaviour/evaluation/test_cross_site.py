@@ -46,7 +46,8 @@ def until_it_hangs(folder: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
+def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
+    """After training each model is evaluated at each site."""
     seen: list[Status] = []
 
     def during(server: atoll.Server, _: object) -> None:
@@ -79,7 +80,7 @@ def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, t
 
 
 @pytest.mark.covers("P12")
-def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: Path) -> None:
     """Sites that only answer tasks give a model of their own; the run has none."""
     only = ({"kind": "cross_site_evaluation", "name": "own models"},)
     words = dict.fromkeys("abc", ("tasks",))
@@ -88,8 +89,8 @@ def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nurser
     assert losses(matrix, "distance")["c"] == {"a": 6.0, "b": 3.0, "c": 0.0}
 
 
-def test_a_failed_measurement_leaves_a_reason_in_its_cell(nursery: Nursery, tmp_path: Path) -> None:
-    """The site fails, refuses, or measures what is no number."""
+def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
+    """A failed measurement leaves a reason in its cell. The site fails, refuses, or measures what is no number."""
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -113,7 +114,7 @@ def test_a_failed_measurement_leaves_a_reason_in_its_cell(nursery: Nursery, tmp_
 
 
 @pytest.mark.covers("P12")
-def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_evaluation_without_values_has_failed(nursery: Nursery, tmp_path: Path) -> None:
     with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
@@ -147,7 +148,7 @@ def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("P12")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_that_stands_still_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
 
     def during(server: atoll.Server, _: object) -> None:
         assert server.wait(60)
@@ -233,7 +234,7 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "cross_site_evaluation.md"])
-def test_an_evaluation_waits_for_exports_that_can_be_written(
+def test_an_evaluation_waits_for_writable_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """A file takes the place of the folder, or a folder that of a file in it: nothing is evaluated again."""
@@ -253,8 +254,10 @@ def test_an_evaluation_waits_for_exports_that_can_be_written(
 
 
 @pytest.mark.covers("D1")
-def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path) -> None:
-    """Of three models of 192 MB, the server and two sites, all in this process, hold none: buffers take less than 160.
+def test_evaluations_take_little_memory(tmp_path: Path) -> None:
+    """Memory is flat at the server and at sites that evaluate.
+
+    Of three models of 192 MB, the server and two sites, all in this process, hold none: buffers take less than 160.
 
     Two of the models are the sites', in files of theirs, and one is a file at the server.
     """
@@ -281,8 +284,10 @@ def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path)
 
 
 @pytest.mark.covers("P12")
-def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: Nursery, tmp_path: Path) -> None:
-    """One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
+def test_sites_join_again_behind_diloco(nursery: Nursery, tmp_path: Path) -> None:
+    """Behind DiLoCo sites join again with the model that they have.
+
+    One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
 
     When the run is finished, sites have its result.
     """
@@ -304,8 +309,11 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("T8")
-def test_the_model_of_a_site_passes_its_filters_before_it_is_evaluated(nursery: Nursery, tmp_path: Path) -> None:
-    """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
+def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
+    """The model of a site passes its filters before it is evaluated.
+
+    What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1.
+    """
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
@@ -391,7 +399,8 @@ def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_pa
     assert "finished at version 5" in again.output()
 
 
-def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_unfinished_run_goes_on_after_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    """A run that is not finished goes on after an evaluation."""
     trained(nursery, tmp_path, 2)
     write_run_file(tmp_path, **run_settings(**KEPT_VERSIONS, **{"rounds.total": 4}))
     asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
@@ -413,8 +422,11 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     assert "version 4" in exported.output()
 
 
-def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
-    """While c stands still, what the others have measured is there already."""
+def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
+    """A server that runs is asked for its matrix.
+
+    While c stands still, what the others have measured is there already.
+    """
 
     def asked(server: atoll.Server) -> Process:
         return nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
