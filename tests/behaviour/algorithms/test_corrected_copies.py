@@ -72,11 +72,10 @@ class InOptimizer(Masters):
         self.inner = SGD([nn.Parameter(value.detach().float().clone()) for value in self.weights], lr=1.0)
 
     def copies(self) -> list[Tensor]:
-        masters: list[Tensor] = self.inner.param_groups[0]["params"]
-        return masters
+        return self.inner.param_groups[0]["params"]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value, master in zip(self.weights, self.copies(), strict=True):
             master.grad = value.grad.float()
         self.inner.step()
@@ -92,7 +91,7 @@ class Lookahead(Optimizer):
         self.inner, self.made = SGD(self.param_groups, lr=1.0), 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         values = self.param_groups[0]["params"]
         slow = [self.state[value].setdefault("slow", value.clone()) for value in values]
         self.inner.step()
@@ -106,7 +105,7 @@ class WithMoment(SGD):
     """Keeps an average of the weights, their first values and a moment, from none of which it steps."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("anchor", value.clone())
         super().step()
@@ -174,7 +173,7 @@ class FromMainGrad(Optimizer):
         super().__init__(parameters, {"lr": 1.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.param_groups[0]["params"]:
             value -= value.main_grad
 
@@ -187,7 +186,7 @@ def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: flo
     with hooks_of(algorithm, model).attach(optimizer) as hooks:
         for _ in range(3):
             for value in model.parameters():
-                value.main_grad = torch.full_like(value, -0.25)  # type: ignore[attr-defined]
+                value.main_grad = torch.full_like(value, -0.25)
                 value.grad = torch.full_like(value, -0.25) if left_over else None
             optimizer.step()
     assert first(model.parameters()) == [result, result + 1]
@@ -202,7 +201,7 @@ def test_fedprox_adds_its_term_to_main_grad_once() -> None:
         for _ in range(3):
             for value in model.parameters():
                 value.grad = torch.full_like(value, -0.25)
-                value.main_grad = value.grad.view(3)  # type: ignore[attr-defined]
+                value.main_grad = value.grad.view(3)
             optimizer.step()
     assert first(model.parameters()) == [1.4375, 2.4375]
 

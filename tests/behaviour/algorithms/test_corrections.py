@@ -314,7 +314,7 @@ def test_a_step_with_a_failed_closure_is_none() -> None:
     scaffold.attach(optimizer)
     train(model, optimizer, 1.0, steps=1)
     with pytest.raises(ValueError, match="no more records"):
-        optimizer.step(fails)  # type: ignore[arg-type]
+        optimizer.step(fails)
     assert scaffold.steps == 1
     assert scaffold.difference()["w"].item() == pytest.approx(-0.1 / 0.1)
 
@@ -368,7 +368,6 @@ def test_fedprox_needs_no_learning_rate() -> None:
     model = One()
     with atoll.join() as worker:
         fl_round = worker.next_round()
-        assert fl_round is not None
         fl_round.load_into(model)
         with fl_round.correct(model, optimizer := NoRate([model.w])) as plain:
             train(model, optimizer, 1.0, steps=2)

@@ -58,8 +58,7 @@ def part(world: World, name: str = "a", until: int = 0, workers: Path | None = N
     """A process of a site takes rounds, and ends; c_i as the last of them began."""
     with ManualSite(world.url, site=name, folder=workers or world.workers) as client:
         seen = take_rounds(client, name, until)
-    own: list[float] = seen[max(seen)][1].tolist()
-    return own
+    return seen[max(seen)][1].tolist()
 
 
 def both(world: World, until: int) -> dict[str, Seen]:

@@ -70,7 +70,7 @@ def test_the_ring_formula(tmp_path) -> None:
     status = SimpleNamespace(
         model_bytes=10_000_000, workers=[SimpleNamespace(site="a"), SimpleNamespace(site="that died")]
     )
-    sent, ring = demo_summary.traffic(demo, status)  # type: ignore[arg-type]
+    sent, ring = demo_summary.traffic(demo, status)
     assert sent == "each worker sent 1.0 MB and received 2.0 MB in 5 local steps"
     assert "66.7 MB each, 67 × as much" in ring
 

@@ -156,7 +156,7 @@ def test_ctrl_s_stops_no_server(mine, tmp_path) -> None:
     """A terminal that is stopped by Ctrl-S stops neither the server nor its end."""
     with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         os.write(terminal, b"\x13")  # Ctrl-S
-        url = re.search(rb"listening on (\S+)", said).group(1).decode()  # type: ignore[union-attr]
+        url = re.search(rb"listening on (\S+)", said).group(1).decode()
         WireSite(url, "a")  # the server logs that it has joined
         assert [worker.site for worker in status(url).workers] == ["a"]
         process.terminate()

@@ -58,8 +58,7 @@ class Awkward(nn.Module):
             self.seen += 1
         hidden = self.back(torch.relu(hidden - self.mean))
         mixed = (hidden @ self.mixing).sum(-1, keepdim=True) * self.narrow.float().mean() * self.scale
-        logits: Tensor = self.head(hidden + 0.01 * mixed + self.long.mean())
-        return logits
+        return self.head(hidden + 0.01 * mixed + self.long.mean())
 
 
 def build(device: str = "cpu") -> Awkward:

@@ -211,7 +211,6 @@ def test_quoted_messages_are_those_of_the_code(texts: str) -> None:
 def test_the_staleness_warning_names_its_page(texts: str) -> None:
     """The warning of staleness names its part of troubleshooting."""
     named = re.search(r"See (docs/troubleshooting\.md), (.+)", texts)
-    assert named is not None
     heading = named[2].partition("\x00")[0]
     assert any("its update would be … behind" in row[0] for row in table_rows(ROOT / named[1], heading))
 

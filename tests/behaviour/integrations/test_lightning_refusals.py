@@ -159,7 +159,7 @@ def test_every_algorithm_refuses_no_steps(tmp_path: Path) -> None:
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
     """Lightning's own ones need several devices or GPUs, so this is a user's, with what a Trainer asks of it."""
 
-    class ShardedStrategy(package().strategies.Strategy):  # type: ignore[misc]
+    class ShardedStrategy(package().strategies.Strategy):
         root_device, is_global_zero = torch.device("cpu"), True
         all_gather = reduce = model_to_device = None
 

@@ -229,7 +229,7 @@ def test_each_fit_trains_further_steps(tmp_path: Path, limits: dict[str, int], s
     A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same.
     """
 
-    class Stops(package().Callback):  # type: ignore[misc]
+    class Stops(package().Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = True
 
@@ -295,7 +295,7 @@ def test_the_global_snapshot_cannot_be_changed(tmp_path: Path) -> None:
     What writes into the module, its state dict or what state_dict() gave has changed local training, no more.
     """
 
-    class Meddles(package().Callback):  # type: ignore[misc]
+    class Meddles(package().Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             for value in driver_of(trainer).round.state_dict().values():
                 value.fill_(99.0)

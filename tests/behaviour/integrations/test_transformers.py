@@ -473,7 +473,7 @@ def test_a_part_of_a_model_is_refused(given: dict[str, Any], words: str) -> None
 
     args: Any = SimpleNamespace(**{"world_size": 1, "deepspeed": None, "fp16": False} | given)
     with pytest.raises(UsageError, match=words):
-        AtollCallback().on_train_begin(args, Any, Any)  # type: ignore[arg-type]
+        AtollCallback().on_train_begin(args, Any, Any)
 
 
 @pytest.mark.covers("S8")
@@ -495,4 +495,4 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
     with pytest.raises(UsageError, match="sync_every is 0"):
         AtollCallback(sync_every=0)
     with pytest.raises(UsageError, match="is not a filter"):
-        AtollCallback(filters=["drop"])  # type: ignore[list-item]
+        AtollCallback(filters=["drop"])

@@ -284,8 +284,7 @@ def echoed(folder: Path, sent: dict[str, Any], settings: dict[str, Any], **optio
     def workflow(controller: Any) -> dict[str, Any]:
         return {key: controller.send("a", "echo", payload, timeout_s=30).payload for key, payload in sent.items()}
 
-    came: dict[str, Any] = run_workflow(folder, workflow, {"echo": lambda payload: payload}, **settings, **options)
-    return came
+    return run_workflow(folder, workflow, {"echo": lambda payload: payload}, **settings, **options)
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -363,9 +363,7 @@ def test_paths_begin_at_the_current_folder(tmp_path: Path) -> None:
         }
     )
     settings = Settings.read(made.write("deep/run.toml"), environ={})
-    assert settings.aggregation.aggregator.path is not None
     assert Path(settings.aggregation.aggregator.path.removesuffix(":mean")).resolve() == tmp_path / "mine.py"
-    assert settings.disk.export_dir is not None
     assert settings.disk.export_dir.resolve() == tmp_path / "out"
     assert settings.algorithm.outer_lr_of == {"head.*": 0.5}
     assert settings.workflow.result_filters[0]["path"] == "deep/../mine.py:mean"

@@ -89,7 +89,6 @@ def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkey
         joined.append(message.site)
         if len(joined) == 25:
             task = asyncio.current_task()
-            assert task is not None
             task.cancel()  # as `stop` does, which a signal calls
         return await join(self, message)
 
@@ -112,7 +111,7 @@ def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
 def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "client", raising=False)  # of another test
-    import client as theirs  # type: ignore[import-not-found]
+    import client as theirs
 
     assert moved(run(tmp_path, theirs.train)) == pytest.approx(2 * 2.5, abs=1e-5)
 

@@ -415,9 +415,9 @@ def test_a_server_without_room_says_so(tmp_path: Path) -> None:
 def test_refuses_what_is_no_filter_first() -> None:
     """What is no filter is refused before any site is asked."""
     with pytest.raises(UsageError, match="is not a filter"):
-        atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})  # type: ignore[dict-item]
+        atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})
     with pytest.raises(UsageError, match=r"filters is Halved\(\), not a list"):
-        atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())  # type: ignore[arg-type]
+        atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())
     entry = {"path": "drop", "args": ["w"], "tasks": "train"}
     with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not a valid filter table"):
         atoll.Server(workflow=print, settings={"workflow.payload_filters": [entry]})

@@ -73,8 +73,7 @@ def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> Usa
             ask(controller)
         return raised.value
 
-    found: UsageError = run_workflow(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
-    return found
+    return run_workflow(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class WithMoment(Masters):
     """Keeps one tensor for each parameter, which is no copy, in its state."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.weights:
             if value not in self.state:
                 self.state[value] = State()
@@ -76,7 +76,7 @@ class EverySecondHidden(WithMoment):
     """Steps copies of every second weight, which have the other sign, so that they are not found."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for number, value in enumerate(self.weights):
             if number % 2:
                 value -= value.grad

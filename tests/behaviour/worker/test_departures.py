@@ -175,7 +175,6 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
     with serve(tmp_path, **AT_ONCE) as server:
         script, temporary = JOINS.format(round=1, then=WAITS), {"TMPDIR": str(tmp_path / "temporary")}
         with atoll_worker(tmp_path, server.url, script, env=temporary) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "trains\n"  # before, a signal can end the script by itself
             process.kill()
             wait_until(lambda: state_of(server) == "failed", "its script has left")
@@ -214,7 +213,6 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     """The command may go on for hours, and its exit code is not that of the process."""
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, BEHIND) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ended\n"
             assert state_of(server) == "left"
 

@@ -195,7 +195,7 @@ class Applies(Filter):
         self.change = change
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return self.change(values)  # type: ignore[no-any-return]
+        return self.change(values)
 
 
 class Undecided(Filter):

@@ -27,7 +27,7 @@ DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 3, "sites": 2
 
 def step(loop: atoll.DiLoCo, site: str) -> None:
     assert loop.optimizer is not None
-    local_step(loop.model, loop.optimizer, site, loop.step)  # type: ignore[arg-type]
+    local_step(loop.model, loop.optimizer, site, loop.step)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
@@ -134,7 +134,6 @@ def test_a_fork_that_trains_a_round_is_refused_by_its_pid(tmp_path: Path) -> Non
     ):
         assert refusal_of_a_fork(in_a_fork(worker.next_round))
         fl_round = worker.next_round()
-        assert fl_round is not None
         assert refusal_of_a_fork(in_a_fork(lambda: fl_round.load_into(model)))
         fl_round.load_into(model)
         train_(model, "a", 1)

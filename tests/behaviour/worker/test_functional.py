@@ -83,7 +83,6 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
     while atoll.functional.is_running():
         assert atoll.functional.is_running()  # asking does not take a round
         received = atoll.functional.receive()
-        assert received is not None
         assert atoll.functional.receive() is received
         seen.append((received.number, received.params["weight"][0, 0].item()))
         changed = {name: value + 1 for name, value in received.params.items()}
@@ -162,7 +161,6 @@ def test_what_is_sent_passes_the_sites_filters(take_part: Callable[..., None]) -
 def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callable[..., None]) -> None:
     take_part()
     received = atoll.functional.receive()
-    assert received is not None
     with pytest.raises(UsageError, match="'weight' is of type str"):
         atoll.functional.send({**received.params, "weight": "ones"})
     atoll.functional.send(received.params)
@@ -211,7 +209,7 @@ def test_calls_out_of_order_say_what_to_call(take_part: Callable[..., None]) -> 
     with pytest.raises(UsageError, match="twice"):
         take_part()
     with pytest.raises(UsageError, match="'jax'"):
-        atoll.functional.receive(framework="jax")  # type: ignore[arg-type]
+        atoll.functional.receive(framework="jax")
 
 
 SCRIPT = """
@@ -257,7 +255,6 @@ def test_without_a_server_there_is_one_round() -> None:
     model, rounds = ones(), 0
     while atoll.functional.is_running():
         received = atoll.functional.receive(into=model)
-        assert received is not None
         optimizer = sgd(model)
         with received.correct(model, optimizer):
             model(torch.ones(1, 3)).sum().backward()

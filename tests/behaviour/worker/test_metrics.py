@@ -192,7 +192,6 @@ def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, s
     values = run.values["a"]
     assert [metrics["norm"] for metrics in metrics_of(tmp_path)] == pytest.approx(values, rel=1e-12)
     best = run.status.best
-    assert best is not None
     assert (best.version, best.value) == (values.index(max(values)), pytest.approx(max(values), rel=1e-12))
 
 

@@ -47,7 +47,7 @@ class Both(Optimizer):
         super().__init__([each for one in inner for group in one.param_groups for each in group["params"]], {})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.inner:
             each.step()
 
@@ -174,7 +174,6 @@ def test_refuses_a_correction_that_misses_a_part_of_the_parameters(
         atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
     ):
         fl_round = worker.next_round()
-        assert fl_round is not None
         fl_round.load_into(model)
         advice = "Put all parameters into one" if algorithm == "scaffold" else "as a list"  # SCAFFOLD takes only one
         refusal = pytest.raises(UsageError, match=f"{PART[:60]}.*{advice}") if corrects else contextlib.nullcontext()
@@ -240,7 +239,7 @@ def changed(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -
                 change(loop.model)
             for parameter in loop.model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1)
-            loop.optimizer.step()  # type: ignore[union-attr]
+            loop.optimizer.step()
     assert loop.finished
     return loop.model
 

@@ -157,7 +157,6 @@ def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
     """Its password is not shown."""
     environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
     proxy = Http("http://fl.example:8512").proxy
-    assert proxy is not None
     assert proxy.headers == {"Proxy-Authorization": "Basic bWU6cC9zcw=="}  # me:p/ss
     assert str(proxy) == "the proxy http://proxy.example:80 of HTTP_PROXY"
     assert "bWU6cC9zcw" not in repr(proxy)

@@ -247,7 +247,7 @@ class Outer(Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner = [inner]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.inner:
             each.step()
 
@@ -444,7 +444,7 @@ class ZeroOrder(Optimizer):
         super().__init__(model.parameters(), {"lr": 1.0})
 
     @torch.no_grad()
-    def step(self, length: Any = 1.0) -> None:  # type: ignore[override]
+    def step(self, length: Any = 1.0) -> None:
         random = torch.Generator().manual_seed(0)
         for value in self.param_groups[0]["params"]:
             value.add_(torch.randn(value.shape, generator=random), alpha=length)

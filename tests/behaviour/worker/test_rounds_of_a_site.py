@@ -201,7 +201,7 @@ def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
             round_of.submit(other)
     round_of.submit(model)
     with pytest.raises(UsageError, match="The model is of type OrderedDict"):
-        atoll.DiLoCo(model.state_dict(), optimizer)  # type: ignore[arg-type]
+        atoll.DiLoCo(model.state_dict(), optimizer)
 
 
 # -- a worker that has left its run: every call says so at once, and a new worker can join

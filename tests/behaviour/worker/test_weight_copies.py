@@ -212,7 +212,7 @@ class WithAverage(SGD):
     """Keeps an average for evaluation, which equals the weights after the first step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("ema", value.clone()).lerp_(value, 0.5)
@@ -249,7 +249,7 @@ class WithPlainName(SGD):
     """An average with a name that does not say what it is, and momentum."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("slow", value.clone() - 1).lerp_(value, 0.25)
@@ -300,7 +300,7 @@ class Hidden(Masters):
         return [self.state[value].setdefault("minus", -fp32(value)) for value in self.weights]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value, minus in zip(self.weights, self.copies(), strict=True):
             minus += value.grad
             value.copy_(-minus)
@@ -347,7 +347,7 @@ class PartlyHidden(Hidden):
     """Copies with the other sign of matrices alone; other weights are stepped themselves."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.weights:
             if value.dim() == 1:
                 value -= value.grad
@@ -620,7 +620,7 @@ def towards_five(model: Any) -> None:
 
 def gently_towards_five(model: Any) -> None:
     model.zero_grad()
-    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()
 
 
 def shifted() -> nn.Module:

@@ -81,7 +81,7 @@ def replaced(model: nn.Module) -> SGD:
         return loss
 
     optimizer = sgd(model)
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = MethodType(step, optimizer)
     return optimizer
 
 

@@ -29,21 +29,17 @@ Build = Callable[[], nn.Module]
 def build_checkpointed() -> nn.Module:
     """Activation checkpointing of some blocks."""
     model = build_model()
-    assert isinstance(model, nn.Sequential)
     model[0], model[1] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[1])
     return model
 
 
 def build_compiled() -> nn.Module:
-    compiled = torch.compile(build_model(), backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return torch.compile(build_model(), backend="eager")
 
 
 def build_with_compiled_blocks() -> nn.Module:
     """One block is compiled, one compiled and checkpointed in both orders."""
     model = build_model()
-    assert isinstance(model, nn.Sequential)
     model[0] = torch.compile(model[0], backend="eager")
     model[1] = checkpoint_wrapper(torch.compile(model[1], backend="eager"))
     model[2] = torch.compile(checkpoint_wrapper(model[2]), backend="eager")
@@ -55,9 +51,7 @@ def build_compiled_in_ddp() -> nn.Module:
 
 
 def build_compiled_ddp() -> nn.Module:
-    compiled = torch.compile(DistributedDataParallel(build_with_compiled_blocks()), backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return torch.compile(DistributedDataParallel(build_with_compiled_blocks()), backend="eager")
 
 
 def sgd(model: nn.Module) -> Any:
@@ -85,7 +79,7 @@ def accelerated(model: nn.Module) -> Any:
 
 def step_(model: nn.Module, optimizer: Any, site: str, number: int) -> None:
     """A local step, by the wrapper of an optimizer's step where there is one."""
-    local_step(model, SimpleNamespace(step=getattr(optimizer, "followed", optimizer.step)), site, number)  # type: ignore[arg-type]
+    local_step(model, SimpleNamespace(step=getattr(optimizer, "followed", optimizer.step)), site, number)
 
 
 def result(
@@ -173,8 +167,8 @@ def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: 
 class Detached(nn.Linear):
     """Its state holds other tensors than its own, of the same memory."""
 
-    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}  # type: ignore[arg-type]
+    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}
 
 
 def seeded(kind: Callable[[], nn.Module]) -> nn.Module:

@@ -34,7 +34,7 @@ def test_defaults_are_valid_and_constant() -> None:
     settings = Settings.read(environ={})
     assert (settings.algorithm.target, settings.diloco.sync_every, settings.rounds.sites) == (None, 500, 1)
     with pytest.raises(ValidationError):
-        settings.rounds.total = 3  # type: ignore[misc]
+        settings.rounds.total = 3
 
 
 @pytest.mark.covers("L12")

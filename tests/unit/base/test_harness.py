@@ -80,7 +80,6 @@ def test_a_forked_child_is_as_asked(tmp_path: Path) -> None:
         text=True,
     ) as process:
         os.close(write)
-        assert process.stdout is not None
         words = process.stdout.read().split()
         assert words == ["True", *map(str, (process.pid, os.getpid(), process.pid)), "3", str(tmp_path)]
     with os.fdopen(read, "rb") as pipe:
@@ -107,7 +106,6 @@ def test_signals_end_it(number: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)
         assert process.wait(20) == -number

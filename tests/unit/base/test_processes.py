@@ -197,7 +197,6 @@ def test_pause_waits_for_its_file(tmp_path: Path) -> None:
     gate, reached = tmp_path / "gate", tmp_path / "gate.reached"
     environ = os.environ | {"ATOLL_FAILPOINTS": f"here=pause:{gate}@2"}
     with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "1 passed\n"
         while not reached.exists() and process.poll() is None:
             time.sleep(0.01)

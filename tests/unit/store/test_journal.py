@@ -50,7 +50,7 @@ def test_transactions_inside_another_are_one_with_it(journal: Journal) -> None:
         for name in ("a", "b"):
             with journal.transaction():
                 journal.count(name)
-                journal.after_commit(lambda name=name: seen.append(name))  # type: ignore[misc]
+                journal.after_commit(lambda name=name: seen.append(name))
         assert seen == []
     assert (counted(journal), seen) == ({"a": 1, "b": 1}, ["a", "b"])
 
@@ -328,7 +328,6 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
     write_change(store, {"b": Presence("b")}, EventLog(store), Change(state, state, decided))
     store, _ = reopen(store)
     round_ = store.run_log.round(0, 0)
-    assert round_ is not None
     assert (round_.state, round_.expected) == ("open", ("a",))
     assert {member.site: (member.lease, member.state) for member in store.run_log.members()} == {
         "a": (1, "alive"),

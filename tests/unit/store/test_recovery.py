@@ -245,4 +245,4 @@ def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, comp
     new_run(tmp_path).close()
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):
-        store.slots.shape([shapes])  # type: ignore[list-item]
+        store.slots.shape([shapes])

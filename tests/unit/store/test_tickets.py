@@ -153,11 +153,9 @@ def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
 def test_what_became_of_the_ticket_before(store: Store) -> None:
     run_round(store, 0)
     before = store.tickets.last_of("a", 0)
-    assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
     store.tickets.issue(3, "a", 0, 1)
     last = store.tickets.last_of("a", 0)
-    assert last is not None
     assert last.ticket == 3
     assert store.tickets.last_of("nobody", 0) is None
     with pytest.raises(Gone):
@@ -213,7 +211,7 @@ def test_a_superseded_writer_writes_nothing(store: Store) -> None:
             self.release()
 
     lock = OvertakenLock()
-    held._locks[0] = lock  # type: ignore[assignment]
+    held._locks[0] = lock
     old = held.begin_part(0)
     lock.armed = True
     with pytest.raises(WriterCancelled):

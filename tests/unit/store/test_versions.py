@@ -197,7 +197,6 @@ def test_a_revoked_slot_waits_for_its_reader(tmp_path: Path) -> None:
     pin.release()
     assert revoked.free
     run_rounds(store, range(6, 9))
-    assert other is not None
     assert read(other.fd) == content(1)
     # Head, the held one and the one that was written last or comes next: keep 1 + pins 1 + 1.
     assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 3
@@ -432,7 +431,7 @@ def test_an_epoch_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.Monk
     order: list[str] = []
     transaction, sync = Journal.transaction, Journal.sync
 
-    def noted(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
+    def noted(self: Journal, *, synced: bool = False):
         order.append(f"synced={synced}")
         return transaction(self, synced=synced)
 
@@ -483,7 +482,6 @@ def test_a_difference_names_its_base(tmp_path: Path) -> None:
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         assert store.versions.delta(0, 0) is None  # the first version has no base
         row = store.versions.delta(0, 1)
-        assert row is not None
         assert (row.base_version, row.base_digest) == (0, blake3(content(0)).hexdigest())
         unread = store.slots.holds()
         pin = store.versions.pin_delta(0, 1)
@@ -540,7 +538,6 @@ def test_a_damaged_difference_is_forgotten(tmp_path: Path) -> None:
     """A damaged difference is forgotten at a start and its version stays."""
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         row = store.versions.delta(0, 2)
-        assert row is not None
     flip(tmp_path / "slots" / f"delta-0-{row.slot}.bin", 9)
     with begin(tmp_path, WITH_DELTA)[0] as store:
         assert store.versions.head().version == 2
@@ -549,7 +546,6 @@ def test_a_damaged_difference_is_forgotten(tmp_path: Path) -> None:
         assert f"delta-0-{row.slot}.bin" not in slot_files(tmp_path)
         run_round(store, 2)
         found = store.versions.delta(0, 3)
-        assert found is not None
         assert found.base_version == 2
 
 
@@ -563,7 +559,6 @@ def test_a_lost_versions_difference_is_gone(tmp_path: Path) -> None:
         freeze(store, 1, {11: "a", 12: "b"})
         write_version(store, 3, (11, 12))
         found = store.versions.delta(0, 3)  # over the number that was lost
-        assert found is not None
         assert (found.base_version, found.base_digest) == (1, blake3(content(1)).hexdigest())
 
 

@@ -70,7 +70,6 @@ class Host:
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
         self.bypassed.append(front.body_bytes > 0)
         try:
             return await self._take(request, self)
@@ -256,8 +255,6 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
 
     async def wait(request: web.Request, host: Host) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
-        assert request.transport is not None
         before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
         arrived.set()
         await sent_all.wait()
@@ -294,8 +291,6 @@ def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) ->
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
         front, transport = interceptor_of(request), request.transport
-        assert front is not None
-        assert transport is not None
         front._body_left, front._early = 0, b""
         transport.pause_reading()
         front.end_part()
@@ -456,7 +451,6 @@ def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -
 
     async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
         front.data_received(b"x")
         return await keep(request, host)
 
@@ -509,8 +503,7 @@ def test_bytes_that_the_transport_still_has_are_not_overwritten(
 
     async def main() -> None:
         request = make_mocked_request("GET", "/")
-        assert request.transport is not None
-        request.transport.get_write_buffer_size.side_effect = lambda: 1  # type: ignore[attr-defined]
+        request.transport.get_write_buffer_size.side_effect = lambda: 1
         with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("rb") as file:
             await serve_file(
                 request,

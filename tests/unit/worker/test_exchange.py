@@ -67,7 +67,6 @@ def test_an_advanced_base_is_another_version(place: Participation) -> None:
     Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest.
     """
     ticket = place.exchange.ask().ticket
-    assert ticket is not None
     tensors = named_tensors(nn.Linear(8, 4))[0]
     place.exchange.pull(ticket.base, tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -164,7 +163,7 @@ def test_a_noted_base_is_not_pulled(server: atoll.Server, tmp_path: Path, monkey
         next(iter(worker)).load_into(nn.Linear(8, 4))
     digest, read = ScratchFile.digest, []
 
-    def counted(self, part):  # type: ignore[no-untyped-def]
+    def counted(self, part):
         read.append(part.index)
         return digest(self, part)
 
@@ -190,7 +189,6 @@ def test_an_advanced_base_has_local_progress(tmp_path: Path, adopted: bool) -> N
     """
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
-        assert reply.ticket is not None
         weights = {"w": torch.zeros(2)}
         place.exchange.pull(reply.ticket.base, weights)
         weights["w"] -= torch.tensor([127.0, 0.4])
@@ -225,7 +223,6 @@ def test_adopts_an_earlier_update_first(tmp_path: Path) -> None:
             place.exchange.deliver()
         weights = {"w": torch.zeros(2)}
         ticket = place.exchange.ask().ticket
-        assert ticket is not None
         place.exchange.pull(ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
 
@@ -267,7 +264,6 @@ def test_another_layout_is_refused_first(tmp_path: Path) -> None:
     """
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
-        assert ticket is not None
         tensors = named_tensors(nn.Linear(2, 1))[0]
         place.exchange.pull(ticket.base, tensors)
         with pytest.raises(VersionSkew, match="another file layout"):
@@ -298,7 +294,7 @@ class Late:
         self._place, self._ticket, self._times = place, ticket, times
         self._sockets: list[socket.socket] = []
         self._post = place.session.http.post
-        place.session.http.post = self._posted  # type: ignore[method-assign]
+        place.session.http.post = self._posted
 
     def _posted(self, path: str, *args: Any, **more: Any) -> Any:
         if path == routes.COMPLETE.format(ticket=self._ticket):
