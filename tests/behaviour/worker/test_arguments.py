@@ -73,7 +73,7 @@ def test_an_argument_of_another_type_is_named(call: Callable[[], object], told: 
     assert told in str(refused.value)
 
 
-def test_the_hooks_of_a_round_refuse_text_for_a_boolean(tmp_path: Path) -> None:
+def test_hooks_refuse_text_for_a_boolean(tmp_path: Path) -> None:
     """An `allow_partial` that is text is refused, and the round goes on."""
     model = nn.Linear(2, 1)
     with atoll.join(site="a", folder=tmp_path) as worker:

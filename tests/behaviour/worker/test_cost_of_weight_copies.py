@@ -124,14 +124,20 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
 
 
 @pytest.mark.parametrize("make", [WithMoment, OneGroupEach, ByName])
-def test_a_load_costs_as_much_for_each_of_many_tensors(tmp_path: Path, make: Any) -> None:
-    """Four times as many tensors make at most four times as many calls, and a few for chance."""
+def test_a_load_costs_alike_for_many_tensors(tmp_path: Path, make: Any) -> None:
+    """A load costs as much for each of many tensors.
+
+    Four times as many tensors make at most four times as many calls, and a few for chance.
+    """
     few, many = (calls_of_loads(tmp_path / str(tensors), make, tensors) for tensors in (50, 200))
     assert many <= 4.5 * few
 
 
-def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
-    """Then at one parameter's, as long as nothing there equals the weights."""
+def test_scaffold_looks_at_the_state_twice() -> None:
+    """SCAFFOLD looks at the whole state in its first two steps.
+
+    Then at one parameter's, as long as nothing there equals the weights.
+    """
     model = build(40)
     optimizer = WithMoment(model.parameters())
     zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
@@ -141,8 +147,11 @@ def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
     assert 2 * 40 <= State.looks <= 2 * 40 + 70
 
 
-def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) -> None:
-    """A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps."""
+def test_looks_at_several_parameters_after_a_load(tmp_path: Path) -> None:
+    """Few steps after a load look at more than one parameter.
+
+    A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps.
+    """
     model = build(40)
     optimizer = WithMoment(model.parameters())
     step(model, optimizer)
@@ -183,9 +192,8 @@ def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [EverySecondHidden, WithMoment])
-def test_reports_an_undone_load_of_every_second_of_many_tensors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
-) -> None:
+def test_reports_an_undone_load_of_many_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
+    """Reports an undone load of every second of many tensors."""
     model = build(MANY)
     optimizer = make(model.parameters())
     world = World(tmp_path, build(MANY), "a", rounds=3, H=6, **HALF)

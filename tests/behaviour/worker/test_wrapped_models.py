@@ -141,9 +141,10 @@ def test_compiled_ddp_models_train_to_the_same_bits(tmp_path: Path, plain: Calla
     [(name, inner) for name in ("diloco", "scaffold") for inner in (compiled, accelerated)]
     + [("diloco", compiled_around)],
 )
-def test_follows_compiled_and_wrapped_steps(
+def test_follows_wrapped_steps(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, inner: Callable[[nn.Module], Any]
 ) -> None:
+    """Follows compiled and wrapped steps."""
     assert result(tmp_path, algorithm, inner=inner) == plain(algorithm)
 
 
@@ -152,10 +153,12 @@ def test_follows_compiled_and_wrapped_steps(
 def test_corrections_follow_wrapped_parameters(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, build: Build
 ) -> None:
+    """Corrections follow wrapped parameters."""
     assert result(tmp_path, algorithm, build, build) == plain(algorithm)
 
 
-def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: Path) -> None:
+def test_published_names_are_not_the_wrappers(tmp_path: Path) -> None:
+    """Names of tensors are those of the model that is not compiled."""
     names = set(build_model().state_dict())
     compiled = build_with_compiled_blocks()
     with serve(tmp_path) as server:
@@ -181,7 +184,7 @@ def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) 
     assert result(tmp_path / "detached", "diloco", detached, detached) == result(tmp_path, "diloco", plain, plain)
 
 
-def test_a_submodule_that_is_named_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
+def test_a_submodule_keeps_a_wrappers_name(tmp_path: Path) -> None:
     build = partial(seeded, lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)}))
     result(tmp_path, "diloco", build, build)
     assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
@@ -208,9 +211,10 @@ STATES = {
 
 @pytest.mark.parametrize("given", ["mapping", "file", "function"])
 @pytest.mark.parametrize("wrapper", list(STATES))
-def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
+def test_a_server_takes_wrapped_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: str, given: str
 ) -> None:
+    """A server takes tensors that are named by a wrapper."""
     state, name = STATES[wrapper]
     tensors = state()
     assert any(name in each for each in tensors)
@@ -229,7 +233,8 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
     assert tensors_digest(loaded) == tensors_digest(build_model().state_dict())
 
 
-def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
+def test_a_site_submits_wrapped_names(tmp_path: Path) -> None:
+    """A site submits tensors that are named by a wrapper."""
     with plain_server(tmp_path, build_model(), sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:

@@ -112,7 +112,8 @@ def test_sends_the_range_that_was_asked_for(version: Version, case: str) -> None
 
 
 @pytest.mark.parametrize("case", IGNORED)
-def test_sends_the_whole_file_where_the_range_is_malformed_or_of_several(version: Version, case: str) -> None:
+def test_odd_ranges_get_the_whole_file(version: Version, case: str) -> None:
+    """Sends the whole file where the range is malformed or of several."""
     text = IGNORED[case].encode("utf-8").decode("latin-1")  # as bytes on the wire
     status, body, headers = version.get(Range=text)
     assert (status, body == version.content) == (200, True)
@@ -120,13 +121,16 @@ def test_sends_the_whole_file_where_the_range_is_malformed_or_of_several(version
 
 
 @pytest.mark.parametrize("case", UNSATISFIABLE)
-def test_refuses_a_range_without_a_byte_of_the_file(version: Version, case: str) -> None:
+def test_refuses_an_empty_range(version: Version, case: str) -> None:
+    """Refuses a range without a byte of the file."""
     size = len(version.content)
     status, _, headers = version.get(Range=written(UNSATISFIABLE[case], size))
     assert (status, headers["Content-Range"]) == (416, f"bytes */{size}")
 
 
-def test_if_range_asks_for_the_whole_file_where_it_is_another_one(version: Version) -> None:
+def test_another_file_ignores_if_range(version: Version) -> None:
+    """If-Range asks for the whole file where it is another one."""
+
     def status(condition: str, text: str = "bytes=0-9") -> int:
         found, body, _ = version.get(Range=text, If_Range=condition)
         assert body == (version.content[:10] if found == 206 else version.content)
