@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def ok(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
 
 
 peers: list[Peer] = []
+
+
+@contextmanager
+def client(serve: Callable[[Connection], None]) -> Iterator[Http]:
+    """A client of a peer that serves its connections in this way."""
+    with Peer(serve) as peer, closing(Http(peer.url)) as http:
+        peers.append(peer)
+        yield http
+
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -168,21 +178,16 @@ def refused(ask: Callable[[], object]) -> AtollError:
 @pytest.mark.parametrize("case", ANSWERS)
 def test_a_malformed_answer_is_an_error_in_a_line(case: str) -> None:
     serve, kind, text = ANSWERS[case]
-    with Peer(serve) as peer:
-        peers.append(peer)
-        http = Http(peer.url)
+    with client(serve) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply, timeout_s=0.3))
-        http.close()
     assert type(error) is kind, error
     assert re.search(text, str(error)), error
 
 
 def test_a_body_in_very_small_chunks_is_refused() -> None:
     """An object's manifest may have 24 MiB. In chunks of a byte, they would take a minute to read."""
-    with Peer(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as peer:
-        http = Http(peer.url)
+    with client(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as http:
         error = refused(lambda: http.get(routes.OBJECT.format(object="0" * 32), messages.BlobManifest))
-        http.close()
     assert type(error) is BadRequest
     assert "very small chunks" in str(error)
 
@@ -190,10 +195,8 @@ def test_a_body_in_very_small_chunks_is_refused() -> None:
 def test_a_large_body_in_chunks_is_read() -> None:
     text = b'{"finished":true,"durable_versions":[]' + b" " * 5_000_000 + b"}"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces(text, 1000))
-    with Peer(raw(CHUNKED + chunks + b"0\r\n\r\n")) as peer:
-        http = Http(peer.url)
+    with client(raw(CHUNKED + chunks + b"0\r\n\r\n")) as http:
         reply = http.fetch(routes.SCHEMA, messages.HeartbeatReply.model_validate_json, "HeartbeatReply")
-        http.close()
     assert reply.finished
 
 
@@ -239,10 +242,8 @@ BODIES: dict[str, bytes] = {
 @pytest.mark.parametrize("case", BODIES)
 def test_a_body_without_message_is_a_line(case: str) -> None:
     """A body that is no message is an error in a line."""
-    with Peer(raw(ok(BODIES[case]))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(BODIES[case]))) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
-        http.close()
     assert type(error) is VersionSkew
     assert "is not a valid HeartbeatReply" in str(error)
 
@@ -270,10 +271,8 @@ def test_large_answers_take_little_memory(case: str) -> None:
     """
     path, kind, text, begin, end = LARGE[case]
     body = ok(filled(text, begin, end, 7 * MEGABYTE))
-    with Peer(raw(body)) as peer:
-        http = Http(peer.url)
+    with client(raw(body)) as http:
         error = refused(lambda: http.get(path.format(ticket=1, fragment=0, version=1, object="0" * 32), kind))
-        http.close()
     assert type(error) in (VersionSkew, BadRequest)
 
 
@@ -341,10 +340,8 @@ BAD_SCHEMAS = {
 def test_an_impossible_schema_is_a_line(case: str) -> None:
     """A schema that no server sends is an error in a line."""
     body, kind, text = BAD_SCHEMAS[case]
-    with Peer(raw(ok(body or schema_body(1_000_000)))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(body or schema_body(1_000_000)))) as http:
         error = refused(lambda: http.fetch(routes.SCHEMA, messages.SchemaMessage.split_in, "SchemaMessage"))
-        http.close()
     assert type(error) is kind
     assert re.search(text, str(error)), error
 
@@ -356,11 +353,9 @@ RETRIES = {"NaN": None, "Infinity": 300.0, "-1": None, "1e308": 300.0, "7.5": 7.
 def test_asked_pauses_are_bounded(text: str) -> None:
     """A pause that an answer asks for has a limit."""
     body = f'{{"code":"busy","message":"later","retry_after_s":{text}}}'.encode()
-    with Peer(raw(ok(body, status="429 Busy"))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(body, status="429 Busy"))) as http:
         with pytest.raises(Busy) as caught:
             http.get(routes.HEARTBEAT, messages.HeartbeatReply)
-        http.close()
     assert caught.value.retry_after_s == RETRIES[text]
 
 
@@ -376,10 +371,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("status", [400, 404, 409, 500, 507, 999])
 def test_a_malformed_problem_is_an_error_in_a_line(case: str, status: int) -> None:
-    with Peer(raw(ok(PROBLEMS[case], status=f"{status} No"))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(PROBLEMS[case], status=f"{status} No"))) as http:
         refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
-        http.close()
 
 
 # -- fields of messages
@@ -522,12 +515,8 @@ PARTS: dict[str, tuple[Callable[[Connection], None], type[AtollError], str]] = {
 @pytest.mark.parametrize("case", PARTS)
 def test_a_malformed_part_is_an_error_in_a_line(case: str) -> None:
     serve, kind, text = PARTS[case]
-    with Peer(serve) as peer:
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 1.0)
+    with client(serve) as http, closing(HttpTransfer(http, 2, 1.0)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 8, ())], []))
-        transfer.close()
-        http.close()
     assert type(error) is kind
     assert re.search(text, str(error)), error
 
@@ -535,13 +524,8 @@ def test_a_malformed_part_is_an_error_in_a_line(case: str) -> None:
 def test_a_slow_part_is_given_up() -> None:
     """A part of a byte now and then is given up."""
     head = b"HTTP/1.1 206 Partial\r\nContent-Length: 9999\r\n\r\n"
-    with Peer(trickling(head)) as peer:
-        peers.append(peer)
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 0.1)
+    with client(trickling(head)) as http, closing(HttpTransfer(http, 2, 0.1)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 9999, ())], []))
-        transfer.close()
-        http.close()
     assert type(error) is TransferStalled
 
 
@@ -577,13 +561,12 @@ def test_a_burst_does_not_excuse_a_later_trickle(monkeypatch: pytest.MonkeyPatch
 def test_a_malformed_upload_answer_is_a_line(case: str, tmp_path: Path) -> None:
     """A malformed answer to an upload is an error in a line."""
     (tmp_path / "file").write_bytes(b"x" * 8)
-    with Peer(ANSWERS[case][0]) as peer, (tmp_path / "file").open("rb") as file:
-        peers.append(peer)
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 0.3)
+    with (
+        (tmp_path / "file").open("rb") as file,
+        client(ANSWERS[case][0]) as http,
+        closing(HttpTransfer(http, 2, 0.3)) as transfer,
+    ):
         error = refused(lambda: transfer.push("/x/{}".format, file.fileno(), [Part(0, 0, 8, ())], [DIGEST]))
-        transfer.close()
-        http.close()
     assert re.search(ANSWERS[case][2], str(error)), error
 
 
