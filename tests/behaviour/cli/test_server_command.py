@@ -19,14 +19,11 @@ from typing import Any, TextIO
 
 import pytest
 from harness.processes import Nursery, Process, wait_until
-from kit.processes import unread_pipe, url_of, wait_for_words
+from kit.processes import running, unread_pipe, url_of, wait_for_words
 from kit.wire import WireSite
 
 import atoll
 from atoll.testing.run import status
-
-ATOLL = [sys.executable, "-m", "atoll.cli.main"]
-
 
 Start = Callable[..., Process]
 
@@ -130,24 +127,16 @@ def test_a_workflow_server_speaks_of_no_model(start: Start, tmp_path) -> None:
 def on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, bytearray]]:
     """`atoll server` on a terminal: its process, our end of the terminal, and what it says until it waits for sites."""
     terminal, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
-        cwd=folder,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    said = bytearray()
-    try:
+    words = ["server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    ends = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs}
+    with running(*words, cwd=folder, env=env, **ends) as process:
+        os.close(theirs)
+        said = bytearray()
         while b"no worker has joined yet" not in said:
             said += os.read(terminal, 4096)
         yield process, terminal, said
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
+    os.close(terminal)
 
 
 @pytest.mark.slow
@@ -199,9 +188,8 @@ def test_an_unread_output_stops_no_server(nursery, tmp_path) -> None:
     )
     unread, output = os.pipe()
     words = ["server", "--port", "0", "--set", "disk.min_free_bytes=0", "--set", "workflow.function=flow.py:main"]
-    process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=output, stderr=subprocess.PIPE)
-    os.close(output)
-    try:
+    with running(*words, cwd=tmp_path, stdout=output, stderr=subprocess.PIPE) as process:
+        os.close(output)
         said = b""
         while b"listening on" not in said:
             said += os.read(unread, 1)
@@ -213,10 +201,7 @@ def test_an_unread_output_stops_no_server(nursery, tmp_path) -> None:
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr.read() == b""
-    finally:
-        process.kill()
-        process.wait()
-        os.close(unread)
+    os.close(unread)
 
 
 @pytest.mark.slow
@@ -225,12 +210,8 @@ def test_an_unread_error_output_stops_no_end(tmp_path) -> None:
     """A standard error that nothing reads does not stop the end."""
     with unread_pipe() as output:
         words = ["server", "--set", "rounds.sites=none"]
-        process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=output)
-        try:
+        with running(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=output) as process:
             assert process.wait(60) == 2
-        finally:
-            process.kill()
-            process.communicate()
 
 
 def log_on(output: TextIO, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, ForkedServer, serve
+from kit.processes import running
 from kit.servers import new_server, plain_server
 from kit.tls import write_certificate
 from kit.wire import WireSite
@@ -149,13 +150,8 @@ def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
     }
     server = new_server(nn.Linear(2, 2), **options)
     url = f"http://127.0.0.1:{options['network.port']}"
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli.main", "status", "--server", url, "--watch", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running("status", "--server", url, "--watch", "--json", **pipes) as watching:
         assert "does not answer" in watching.stderr.readline()
         server.start()
         assert not json.loads(watching.stdout.readline())["finished"]
@@ -171,10 +167,6 @@ def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
         out, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0
         assert json.loads(out.splitlines()[-1])["finished"]
-    finally:
-        watching.kill()
-        watching.wait()
-        server.stop()
 
 
 @pytest.mark.covers("L16", "L14")

@@ -15,7 +15,7 @@ import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import serve
 from kit.peers import Connection, Peer
-from kit.processes import unread_pipe
+from kit.processes import running, unread_pipe
 from kit.wire import WireSite
 from torch import nn
 
@@ -74,12 +74,8 @@ def test_an_unread_error_output_stops_no_worker(canned, tmp_path) -> None:
     script = "open('run', 'a').write('x'); raise SystemExit(7)"
     words = ["worker", "--server", canned.url, "--site", "a", "--restarts", "1", "--", sys.executable, "-c", script]
     with unread_pipe() as output:
-        process = subprocess.Popen([sys.executable, "-m", "atoll.cli.main", *words], cwd=tmp_path, stderr=output)
-        try:
+        with running(*words, cwd=tmp_path, stderr=output) as process:
             assert process.wait(60) == 7
-        finally:
-            process.kill()
-            process.wait()
     assert (tmp_path / "run").read_text() == "xx"
 
 
