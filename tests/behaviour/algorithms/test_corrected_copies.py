@@ -20,7 +20,6 @@ from kit.world import World
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
 
 pytestmark = pytest.mark.covers("X11")
@@ -129,7 +128,7 @@ def train(
             step()
 
 
-def hooks_of(algorithm: str, model: nn.Module) -> StepHooks:
+def hooks_of(algorithm: str, model: nn.Module) -> Any:
     return fedprox(model, mu=0.5) if algorithm == "fedprox" else Scaffold(model, *controls(-0.25))
 
 
@@ -142,28 +141,22 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
 MASTERS = pytest.mark.parametrize(
     "kind", [InState, InList, InOptimizer, Flat, FlatFromTheStart, Padded, Aligned, Buckets]
 )
+RESULTS = pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
 @MASTERS
 @DTYPES
-def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
+@RESULTS
+def test_corrections_reach_masters_of_the_weights(kind: Any, dtype: torch.dtype, algorithm: str, result: float) -> None:
+    """SCAFFOLD's c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
     model = two(dtype)
     optimizer = kind(model.parameters())
-    train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
-    assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
-
-
-@MASTERS
-@DTYPES
-def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
-    """c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
-    model = two(dtype)
-    optimizer = kind(model.parameters())
-    scaffold = Scaffold(model, *controls(-0.25))
-    train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
-    assert first(model.parameters()) == first(optimizer.copies()) == [2.5, 3.5]
-    assert first(scaffold.difference().values()) == [-0.25, -0.25]
+    hooks = hooks_of(algorithm, model)
+    train(model, hooks.attach(optimizer), optimizer.step, -0.25)
+    assert first(model.parameters()) == first(optimizer.copies()) == [result, result + 1]
+    if algorithm == "scaffold":
+        assert first(hooks.difference().values()) == [-0.25, -0.25]
 
 
 class FromMainGrad(Optimizer):
@@ -179,7 +172,7 @@ class FromMainGrad(Optimizer):
 
 
 @pytest.mark.parametrize("left_over", [False, True])
-@pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
+@RESULTS
 def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())

@@ -38,9 +38,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "own_algorithm"
 
 
 RESULT = 0.3186625
-
-
 SETTINGS: dict[str, Any] = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
+BY_PATH: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
 
 
 def one() -> Weights:
@@ -106,10 +105,14 @@ def test_corrects_and_keeps_state_however_a_site_trains(tmp_path: Path, train: C
     assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
+def simulated(folder: Path, **settings: Any) -> float:
+    """w of a simulation's result."""
+    given = {"disk.state_dir": folder / "state"} | SETTINGS | settings
+    return load_file(new_simulation(one(), script=f"{__file__}:train", sites=1, **given).run().model)["w"].item()
+
+
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
-    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS
-    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
-    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
+    assert simulated(tmp_path) == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_trains_plainly_alone() -> None:
@@ -140,8 +143,7 @@ def test_never_loads_code_from_the_servers_path(tmp_path: Path, monkeypatch: pyt
 
     The server has it in a file; a site with the package takes its own, and one without is refused.
     """
-    own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
-    with new_world(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as world:
+    with new_world(tmp_path, **BY_PATH) as world:
         with world.worker() as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
@@ -157,8 +159,7 @@ def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.
     """
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
-    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    with new_world(tmp_path, **own) as world:
+    with new_world(tmp_path, **BY_PATH) as world:
         with pytest.raises(ConfigError, match=r"call atoll.register\('algorithms', 'feddyn_local', …\) in the script"):
             world.worker()
         atoll.register("algorithms", "feddyn_local", import_module("feddyn_local").feddyn_local)
@@ -172,10 +173,7 @@ def test_corrects_in_a_simulation_from_a_file(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
-    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS | own
-    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
-    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
+    assert simulated(tmp_path, **BY_PATH) == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_the_example_is_on_its_page_and_short() -> None:

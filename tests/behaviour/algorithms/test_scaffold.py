@@ -131,7 +131,7 @@ def one_step(world: World, site: str, weight: float | None = None) -> tuple[floa
 
 
 def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
-    """Of Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)², the optimum is Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
+    """Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
 
     Each five rounds bring it nearer by a factor of some 20.
     """

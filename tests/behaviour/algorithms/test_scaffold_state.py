@@ -210,7 +210,7 @@ def test_the_server_remembers_it_over_a_restart(world: World) -> None:
 def test_a_site_may_begin_at_zero_when_told(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may begin at zero where it is told to.
+    """A site without its state may begin at zero where it is told to.
 
     Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again.
     """

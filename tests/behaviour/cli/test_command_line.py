@@ -90,7 +90,7 @@ WRONG = [
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0][:40] + said[:9] for words, said in WRONG])
 def test_a_wrong_command_line_says_why(canned, atoll_command, tmp_path, words: str, said: str) -> None:
-    """It ends with exit code 2."""
+    """A wrong command line ends with exit code 2."""
     outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())

@@ -29,7 +29,7 @@ import demo_summary
 
 
 def test_the_transformer_sees_no_byte_ahead() -> None:
-    """It is small, and its head is tied."""
+    """The demo's transformer is small, and its head is tied."""
     model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight

@@ -139,7 +139,7 @@ def test_an_overwritten_version_is_not_called_damaged(tmp_path) -> None:
 
 
 def test_a_full_disk_is_named(server, tmp_path, monkeypatch) -> None:
-    """It is not taken for a failure of the network."""
+    """A full disk is not taken for a failure of the network."""
     from atoll.cli import export
     from atoll.transport import object_server
 
@@ -205,7 +205,7 @@ SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min
     ],
 )
 def test_files_of_another_user_are_named(server, tmp_path, path: str, mode: int, words: str, said: str) -> None:
-    """They are not called damaged."""
+    """Files that only another user may read are not called damaged."""
     server.stop()
     (tmp_path / "state" / "objects").mkdir()
     (tmp_path / "state" / path).chmod(mode)
@@ -265,7 +265,7 @@ def test_a_missing_version_leaves_the_old_file(nursery: Nursery, server, tmp_pat
 
 
 def test_audit_tells_decisions_and_changed_entries(atoll_command, tmp_path) -> None:
-    """Beside a running server and behind a stopped one."""
+    """`atoll audit` says them beside a running server and after a stopped one."""
     with plain_server(tmp_path, {"w": torch.zeros(2)}, rounds=1) as server:
         with atoll.join(server.url, site="clinic-a", folder=tmp_path / "w") as worker:
             for fl_round in worker:

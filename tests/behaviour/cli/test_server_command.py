@@ -100,7 +100,7 @@ def test_a_server_stopped_after_its_run_says_so(mine, start: Start, tmp_path, nu
 
 @pytest.mark.covers("X4")
 def test_the_server_says_first_that_it_starts(monkeypatch, caplog) -> None:
-    """It says so before it loads what is slow."""
+    """The server says that it starts before it loads what is slow."""
     from atoll import Settings
     from atoll.cli import server
 

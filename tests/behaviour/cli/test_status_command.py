@@ -137,7 +137,7 @@ def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
-    """It waits for a server that is started, and started again, and sees the end of the run.
+    """`atoll status --watch` waits for a server that is started, and started again, and sees the end of the run.
 
     After the run, the server stays for a command that watches it.
     """
@@ -362,7 +362,7 @@ def test_a_killed_server_leaves_its_status(nursery: Nursery, status_of, tmp_path
 
 
 def test_a_stored_status_has_its_time(status_of, tmp_path: Path) -> None:
-    """It shows no site as alive now."""
+    """A status from the folder of a stopped server shows no site as alive now."""
     with serve(tmp_path, **{"run.name": "stopped"}) as server:
         WireSite(server.url, "a")
     before = datetime.now() - timedelta(seconds=1210)

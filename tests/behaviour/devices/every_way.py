@@ -199,7 +199,7 @@ def tasks(device: str, folder: Path) -> Tensors:
 
 
 def objects(device: str, folder: Path) -> Tensors:
-    """Of tensors there, into a model there, and lazily."""
+    """Objects of tensors on the device are fetched into a model on it, and lazily."""
     del folder
     model, other = build(device), build(device)
     with torch.no_grad():

@@ -194,7 +194,7 @@ def test_joins_without_an_algorithm(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_handlers_wait_for_no_server() -> None:
-    """Without a server handlers are taken and never called."""
+    """Without a server, handlers are taken and never called."""
     with atoll.join() as worker:
         assert worker.task("count")(len) is len
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure

@@ -47,7 +47,7 @@ def until_it_hangs(folder: Path) -> None:
 
 @pytest.mark.covers("P12")
 def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
-    """After training each model is evaluated at each site."""
+    """After training, each model is evaluated at each site."""
     seen: list[Status] = []
 
     def during(server: atoll.Server, _: object) -> None:
@@ -166,7 +166,7 @@ def test_a_site_that_stands_still_is_given_up(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("P12")
 def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path: Path) -> None:
-    """It does not train again."""
+    """A server that was killed while sites evaluate does not train again."""
     save_file({"weight": torch.zeros(1, 1)}, tmp_path / "zero.safetensors")
     with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
@@ -183,7 +183,7 @@ def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path
 
 
 def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
-    """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
+    """The site is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -284,7 +284,7 @@ def test_evaluations_take_little_memory(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P12")
 def test_sites_join_again_behind_diloco(nursery: Nursery, tmp_path: Path) -> None:
-    """Behind DiLoCo sites join again with the model that they have.
+    """After DiLoCo, sites join again with the model that they have.
 
     One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
 

@@ -53,7 +53,7 @@ def test_refuses_two_sites_on_one_trainer(tmp_path: Path, workers: int) -> None:
 
 
 def test_a_trainer_takes_part_once() -> None:
-    """Without a server, too."""
+    """A second patch of a Trainer is refused, also without a server."""
     trainer = trainer_of()
     with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
         atoll.integrations.lightning.is_running(trainer)
@@ -165,7 +165,7 @@ def test_weights_of_another_model_are_refused(
 
 @pytest.mark.covers("S1")
 def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
-    """It shortens a fit, and its patience goes on in the next one.
+    """Early stopping shortens a fit, and its patience goes on in the next one.
 
     w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one.
     """

@@ -243,7 +243,7 @@ def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> 
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
 def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """It has let go of its optimizer.
+    """A fit that failed has let go of its optimizer.
 
     The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD.
     """
@@ -313,7 +313,7 @@ def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> Non
 
 @pytest.mark.covers("S5")
 def test_warm_up_steps_do_no_harm(tmp_path: Path) -> None:
-    """Their rate is zero.
+    """Steps at a rate of zero move nothing, and the controls are those of the other steps.
 
     Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same.
     """

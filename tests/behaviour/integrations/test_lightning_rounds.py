@@ -290,7 +290,7 @@ def test_a_restarting_schedule_is_warned_of_once(
 
 @pytest.mark.covers("S14", "S3")
 def test_the_global_snapshot_cannot_be_changed(tmp_path: Path) -> None:
-    """It cannot be changed from outside.
+    """What a script does with the snapshot changes nothing inside.
 
     What writes into the module, its state dict or what state_dict() gave has changed local training, no more.
     """

@@ -173,7 +173,7 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 
 @pytest.mark.covers("P9", "S1")
 def test_cross_site_evaluation_follows_training(tmp_path: Path) -> None:
-    """It validates models when training is over.
+    """The sites' models are validated when training is over.
 
     w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself.
     """

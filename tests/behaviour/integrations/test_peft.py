@@ -287,7 +287,7 @@ def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm:
 
 @pytest.mark.parametrize("package", ["peft", "transformers"])
 def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its extra is in the advice."""
+    """The advice names the extra to install."""
     module = importlib.import_module(f"atoll.integrations.{package}")
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     with pytest.raises(UsageError, match=rf"pip install 'atoll\[{package}\]'"):

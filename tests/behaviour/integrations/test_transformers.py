@@ -241,7 +241,7 @@ def test_later_evaluations_are_the_scripts_own(serve: Any, tmp_path: Path, caplo
 
 
 def test_a_trainers_best_model_is_a_global_version(serve: Any, tmp_path: Path) -> None:
-    """It replaces the result at the end.
+    """The best version replaces the result at the end.
 
     An evaluation at the end of a round measures, and a checkpoint holds, the new global model.
     """
@@ -478,7 +478,7 @@ def test_a_part_of_a_model_is_refused(given: dict[str, Any], words: str) -> None
 
 @pytest.mark.covers("S8")
 def test_scaled_gradients_are_refused(serve: Any, tmp_path: Path) -> None:
-    """They are refused where they would be corrected."""
+    """Scaled gradients are refused where they would be corrected."""
     trainer = trainer_of(serve("fedprox"), tmp_path)
     args: Any = SimpleNamespace(
         world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1

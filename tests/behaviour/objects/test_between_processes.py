@@ -184,7 +184,7 @@ TIED = torch.zeros(2)
     ids=["name", "extra", "shape", "dtype", "tie", "list"],
 )
 def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], words: str) -> None:
-    """Before a byte is written."""
+    """What does not fit is named before a byte is written."""
     with pytest.raises(SchemaMismatch, match=words):
         atoll.objects.fetch(atoll.objects.publish(payload), into=target)
     assert not any(tensor.any() for tensor in target.values())
@@ -192,7 +192,7 @@ def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], 
 
 @pytest.mark.covers("P4")
 def test_tied_tensors_travel_once() -> None:
-    """They arrive under both names."""
+    """Tied tensors travel once, and arrive under both names."""
     ref = atoll.objects.publish(model())
     state = atoll.objects.fetch(ref)
     assert state["0.weight"] is state["2.weight"]
@@ -265,7 +265,7 @@ def test_neither_side_holds_more_than_a_few_chunks() -> None:
 
 
 def test_a_publisher_names_what_it_was_given_wrongly(tmp_path: Path) -> None:
-    """Its arguments, and not settings of a run, which it does not have."""
+    """The error names its arguments, not settings of a run, which it does not have."""
     write_certificate(tmp_path)
     (tmp_path / "other.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"^The TLS certificate '.*other\.pem' cannot be used with the TLS key '"):

@@ -97,8 +97,11 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> None:
-    """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
-    be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
+    """The publisher is stopped, not killed: connections stay, new ones are taken.
+
+    Of the two that stand still, the first one may be tried again, as the other has moved later; and either may have
+    had the end of a run in its buffer before.
+    """
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     asked: list[int] = []
 
@@ -303,7 +306,7 @@ def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollErro
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before memory is taken."""
+    """A hostile head is refused before memory is taken."""
     data = HOSTILE[case] + bytes(8)
     manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []
@@ -316,7 +319,7 @@ def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.Monkey
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
 def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
-    """Than its manifest says."""
+    """A head of another length than its manifest says is refused, and so are bytes that it does not name."""
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):

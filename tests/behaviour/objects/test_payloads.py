@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kit import exported, serve
-from kit.payloads import PART_SIZE_SETTINGS, calls_of, choose_part_sizes, manifest_of, plain
+from kit.payloads import PART_SIZE_SETTINGS, calls_of, choose_part_sizes, manifest_of, nested, plain
 from kit.servers import DEFAULT_OUTER_OPTIMIZER
 from kit.workflows import run_workflow
 from object_world import PART
@@ -126,13 +126,6 @@ def test_unshareable_arrays_are_copied() -> None:
 def cyclic() -> dict[str, Any]:
     payload: dict[str, Any] = {"inner": []}
     payload["inner"].append(payload)
-    return payload
-
-
-def nested(levels: int) -> list[Any]:
-    payload: list[Any] = []
-    for _ in range(levels - 1):
-        payload = [payload]
     return payload
 
 
@@ -300,7 +293,7 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
 @pytest.mark.covers("P13", "P8", "P4")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
-    """To memory, to disk as a whole and lazily, and in place."""
+    """Such tensors are fetched to memory, to disk as a whole and lazily, and in place."""
     choose_part_sizes(monkeypatch, *SIZES[sizes])
     with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
@@ -318,13 +311,18 @@ def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes
                 assert plain(target) == plain(payload), key
 
 
+def replaced(tree: Any, kinds: Any, change: Callable[[Any], Any]) -> Any:
+    """A payload whose tensors or arrays of these kinds are changed."""
+    if isinstance(tree, dict):
+        return {key: replaced(value, kinds, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [replaced(value, kinds, change) for value in tree]
+    return change(tree) if isinstance(tree, kinds) else tree
+
+
 def tensors_only(tree: Any) -> Any:
     """What lies on disk is given as torch tensors."""
-    if isinstance(tree, dict):
-        return {key: tensors_only(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [tensors_only(value) for value in tree]
-    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+    return replaced(tree, np.ndarray, torch.as_tensor)
 
 
 def filled(value: Any) -> Any:
@@ -342,11 +340,7 @@ def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
 
 def described(tree: Any) -> Any:
     """A payload with kinds, dtypes and shapes in place of its tensors and arrays."""
-    if isinstance(tree, dict):
-        return {key: described(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [described(value) for value in tree]
-    return (type(tree), tree.dtype, tuple(tree.shape)) if isinstance(tree, torch.Tensor | np.ndarray) else tree
+    return replaced(tree, torch.Tensor | np.ndarray, lambda each: (type(each), each.dtype, tuple(each.shape)))
 
 
 class Sparse(nn.Module):
@@ -423,7 +417,7 @@ def reads(state: Any) -> Iterator[list[int]]:
 
 @pytest.mark.covers("D5", "D15")
 def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
-    """It is a mapping."""
+    """A lazy state is a mapping of names."""
     assert set(state) == {"w", "b", "e"}
     assert len(state) == 3
     assert "w" in state
@@ -440,7 +434,7 @@ def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
 
 @pytest.mark.covers("D5")
 def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
-    """It gives tensors that outlive its file. It is itself small, and no tensor."""
+    """A lazy tensor gives tensors that outlive its file; it is itself small, and no tensor."""
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100

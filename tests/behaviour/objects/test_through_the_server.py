@@ -126,7 +126,7 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 
 @pytest.mark.covers("D4", "P14")
 def test_a_start_removes_what_expired(tmp_path: Path) -> None:
-    """It also removes what a killed server has left."""
+    """A server that starts removes what expired, and what a killed one has left."""
     folder, port = tmp_path / "state" / "objects", free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -250,7 +250,7 @@ def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int =
 
 @pytest.mark.covers("P1", "X3")
 def test_an_object_is_complete_or_not_at_all(tmp_path: Path) -> None:
-    """It is complete with all its parts.
+    """An object is complete with all its parts.
 
     Two parts: a head of 64 bytes, and 100 bytes. Its digest is one of its sizes and of both parts' digests.
     """

@@ -240,7 +240,7 @@ def mean(updates):
 
 @pytest.mark.covers("X9")
 def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It goes on once the cause is mended.
+    """A failed run goes on once the cause is mended.
 
     The reason is that of the server, and not that its sites have ended, which they were told to do.
     """

@@ -293,7 +293,7 @@ def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P7")
 def test_a_module_is_the_initial_model(tmp_path: Path) -> None:
-    """A recipe writes a module as the initial model. With its buffers and tied tensors."""
+    """A recipe writes a module as the initial model, with its buffers and tied tensors."""
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
     settings = Settings.read(path, environ={})
@@ -371,7 +371,7 @@ def test_paths_begin_at_the_current_folder(tmp_path: Path) -> None:
 
 
 def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
-    """From the folder of the script. Another `run.toml` may lie beside the script."""
+    """The commands are typed in the folder of the script, and name the run file from there."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):

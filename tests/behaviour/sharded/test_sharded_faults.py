@@ -79,7 +79,7 @@ def test_successors_send_a_dead_sites_update(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """It takes longer than the timeout of the process group.
+    """The round takes longer than the timeout of the process group.
 
     Site b is held up for twice the 2 s after which a rank gives another one up.
     """
@@ -96,7 +96,7 @@ def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """It comes later than the timeout of the process group.
+    """The server comes later than the timeout of the process group.
 
     The server starts only after three times the 2 s after which a rank gives another one up.
     """
@@ -121,7 +121,7 @@ def waits(url: str) -> float:
 
 @pytest.mark.covers("F5")
 def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None:
-    """They were stopped until the old one had ended."""
+    """The ranks were stopped until the old lease had ended."""
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as served:
         ranks = served.site("a", held={"1": str(go)})

@@ -142,7 +142,7 @@ def _listens(port: int) -> bool:
 def test_a_running_cluster_has_the_same_bits(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
 ) -> None:
-    """It is left running."""
+    """A cluster that runs already is used, and left running."""
     flags = (*FOUR, "--address", cluster, "--json")
     done = told(simulate(nursery, write(tmp_path, **RULES), *flags, RAY_AUTH_MODE="token"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})

@@ -99,7 +99,7 @@ def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkey
 
 
 def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
-    """With the remedy."""
+    """The error says what to change."""
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
         "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
@@ -117,7 +117,7 @@ def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkey
 
 
 def test_goes_on_with_other_numbers_of_sites(tmp_path: Path, client: str) -> None:
-    """It goes on with fewer simulated sites or with more."""
+    """A simulation goes on with fewer simulated sites or with more."""
     seen: list[list[str]] = []
 
     def on_round(summary: Any) -> None:

@@ -162,7 +162,7 @@ def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
 
 
 def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
-    """They see the tensors as they are.
+    """The filters that Atoll has see the tensors of a payload as they are.
 
     (3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay.
     """
@@ -176,7 +176,7 @@ def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
 
 @pytest.mark.covers("T1")
 def test_a_dropped_tensor_does_not_travel(arrived: Answers) -> None:
-    """It has none in its place. Neither of 4 MB: what is left has less than 4 KB, its description included."""
+    """Two tensors of 4 MB are dropped: what is left has less than 4 KB, its description included."""
     tree = {
         "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
         "body": [torch.zeros(1), np.ones(2)],

@@ -61,7 +61,7 @@ def numbers(tree: Any) -> Any:
 @pytest.mark.covers("T8", "T3", "T7")
 @STREAMS
 def test_the_run_file_chooses_filters(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """It says what a site is sent, and what is taken of its answer.
+    """Filters in the run file say what a site is sent, and what is taken of its answer.
 
     a is sent half of (3, 4), without the head, to train, and everything to measure; b is sent all it is, shared.
 
@@ -153,7 +153,10 @@ def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 @pytest.mark.covers("T8", "T4")
 def test_arrays_in_a_head_are_filtered(tmp_path: Path) -> None:
-    """They are filtered like what is streamed. On all three ways: sent, answered, taken. 8 and 16 become 1 and 2."""
+    """Small arrays are filtered like streamed ones, on all three ways: sent, answered, taken.
+
+    8 and 16 become 1 and 2.
+    """
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
     came = run_workflow(
         tmp_path,

@@ -241,7 +241,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T14")
 def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
-    """They get the new tasks."""
+    """Sites that were there before a restart get the new tasks."""
     came: list[Any] = []
 
     def before(controller: Any) -> None:
@@ -488,7 +488,7 @@ def test_workflows_alone_show_no_training(nursery: Nursery, tmp_path: Path) -> N
 
 @pytest.mark.covers("T11")
 def test_the_status_counts_all_tasks(tmp_path: Path) -> None:
-    """It shows the last ones.
+    """The status counts all tasks, and shows the last ones.
 
     23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer.
     """

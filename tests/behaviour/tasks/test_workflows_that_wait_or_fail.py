@@ -157,7 +157,7 @@ def test_a_failing_workflow_ends_the_run(tmp_path: Path, end: type[BaseException
 def test_a_bug_beside_a_workflow_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bug: str, state: str
 ) -> None:
-    """It ends the run. It is in the server's own code: what watches the workflow, or what comes behind it."""
+    """A bug in the server's own code, which watches the workflow or comes after it, ends the run."""
 
     def raises(_: Any) -> None:
         raise KeyError("w")
@@ -201,7 +201,7 @@ def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.covers("T14", "X3")
 def test_a_site_with_a_full_disk_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so."""
+    """The site says that its disk is full, and goes on."""
     pwrite = os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:

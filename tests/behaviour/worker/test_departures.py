@@ -56,7 +56,7 @@ def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nurs
 
 @pytest.mark.covers("L9", "P6")
 def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
-    """It takes the site out of the run."""
+    """`atoll worker` takes the site out of the run when its script was killed."""
     with serve(tmp_path, **TWO) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
         with atoll_worker(tmp_path, server.url, JOINS.format(round=2, then=DIES)) as process:
@@ -88,7 +88,7 @@ def test_a_hanging_training_thread_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L9")
 def test_a_site_needs_no_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes part though its lease cannot be noted."""
+    """A site takes part though its lease cannot be noted."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "file" / "leases"))
     with serve(tmp_path, **AT_ONCE) as server:
@@ -99,7 +99,7 @@ def test_a_site_needs_no_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.covers("L9")
 def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None:
-    """They go on when a new lease cannot be noted."""
+    """Heartbeats go on when a new lease cannot be noted."""
     leases = tmp_path / "made" / "leases"
     leases.parent.mkdir()
     ages: list[float] = []
@@ -229,7 +229,7 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ids=["token", "folder"],
 )
 def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
-    """Also where it cannot leave the run in the script's place."""
+    """So it ends, too, where it cannot leave the run in the script's place."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)
@@ -253,7 +253,7 @@ def told(server: atoll.Server) -> tuple[str, str, int]:
 @pytest.mark.covers("L9", "F22")
 @pytest.mark.parametrize("action", ["reset", pytest.param("close", marks=pytest.mark.long)])
 def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, action: Literal["reset", "close"]) -> None:
-    """Not after the interval, which is ten minutes here: the server may take the worker for dead before."""
+    """The next one does not wait for the interval, ten minutes here: the server may take the worker for dead before."""
     with serve(tmp_path, **SILENT) as server, Proxy(server.port) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
         proxy.faults += faults

@@ -228,7 +228,7 @@ def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
 def test_warns_once_of_an_outage(tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]) -> None:
-    """It counts every step since the last synchronisation that counted.
+    """The warning counts every step since the last synchronisation that counted.
 
     Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too.
     """
@@ -257,7 +257,7 @@ def test_warns_of_no_outage_without_skipped_turns(
 def test_warns_of_training_without_a_synchronisation(
     tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any], first: int, of: str
 ) -> None:
-    """Not where an error ended it."""
+    """Where an error ended the training, there is no warning."""
     with serve(tmp_path, **ENDLESS | settings) as server:
         failed = diloco(server, tmp_path).start()
         take_steps(failed, 1)

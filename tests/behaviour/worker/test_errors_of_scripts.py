@@ -64,7 +64,7 @@ def test_names_the_argument_that_overrules_the_command(
     join: Callable[[atoll.Server, Path], None],
     by_command: bool,
 ) -> None:
-    """Not where the shell has set the variables: there an argument is meant to overrule them."""
+    """Where the shell has set the variables, nothing is said: there an argument is meant to overrule them."""
     if by_command:
         monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "leases"))
     monkeypatch.setenv("ATOLL_SERVER", f"{server.url}/")
@@ -379,7 +379,7 @@ def test_a_misspelt_variable_names_the_nearest(
 
 @pytest.mark.parametrize("take_part", ALONE)
 def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
-    """Also settings of the server, and variables that only look alike."""
+    """Settings of the server are known variables, and those that only look like Atoll's are left alone."""
     for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
     take_part()
@@ -476,7 +476,7 @@ def test_loops_in_threads_print_lines_once(before: str, said: list[str]) -> None
 def test_a_diloco_loop_names_its_algorithm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: list[str]
 ) -> None:
-    """It warns of another one than DiLoCo."""
+    """A loop of DiLoCo warns where the run has another algorithm."""
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, **settings) as server, diloco(server, tmp_path, sync_every=500) as loop:
         assert f"joined run atoll ({settings['algorithm']}) at " in caplog.text

@@ -421,7 +421,7 @@ def test_diloco_alone_refuses_broken_models(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L14", "X3")
 def test_alone_refuses_an_initial_model_with_nan() -> None:
-    """Before the script trains."""
+    """Such a model is refused before the script trains."""
     model = ones()
     model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
     with atoll.join() as worker:  # a constant mask is only copied
@@ -445,7 +445,7 @@ def test_diloco_alone_changes_no_loop(caplog: pytest.LogCaptureFixture, tmp_path
 
 
 def test_an_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """After an error the error is the last word."""
+    """A site that ends with an error logs no ending of its own."""
     caplog.set_level(logging.INFO, "atoll")
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:

@@ -84,7 +84,10 @@ def test_a_value_counts_once_after_an_outage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("later", [{}, {"loss": 4.0}], ids=["alone", "and a newer one"])
 def test_a_refused_value_counts_later(tmp_path: Path, later: dict[str, float]) -> None:
-    """It counts with the next update if the first was refused. A newer report of the same name takes its place."""
+    """A reported value counts with the next update if the first was refused.
+
+    A newer report of the same name takes its place.
+    """
     with serve(tmp_path, **DILOCO | {"rounds": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
         with diloco(server, tmp_path) as loop:
             loop.report(loss=5.0, acc=0.5)
@@ -133,7 +136,7 @@ class Strict(torch.Tensor):
 
 @pytest.mark.covers("L15")
 def test_leaves_out_metrics_that_are_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; the others are as the script has them.
+    """The site warns of them; the others are as the script has them.
 
     Guards against a NaN that is passed on: the server refused the update for its loss.
     """
@@ -192,7 +195,7 @@ class Run:
     "settings", [{}, {"tau": 1, "alpha": 0.0}, {"tau": 1, "alpha": 0.5}], ids=["whole", "overlap", "mixed"]
 )
 def test_metrics_belong_to_the_measured_version(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """They are credited to the version that was measured."""
+    """Metrics are credited to the version that was measured."""
     run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
     a, b = (run.seen[site] for site in SITES)
     assert a == b  # both saw the same global versions

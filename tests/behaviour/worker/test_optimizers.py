@@ -352,7 +352,7 @@ def test_takes_the_warning_of_moments_back(tmp_path: Path) -> None:
 
 
 def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the parameters broke: the site goes on from the global model."""
+    """Where only the parameters broke, the site goes on from the global model."""
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
         local_step(model, optimizer, site, number)

@@ -47,7 +47,7 @@ def pulled_once(world: World) -> Path:
 
 @pytest.mark.covers("F1", "P8")
 def test_a_resumed_pull_fills_the_model_too(world: World, tmp_path: Path) -> None:
-    """Guards against a resumed pull that leaves the model what it had for the parts that were there."""
+    """Parts that were there before the pull was interrupted reach the model, too."""
     base = pulled_once(world)
     rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
     with base.open("r+b") as file:

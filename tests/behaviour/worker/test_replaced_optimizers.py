@@ -462,7 +462,7 @@ class ZeroOrder(Optimizer):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
 def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, kind: str) -> None:
-    """It has no gradients: its first step shows that it trains the model, and its second one is refused."""
+    """Such an optimizer has no gradients: its first step shows that it trains the model, its second one is refused."""
     model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
     with contextlib.ExitStack() as stack:

@@ -88,7 +88,10 @@ assert handlers() == before
 
 
 def test_signals_are_restored_after_leaving(start: Start) -> None:
-    """They do what they did once all have left. In a process of its own: other tests may have workers in this one."""
+    """Signals do what they did before, once all workers have left.
+
+    In a process of its own: other tests may have workers in this one.
+    """
     script = start(LEAVES)
     assert script.wait(60) == 0, script.output()
 

@@ -132,7 +132,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """They may have the same values: both models were built alike."""
+    """Its parameters may have the values of the run's model: both models were built alike."""
     model = two()
     with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
@@ -526,7 +526,10 @@ class WithNumbers(SGD):
 
 @pytest.mark.covers("X11")
 def test_zeros_and_numbers_are_no_copies() -> None:
-    """They equal a weight that is zero, and one of a single element that is one; 5 is loaded into both weights."""
+    """The state's numbers equal a weight that is zero, and one of a single element that is one.
+
+    5 is loaded into both weights.
+    """
     model = nn.ParameterDict({"zero": torch.zeros(3), "one": torch.ones(1)})
     weights, copies = dict(model.named_parameters()), WeightCopies(pytest.fail)
     for name, weight in weights.items():
@@ -587,7 +590,7 @@ def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("passes", ["nothing", "the inner one"])
 def test_unknown_slow_weights_are_not_undone(tmp_path: Path, passes: str) -> None:
-    """They are in a wrapper that Atoll does not know.
+    """Slow weights in a wrapper that Atoll does not know are not undone: the submit is refused.
 
     Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
     """

@@ -78,7 +78,7 @@ def test_a_part_that_fails_first_is_forgotten(journal: Journal) -> None:
 
 
 def test_a_part_that_fails_later_commits_nothing(journal: Journal) -> None:
-    """After a part that failed later nothing is committed even if its error was caught."""
+    """After a part that failed later, nothing is committed, even if its error was caught."""
     seen: list[str] = []
     with pytest.raises(StoreError, match="so the whole transaction was undone"), journal.transaction():  # noqa: PT012
         journal.count("a")

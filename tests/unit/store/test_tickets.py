@@ -304,7 +304,7 @@ def test_a_round_freezes_its_own_tickets(store: Store) -> None:
 
 
 def test_a_round_freezes_in_given_order(store: Store) -> None:
-    """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
+    """The machine orders updates by site: the order of their numbers may be another, and would give other bits."""
     freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 

@@ -210,7 +210,7 @@ def test_a_pin_may_outlive_the_store(store: Store) -> None:
 
 
 def test_the_newest_pulled_versions_are_kept(tmp_path: Path) -> None:
-    """Of the versions that workers will pull the newest are kept.
+    """Of the versions that workers will pull, the newest are kept.
 
     Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
     one of the wanted versions.
@@ -297,7 +297,7 @@ def test_a_failed_fsync_is_fatal(store: Store, arm: Callable[[str], object]) -> 
 
 @pytest.mark.covers("F26")
 def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Callable[[str], object]) -> None:
-    """With durability `power` nothing is acknowledged before it is on disk."""
+    """With durability `power`, nothing is acknowledged before it is on disk."""
     with new_run(tmp_path, durability="power") as store:
         assert store.journal.value("PRAGMA synchronous") == 2  # FULL
         assert store.versions.durable() == 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.payloads import nested
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
@@ -68,13 +69,6 @@ def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
     packed = pack(layer.state_dict())
     assert {tensor.data_ptr() for tensor in packed.tensors} == {layer.weight.data_ptr(), layer.bias.data_ptr()}
     assert not any(tensor.requires_grad for tensor in pack([layer.weight]).tensors)
-
-
-def nested(levels: int) -> list[Any]:
-    payload: list[Any] = []
-    for _ in range(levels - 1):
-        payload = [payload]
-    return payload
 
 
 @pytest.mark.parametrize(

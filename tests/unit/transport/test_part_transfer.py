@@ -487,7 +487,7 @@ def push_while_written(parts: HttpTransfer, fd: int) -> None:
 def test_ctrl_c_stops_sending(
     tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
-    """After Ctrl-C nothing is sent any more.
+    """After Ctrl-C, nothing is sent any more.
 
     Guards against a pool that is left before its threads are: they sent what was opened under its file's number.
     """
@@ -538,7 +538,7 @@ def test_a_second_ctrl_c_harms_no_sender(
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_asking(peer: StandingStill, parts: HttpTransfer) -> None:
-    """After Ctrl-C in a pull nothing is asked for any more."""
+    """After Ctrl-C in a pull, nothing is asked for any more."""
     with ctrl_c_when(lambda: peer.accepted == 2):
         parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LARGE_LAYOUT.parts), LARGE_LAYOUT.parts, [])
     assert left_behind() == []
@@ -607,7 +607,7 @@ def test_after_a_timeout_calls_have_new_connections() -> None:
 
 
 def test_a_timeout_renews_the_idle_timeout() -> None:
-    """After a timeout the next transfer has the whole idle timeout, until one is complete."""
+    """After a timeout, the next transfer has the whole idle timeout, until one is complete."""
 
     def answer(connection: Connection, request: Request) -> None:
         if len(peer.requests) not in (1, 4):

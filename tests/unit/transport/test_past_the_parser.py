@@ -310,7 +310,7 @@ def test_held_back_bytes_stay_so(tmp_path: Path) -> None:
 
 
 def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
-    """After any other request the connection passes bytes to aiohttp."""
+    """After any other request, the connection passes bytes to aiohttp."""
     host = Host(tmp_path, keep, 3001)
 
     smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body
@@ -326,7 +326,7 @@ def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
 def test_odd_line_ends_are_left_to_aiohttp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+    """aiohttp says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
     monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
     host = Host(tmp_path, keep)
 

@@ -434,7 +434,7 @@ def quiet_server(tmp_path: Path) -> Iterator[atoll.Server]:
 def test_heartbeats_keep_their_distance(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often the state changes heartbeats keep their distance."""
+    """However often the state changes, heartbeats keep their distance."""
     monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
     sent: list[float] = []
     send = Session._send_heartbeat

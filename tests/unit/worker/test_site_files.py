@@ -377,7 +377,7 @@ def test_new_states_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_missing_differences_are_downloaded(tmp_path: Path) -> None:
-    """Of a difference only what is missing is downloaded again.
+    """Of a difference, only what is missing is downloaded again.
 
     Its first part arrived; the process goes on, starts again, or has lost the file meanwhile.
     """

@@ -332,7 +332,7 @@ def test_a_pulled_version_is_not_held(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F1")
 def test_wrong_parts_are_found(tmp_path: Path) -> None:
-    """Of some parts only the wrong ones are found.
+    """Of some parts, only the wrong ones are found.
 
     Digests are always of all parts: of two parts looked at, the right one is not taken for wrong.
     """
