@@ -240,7 +240,7 @@ def fails() -> None:
 @pytest.mark.covers("S5")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
-    """A step that calls its parent's is one step. And an error is no step."""
+    """A step that calls its parent's is one step, and one that raises an error is none."""
     model = One(2.0)
     sgd(model)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)

@@ -16,14 +16,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from harness.proxy import Proxy
-from kit.payloads import (
-    PART_SIZE_SETTINGS,
-    PART_SIZE_VARIABLES,
-    calls_of,
-    choose_part_sizes,
-    manifest_of,
-    plain,
-)
+from kit.payloads import PART_SIZE_SETTINGS, PART_SIZE_VARIABLES, calls_of, choose_part_sizes, manifest_of, plain
 from kit.peers import Peer
 from kit.processes import command
 from kit.requests import get, joined, post

@@ -31,16 +31,7 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import TensorRef
-from atoll.errors import (
-    AtollError,
-    AuthError,
-    BadRequest,
-    Busy,
-    DiskFull,
-    Gone,
-    TransferAborted,
-    TransferError,
-)
+from atoll.errors import AtollError, AuthError, BadRequest, Busy, DiskFull, Gone, TransferAborted, TransferError
 
 PUT = "PUT .*/parts/5 "
 

@@ -96,10 +96,7 @@ def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """The server comes later than the timeout of the process group.
-
-    The server starts only after three times the 2 s after which a rank gives another one up.
-    """
+    """The server starts only after three times the 2 s after which a rank gives another one up."""
     port = free_port()
     options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)

@@ -291,9 +291,9 @@ def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> No
 
 @pytest.mark.covers("T7", "T14")
 def test_a_shared_payload_cannot_be_ended(tmp_path: Path) -> None:
-    """A site cannot end the payload that others still need.
+    """A site can neither end the payload that others still need, nor hand it in as its own answer.
 
-    Nor hand it in as its own answer. Its answer is then refused, and the next one is taken.
+    Such an answer is refused, and the next one is taken.
     """
     came: dict[str, Any] = {}
 

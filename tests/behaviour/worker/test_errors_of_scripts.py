@@ -155,7 +155,7 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
 def test_atoll_worker_ends_with_one_line(
     server: atoll.Server, nursery: Nursery, tmp_path: Path, address: str, width: int, code: int, last: str
 ) -> None:
-    """The line and the exit code are those of the error that ended its script. Of the error that ended its script."""
+    """The line and the exit code are those of the error that ended its script."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
     outcome = command(nursery, tmp_path, *words)
@@ -170,7 +170,7 @@ def test_atoll_worker_ends_with_one_line(
 def test_an_error_in_a_hook_names_the_line(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line of the script, and not of torch. Not a line of torch."""
+    """The line that is named is one of the script, not of torch."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=lambda: -1.0) as loop:
         with pytest.raises(UsageError, match="The weight is -1") as raised:
@@ -409,10 +409,7 @@ SCRIPT_ALONE = "import atoll\nwith atoll.join():\n    print('trained alone')\n"
     ids=lambda words: words[0],
 )
 def test_a_wrong_setting_is_an_exit_code(nursery: Nursery, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Scripts and commands end with the exit code of a wrong setting.
-
-    And `atoll worker` before it starts the script.
-    """
+    """Scripts end with the exit code of a wrong setting, and `atoll worker` before it starts the script."""
     program = "atoll"
     if words == ("train.py",):
         (tmp_path / "train.py").write_text(SCRIPT_ALONE)

@@ -323,9 +323,9 @@ def test_alone_refuses_an_impossible_name(start: Callable[..., object]) -> None:
 
 
 def test_alone_refuses_what_runs_refuse() -> None:
-    """Refuses alone what a run refuses and gives tied tensors.
+    """A script that is tried alone is refused what a run refuses, and gives tied tensors.
 
-    So that a script that is tried without a server does not fail in its first run.
+    It does not fail only in its first run.
     """
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     model[1].weight = model[0].weight

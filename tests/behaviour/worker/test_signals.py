@@ -137,7 +137,7 @@ def test_a_forked_child_leaves_nothing(server: atoll.Server, start: Start, join:
 def test_a_worker_leaves_despite_late_signals(
     server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
-    """SIGTERM comes while Python ends. The signal comes while Python ends."""
+    """The signal comes while Python ends."""
     script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
     own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
     ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
@@ -268,9 +268,9 @@ def train(worker):
 def test_other_processes_end_with_one_line(
     nursery: Nursery, tmp_path: Path, script: str, client: str, file: str
 ) -> None:
-    """A script that trains in other processes ends with one line.
+    """A script that trains in other processes ends with one line, and so do these.
 
-    And so do these. The file says `ready` once one of them trains.
+    The file says `ready` once one of them trains.
     """
     (tmp_path / "client.py").write_text(client)
     (tmp_path / "script.py").write_text(script)

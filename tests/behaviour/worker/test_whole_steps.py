@@ -161,7 +161,7 @@ def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X11")
 def test_sends_steps_of_a_later_schedule(tmp_path: Path) -> None:
-    """Sends the change of a step under a schedule that began later. And under a compiled one."""
+    """The change of a step is sent under a schedule that began later, and under a compiled one."""
     compiled: list[Any] = []
 
     def step(model: Any, optimizer: Any) -> None:

@@ -184,10 +184,7 @@ def gives(controller: Any) -> Any:
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
 )
 def test_functions_are_looked_at_first(tmp_path: Path, settings: dict[str, Any], words: list[str]) -> None:
-    """Functions are looked at before the server starts.
-
-    But for what a plain function gives: that shows when it has been called.
-    """
+    """Functions are looked at before the server starts; what a plain function gives shows when it is called."""
     given = {"disk.state_dir": tmp_path, "network.port": 0}
     refused(words, lambda: new_server(**given, **settings).run(), AtollError)
 

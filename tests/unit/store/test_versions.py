@@ -118,7 +118,7 @@ def test_a_full_disk_leaves_no_slot(store: Store, arm: Callable[[str], object], 
 def test_a_slot_has_its_space_first(tmp_path: Path) -> None:
     """A slot has its disk space before it is written.
 
-    So that a full disk is found while nothing is lost, and not in the middle of an update or a version.
+    A full disk is found while nothing is lost, and not in the middle of an update or a version.
     """
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(2**20, HEADER, ()), threading.RLock())
     slot = pool.take(WRITER)

@@ -20,15 +20,7 @@ from pydantic import BaseModel
 
 import atoll
 import atoll.objects
-from atoll.errors import (
-    AtollError,
-    BadRequest,
-    Busy,
-    PartCorrupt,
-    ServerUnreachable,
-    TransferStalled,
-    VersionSkew,
-)
+from atoll.errors import AtollError, BadRequest, Busy, PartCorrupt, ServerUnreachable, TransferStalled, VersionSkew
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.protocol.messages import VersionManifest
 from atoll.protocol.openapi import OPERATIONS
