@@ -39,7 +39,7 @@ RULES = {
     "algorithm.outer_optimizer.lr": 0.7,
     "algorithm.outer_optimizer.momentum": 0.9,
 }
-MODEL = {"w": torch.linspace(-1.0, 1.0, 20_000), "b": torch.ones(64)}  # in two parts
+MODEL = {"w": torch.linspace(-1.0, 1.0, 20_000), "b": torch.ones(3)}  # in two parts
 
 WEIGHTS = {"submit": 8, "copy": 4, "again": 2, "ask": 5, "time": 4, "sit out": 2, "kill": 2}
 OTHERS = ("bad", "join", "leave", "old", "seen", "stop")
@@ -118,7 +118,7 @@ class Story:
             await site.sit_out(ticket, SitOut())
             self.close(name)
         elif what == "bad":
-            await self.run.submit(site, ticket, {**MODEL, "b": torch.full((64,), torch.nan)})
+            await self.run.submit(site, ticket, {**MODEL, "b": torch.full((3,), torch.nan)})
             pytest.fail("an update with NaN was accepted")
         elif what in ("submit", "copy"):
             values = {key: torch.sin(x * number + ticket.id) for key, x in MODEL.items()}
