@@ -15,6 +15,7 @@ Tensors have names. A model's float parameters are its `params`; all other tenso
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,7 +54,7 @@ def quantized(levels: int) -> Callable[[Tensor, torch.dtype], Tensor]:
         rows = rows_of(x, 256)
         largest = rows.abs().amax(dim=1, keepdim=True)
         is_zero = largest < 2.0**-100
-        codes = torch.round(rows * (levels / largest).masked_fill(is_zero, 0.0))
+        codes = torch.round(rows * (levels / largest).masked_fill(is_zero, 0.0)) + 0.0  # −0 travels as 0
         return shaped_as(x, codes * (largest / levels).masked_fill(is_zero, 0.0))
 
     return C
@@ -161,7 +162,7 @@ class Reducer(NamedTuple):
 def next_buffer(rule: str, b: Tensor, rows: Sequence[Tensor], facts: Facts, reducer: Reducer) -> Tensor:
     """Return the next value of a buffer by its rule. `rows`: the sites' values; for the rule `sum`, their changes."""
     if rule == "sum":
-        return (wide(b) + sum(rows[1:], rows[0])).to(b.dtype)
+        return (wide(b) + sum(map(wide, rows[1:]), wide(rows[0]))).to(b.dtype)
     if rule == "max":
         return torch.stack(list(rows)).amax(dim=0)
     if rule == "first" or (rule == "flags" and all(bool(((row == 0) | (row == 1)).all()) for row in rows)):
@@ -176,10 +177,14 @@ Outer = Callable[[Tensor, Tensor, dict[str, Any]], None]
 
 
 def of_torch(kind: type[Optimizer], **options: Any) -> Outer:
-    """Return an optimizer of torch, such as SGD with Nesterov momentum (DiLoCo, 2311.08105) or Adam (2003.00295)."""
+    """Return an optimizer of torch, such as SGD with Nesterov momentum (DiLoCo, 2311.08105) or Adam (2003.00295).
+
+    It is torch's fused implementation if there is one: this one rounds the last elements of a tensor differently.
+    """
+    fused = {"fused": True} if "fused" in inspect.signature(kind).parameters else {}
 
     def step(x: Tensor, g: Tensor, state: dict[str, Any]) -> None:
-        optimizer = state.setdefault("optimizer", kind([x], **options))
+        optimizer = state.setdefault("optimizer", kind([x], **{**fused, **options}))
         x.grad = g
         optimizer.step()
 
@@ -310,7 +315,8 @@ class Fragment:
         self.trained |= {name} if any(bool(row.any()) for row in rows) else set()
         if name not in self.trained:
             theta.zero_()
-        self.rules.outer(theta, self.rules.reducer.combine(rows, factors), self.state[name])
+        if theta.numel():  # some optimizers of torch divide by it
+            self.rules.outer(theta, self.rules.reducer.combine(rows, factors), self.state[name])
         if name not in self.trained:
             theta.copy_(before)
 
@@ -393,7 +399,7 @@ class Site:
                 params[name] = self.rules.up(u, b.dtype)
                 self.e[name] = u - params[name]
             elif rule != "keep":
-                buffers[name] = wide(w) - wide(b) if rule == "sum" else w.clone()
+                buffers[name] = (wide(w) - wide(b)).to(b.dtype) if rule == "sum" else w.clone()
         self.c_i = {name: c_i + delta_c[name] for name, c_i in self.c_i.items()}
         return Update(self.name, params, buffers, delta_c, self.weight, self.steps)
 

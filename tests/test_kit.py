@@ -8,16 +8,7 @@ from pathlib import Path
 
 import torch
 from harness.processes import Nursery
-from kit import (
-    DiLoCoSites,
-    FederatedSites,
-    ForkedServer,
-    ForkedSite,
-    copy_folder,
-    exported,
-    serve,
-    tensors_digest,
-)
+from kit import DiLoCoSites, FederatedSites, ForkedServer, ForkedSite, copy_folder, exported, serve, tensors_digest
 from kit.models import build_model, wide_model
 from kit.wire import WireSite
 from kit.world import World

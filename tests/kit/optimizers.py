@@ -32,7 +32,7 @@ class Masters(Optimizer):
         return [value for group in self.param_groups for value in group["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value, copy in zip(self.weights, self.copies(), strict=True):
             copy -= value.grad
             value.copy_(copy)
@@ -98,7 +98,6 @@ class Outside:
     @torch.no_grad()
     def step(self) -> None:
         for value, master in zip(self.weights, self.masters, strict=True):
-            assert value.grad is not None
             master.grad = value.grad.to(master.dtype)
         self.optimizer.step()
         for value, master in zip(self.weights, self.masters, strict=True):
@@ -112,7 +111,7 @@ class ScheduleFree(Optimizer):
         super().__init__(parameters, {"lr": 1.0, "k": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         (group,) = self.param_groups
         group["k"] += 1
         for y in group["params"]:

@@ -38,6 +38,14 @@ def plain(value: Any) -> Any:
     return type(value), value
 
 
+def nested(levels: int) -> list[Any]:
+    """An empty list in a list, in a list: so many in all."""
+    payload: list[Any] = []
+    for _ in range(levels - 1):
+        payload = [payload]
+    return payload
+
+
 def choose_part_sizes(monkeypatch: pytest.MonkeyPatch, tensors: int | None, arrays: int | None) -> None:
     """Set the variables of this process; None leaves the default."""
     for variable, size in zip(PART_SIZE_VARIABLES, (tensors, arrays), strict=True):

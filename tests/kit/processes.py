@@ -212,26 +212,26 @@ def running_in(folder: Path) -> list[str]:
 
 
 @contextmanager
+def running(*words: str, **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """`atoll WORDS`, killed at the end of the block; the options are those of `subprocess.Popen`."""
+    with subprocess.Popen([sys.executable, "-m", "atoll.cli.main", *words], **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
 def atoll_worker(
     folder: Path, url: str, script: str, *options: str, site: str = "a", env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
     """`atoll worker OPTIONS -- python SCRIPT`, killed at the end of the block; both its outputs are pipes."""
     path = folder / f"worker-{site}.py"
     path.write_text(_KIT_ON_PATH + script)
-    command = [sys.executable, "-m", "atoll.cli.main", "worker", "--server", url, "--site", site, *options]
-    process = subprocess.Popen(
-        [*command, "--dir", str(folder / "workers"), "--", sys.executable, str(path)],
-        env=None if env is None else os.environ | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    words = ["worker", "--server", url, "--site", site, *options, "--dir", str(folder / "workers")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running(*words, "--", sys.executable, str(path), env=os.environ | (env or {}), **pipes) as process:
         yield process
-    finally:
-        process.kill()
-        with process:  # closes the pipes: a script that outlives it may hold their other ends
-            pass
 
 
 @contextmanager

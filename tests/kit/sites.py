@@ -231,4 +231,4 @@ def take_steps(
             break
         if during:
             during(step)
-        local_step(loop.model, loop.optimizer, site, step)  # type: ignore[arg-type]
+        local_step(loop.model, loop.optimizer, site, step)

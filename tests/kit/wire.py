@@ -129,8 +129,7 @@ class WireSite:
             if reply["status"] == "wait":
                 reply = self.ask(fragment)
         assert reply["status"] == "ticket", reply
-        ticket: dict[str, Any] = reply["ticket"]
-        return ticket
+        return reply["ticket"]
 
     def pull(self, ticket: dict[str, Any]) -> dict[str, Tensor]:
         """The version that a ticket is for."""

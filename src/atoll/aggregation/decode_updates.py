@@ -88,6 +88,7 @@ class Updates:
             ):
                 if piece.segment.spec.name in self.flags:
                     into.copy_(first)
+        # A site may have sent anything there, and `out` as a whole is squared for the norm.
         encoded_run.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
         return out, encoded_run.split(out)
 

@@ -434,13 +434,15 @@ class _Thread:
                 {key: pieces[index] for key, pieces in split.items()} | work.whole.clones(name)
                 for index, name in enumerate(names)
             ]
+        # One by one, not as one vector: torch's fused steps round the last elements of a tensor, which fill no vector
+        # register, differently from the others (docs/decisions/0037).
         parameters = run.split(theta)
         with _unmoved(parameters, names, work.untrained):
             after = self._stepper.step_(parameters, gradients, before, names if work.rule.lrs else ())
         for index, piece in enumerate(run.pieces):
             for key, value in after[index].items():
                 if key in split:
-                    if before is None or value is not before[index][key]:
+                    if before is None or value is not before[index][key]:  # else it was changed in place
                         split[key][index].copy_(value)
                 elif piece.start == 0:  # a value of the whole tensor (`step`) is taken from its first byte run only
                     work.whole.set(names[index], key, value)

@@ -76,7 +76,7 @@ class _Shifted(Correction):
             self.shared[name] = context.like(name, shift)
 
     def after_step_(self, names: Collection[str], rate: float) -> None:
-        for name, shift in self.shared.items():
+        for name, shift in self.shared.items():  # all of them, since there is one optimizer (`one_rate`)
             self._y[name].sub_(shift, alpha=rate)
 
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:

@@ -28,6 +28,7 @@ BLOCK = 256
 SCALE_BYTES = 4
 BLOCKS_PER_TILE = TILE // BLOCK
 SMALLEST = 2.0**-100
+"""Largest magnitude from which on a block is quantized. Below 2⁻¹²¹, `levels / largest` is Inf, and 0 · Inf is NaN."""
 
 
 class BlockCodec(Narrowing):
@@ -48,6 +49,7 @@ class BlockCodec(Narrowing):
         import torch  # here, so that offsets can be computed without torch
 
         values = rows_of(source, BLOCK)
+        # `abs()` would write all values once more
         largest = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
         is_zero = largest < SMALLEST
         inverse = (self.levels / largest).masked_fill_(is_zero, 0.0)

@@ -112,6 +112,7 @@ class NormClip(Filter):
 
     def _generator(self, name: str, start: int) -> torch.Generator:
         """Return a noise generator for one range of elements, seeded with key, site, round, tensor name and `start`."""
+        # one for each range, since a range may be filtered again, and must get the same noise
         key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
 

@@ -117,6 +117,7 @@ class Pin(Generic[Row]):
     ) -> None:
         self.row, self.slots, self.revoked, self._drop = row, slots, revoked, drop
         self.fds: list[int] = []
+        # before the first `dup`: if a later one fails, the descriptors so far are closed
         self._close = weakref.finalize(self, _close, self.fds)
         self.fds.extend(os.dup(slot.fd) for slot in slots)
 

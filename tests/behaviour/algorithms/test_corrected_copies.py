@@ -20,8 +20,9 @@ from kit.world import World
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
+
+pytestmark = pytest.mark.covers("X11")
 
 SMALL = 1 / 1024
 
@@ -70,11 +71,10 @@ class InOptimizer(Masters):
         self.inner = SGD([nn.Parameter(value.detach().float().clone()) for value in self.weights], lr=1.0)
 
     def copies(self) -> list[Tensor]:
-        masters: list[Tensor] = self.inner.param_groups[0]["params"]
-        return masters
+        return self.inner.param_groups[0]["params"]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value, master in zip(self.weights, self.copies(), strict=True):
             master.grad = value.grad.float()
         self.inner.step()
@@ -90,7 +90,7 @@ class Lookahead(Optimizer):
         self.inner, self.made = SGD(self.param_groups, lr=1.0), 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         values = self.param_groups[0]["params"]
         slow = [self.state[value].setdefault("slow", value.clone()) for value in values]
         self.inner.step()
@@ -104,7 +104,7 @@ class WithMoment(SGD):
     """Keeps an average of the weights, their first values and a moment, from none of which it steps."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("anchor", value.clone())
         super().step()
@@ -128,7 +128,7 @@ def train(
             step()
 
 
-def hooks_of(algorithm: str, model: nn.Module) -> StepHooks:
+def hooks_of(algorithm: str, model: nn.Module) -> Any:
     return fedprox(model, mu=0.5) if algorithm == "fedprox" else Scaffold(model, *controls(-0.25))
 
 
@@ -141,30 +141,22 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
 MASTERS = pytest.mark.parametrize(
     "kind", [InState, InList, InOptimizer, Flat, FlatFromTheStart, Padded, Aligned, Buckets]
 )
+RESULTS = pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
-@pytest.mark.covers("X11")
 @MASTERS
 @DTYPES
-def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
+@RESULTS
+def test_corrections_reach_masters_of_the_weights(kind: Any, dtype: torch.dtype, algorithm: str, result: float) -> None:
+    """SCAFFOLD's c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
     model = two(dtype)
     optimizer = kind(model.parameters())
-    train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
-    assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
-
-
-@pytest.mark.covers("X11")
-@MASTERS
-@DTYPES
-def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
-    """c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
-    model = two(dtype)
-    optimizer = kind(model.parameters())
-    scaffold = Scaffold(model, *controls(-0.25))
-    train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
-    assert first(model.parameters()) == first(optimizer.copies()) == [2.5, 3.5]
-    assert first(scaffold.difference().values()) == [-0.25, -0.25]
+    hooks = hooks_of(algorithm, model)
+    train(model, hooks.attach(optimizer), optimizer.step, -0.25)
+    assert first(model.parameters()) == first(optimizer.copies()) == [result, result + 1]
+    if algorithm == "scaffold":
+        assert first(hooks.difference().values()) == [-0.25, -0.25]
 
 
 class FromMainGrad(Optimizer):
@@ -174,41 +166,39 @@ class FromMainGrad(Optimizer):
         super().__init__(parameters, {"lr": 1.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.param_groups[0]["params"]:
             value -= value.main_grad
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("left_over", [False, True])
-@pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
+@RESULTS
 def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with hooks_of(algorithm, model).attach(optimizer) as hooks:
         for _ in range(3):
             for value in model.parameters():
-                value.main_grad = torch.full_like(value, -0.25)  # type: ignore[attr-defined]
+                value.main_grad = torch.full_like(value, -0.25)
                 value.grad = torch.full_like(value, -0.25) if left_over else None
             optimizer.step()
     assert first(model.parameters()) == [result, result + 1]
     assert hooks.steps == 3
 
 
-@pytest.mark.covers("X11")
-def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
+def test_fedprox_adds_its_term_to_main_grad_once() -> None:
+    """FedProx adds its term once to a gradient with two names."""
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with fedprox(model, mu=0.5).attach(optimizer):
         for _ in range(3):
             for value in model.parameters():
                 value.grad = torch.full_like(value, -0.25)
-                value.main_grad = value.grad.view(3)  # type: ignore[attr-defined]
+                value.main_grad = value.grad.view(3)
             optimizer.step()
     assert first(model.parameters()) == [1.4375, 2.4375]
 
 
-@pytest.mark.covers("X11")
 @MASTERS
 def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
@@ -220,7 +210,6 @@ def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.covers("X11")
 def test_scaffold_leaves_what_no_step_starts_from() -> None:
     """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
     model = two(torch.float32)
@@ -231,11 +220,11 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
     assert first([state["anchor"], state["ema"], state["m"]]) == [1.0, 1.875, -0.25]
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize(
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
-def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: str) -> None:
+def test_scaffold_refuses_copies_that_follow_at_times(kind: Any, named: str) -> None:
+    """A copy that follows the weights only at times would undo part of a correction: it is refused."""
     model = two(torch.float32)
     optimizer = kind(model.parameters())
     scaffold = Scaffold(model, *controls(-0.25))
@@ -243,7 +232,6 @@ def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: st
         train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
 
 
-@pytest.mark.covers("X11")
 def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
     model = two(torch.float32)
@@ -252,7 +240,6 @@ def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     assert first(model.parameters()) == [2.0, 3.0]
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize(("kind", "result"), [(Lookahead, 1.34375), (ScheduleFree, 1.40625)])
 def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: float) -> None:
     """The pull is part of the gradient.
@@ -267,9 +254,9 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
     assert first(model.parameters()) == pytest.approx([result, result + 1])
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
-def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
+def test_refuses_optimizers_that_have_copies_alone(algorithm: str) -> None:
+    """An optimizer that holds copies of the weights, and not the weights, cannot be corrected."""
     model = two()
     optimizer: Any = Outside(model.parameters())
     with pytest.raises(
@@ -278,8 +265,7 @@ def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorith
         hooks_of(algorithm, model).attach(optimizer)
 
 
-@pytest.mark.covers("X11")
-def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
+def test_counts_steps_of_optimizers_with_copies_alone(tmp_path: Any) -> None:
     """Two rounds of three steps of 1/4, with one optimizer."""
     model = two()
     optimizer: Any = Outside(model.parameters())

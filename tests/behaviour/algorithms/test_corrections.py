@@ -33,8 +33,11 @@ def test_fedprox_pulls_towards_where_it_began(tmp_path: Path) -> None:
         assert hooks.steps == 2
 
 
-def test_scaffold_steps_once_and_refuses_a_round_without_steps() -> None:
-    """c = 0.5, c_i = 0.2, η = 0.1, target 1: y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2."""
+def test_scaffold_needs_a_step() -> None:
+    """One step by hand; a round without steps is refused.
+
+    c = 0.5, c_i = 0.2, η = 0.1, target 1: y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
+    """
     model = One()
     c, own = controls(0.5), controls(0.2)
     with pytest.raises(UsageError, match="no optimizer step"):
@@ -124,7 +127,7 @@ def train_heads(
 @pytest.mark.covers("S5")
 @pytest.mark.parametrize("thaw", [False, True], ids=["trained", "thawed"])
 @pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
-def test_fedprox_pulls_parameters_without_a_gradient(
+def test_fedprox_pulls_parameters_without_gradients(
     make: Callable[[], tuple[TwoHeads, list[Optimizer]]], thaw: bool
 ) -> None:
     """As with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a gradient."""
@@ -236,8 +239,8 @@ def fails() -> None:
 
 @pytest.mark.covers("S5")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
-def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
-    """And an error is no step."""
+def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
+    """A step that calls its parent's is one step, and one that raises an error is none."""
     model = One(2.0)
     sgd(model)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)
@@ -287,7 +290,8 @@ def test_refuses_a_last_step_that_broke_off(by_closure: bool, refused: bool) -> 
 
 
 @pytest.mark.covers("S8")
-def test_another_optimizer_may_take_the_place_of_one_with_a_failed_step() -> None:
+def test_an_optimizer_may_replace_a_failed_one() -> None:
+    """Another optimizer may take the place of one with a failed step."""
     model = One()
     scaffold = Scaffold(model, controls(0.0), controls(0.0))
     broken = BreaksOff(model.parameters(), lr=ETA)
@@ -310,7 +314,7 @@ def test_a_step_with_a_failed_closure_is_none() -> None:
     scaffold.attach(optimizer)
     train(model, optimizer, 1.0, steps=1)
     with pytest.raises(ValueError, match="no more records"):
-        optimizer.step(fails)  # type: ignore[arg-type]
+        optimizer.step(fails)
     assert scaffold.steps == 1
     assert scaffold.difference()["w"].item() == pytest.approx(-0.1 / 0.1)
 
@@ -347,7 +351,7 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S5")
-def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
+def test_a_step_may_clear_its_gradients_inside() -> None:
     """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
     model = One()
     optimizer = TwoSteps([model.w], lr=ETA)
@@ -359,11 +363,11 @@ def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
     assert scaffold.difference()["w"].item() == pytest.approx(-0.7)
 
 
-def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> None:
+def test_fedprox_needs_no_learning_rate() -> None:
+    """An optimizer without a rate is followed where no rate is needed; SCAFFOLD needs it."""
     model = One()
     with atoll.join() as worker:
         fl_round = worker.next_round()
-        assert fl_round is not None
         fl_round.load_into(model)
         with fl_round.correct(model, optimizer := NoRate([model.w])) as plain:
             train(model, optimizer, 1.0, steps=2)
@@ -437,7 +441,8 @@ def test_lbfgs_finds_where_fedprox_is_least(gives: Callable[[torch.Tensor], Any]
     assert float(optimizer.step(closure_of(model, optimizer, -1.0, gives))) == pytest.approx(0.5)
 
 
-def test_what_a_closure_returns_beside_a_loss_stays_as_it_is() -> None:
+def test_closures_may_return_more_than_a_loss() -> None:
+    """What a closure returns beside a loss stays as it is."""
     model = One(2.0)
     with fedprox(model, mu=0.5).attach(optimizer := sgd(model)):
         for given in (None, {"loss": 1.0}):
@@ -445,8 +450,11 @@ def test_what_a_closure_returns_beside_a_loss_stays_as_it_is() -> None:
 
 
 @pytest.mark.covers("S8")
-def test_scaffold_refuses_an_optimizer_that_chooses_its_own_length(tmp_path: Path) -> None:
-    """Before it trains; the round is open still, and another optimizer may take its place."""
+def test_scaffold_refuses_line_searches(tmp_path: Path) -> None:
+    """An optimizer that chooses its own length is refused.
+
+    Before it trains; the round is open still, and another optimizer may take its place.
+    """
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=r"LBFGS chooses its own step length.*or use fedprox or fedavg"):
@@ -493,7 +501,8 @@ def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settin
 
 
 @pytest.mark.parametrize("settings", [{"algorithm": "fedavg"}, {"algorithm": "fedprox", "algorithm.mu": 0.5}], ids=str)
-def test_corrects_several_optimizers_as_one_that_holds_all_parameters(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_corrects_several_optimizers_as_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Two optimizers give the bits of one that holds all parameters."""
     digest, steps = trained(tmp_path / "one", one, **settings)
     assert steps == [3, 3]
     assert trained(tmp_path / "two", two, **settings) == (digest, steps)
@@ -509,7 +518,8 @@ def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
         fl_round.correct(model, one(model))  # the round may go on
 
 
-def test_counts_the_steps_of_the_last_one_where_a_script_trains_alone(tmp_path: Path) -> None:
+def test_alone_the_last_optimizer_counts(tmp_path: Path) -> None:
+    """A script that trains alone has the steps of the last optimizer counted."""
     model = build_model()
     optimizers = two(model)
     with atoll.join(site="a", folder=tmp_path) as worker:

@@ -38,9 +38,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "own_algorithm"
 
 
 RESULT = 0.3186625
-
-
 SETTINGS: dict[str, Any] = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
+BY_PATH: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
 
 
 def one() -> Weights:
@@ -99,17 +98,21 @@ def by_functions(url: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [by_the_loop, by_functions])
-def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
+def test_corrects_and_keeps_state_however_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
     with new_world(tmp_path) as world:
         train(world.url, tmp_path / "sites")
         assert world.server.wait(60)
     assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
+def simulated(folder: Path, **settings: Any) -> float:
+    """w of a simulation's result."""
+    given = {"disk.state_dir": folder / "state"} | SETTINGS | settings
+    return load_file(new_simulation(one(), script=f"{__file__}:train", sites=1, **given).run().model)["w"].item()
+
+
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
-    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS
-    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
-    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
+    assert simulated(tmp_path) == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_trains_plainly_alone() -> None:
@@ -123,7 +126,8 @@ def test_trains_plainly_alone() -> None:
     assert (local.w.item(), steps.steps) == (pytest.approx(0.19), 2)
 
 
-def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: Nursery) -> None:
+def test_refuses_a_run_at_a_site_without_it(tmp_path: Path, nursery: Nursery) -> None:
+    """A site that does not have the algorithm is told to install it, and does not join."""
     with new_world(tmp_path) as world:
         without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
         process = ForkedSite(nursery, tmp_path, world.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
@@ -134,10 +138,12 @@ def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: 
         assert world.status.workers == []
 
 
-def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has it in a file; a site with the package takes its own, and one without is refused."""
-    own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
-    with new_world(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as world:
+def test_never_loads_code_from_the_servers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code is never loaded from a path of the server.
+
+    The server has it in a file; a site with the package takes its own, and one without is refused.
+    """
+    with new_world(tmp_path, **BY_PATH) as world:
         with world.worker() as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
@@ -146,12 +152,14 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.covers("X8")
-def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has the algorithm by its path. A site that has not registered it is refused."""
+def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a package, a script registers the run's rule itself.
+
+    The server has the algorithm by its path. A site that has not registered it is refused.
+    """
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
-    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    with new_world(tmp_path, **own) as world:
+    with new_world(tmp_path, **BY_PATH) as world:
         with pytest.raises(ConfigError, match=r"call atoll.register\('algorithms', 'feddyn_local', …\) in the script"):
             world.worker()
         atoll.register("algorithms", "feddyn_local", import_module("feddyn_local").feddyn_local)
@@ -160,15 +168,12 @@ def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, mo
     assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrects_in_a_simulation_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes, without the package, load it from the path in the settings."""
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
-    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS | own
-    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
-    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
+    assert simulated(tmp_path, **BY_PATH) == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_the_example_is_on_its_page_and_short() -> None:
@@ -210,14 +215,16 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
     assert seen == [[0.0], [-2.0]]
 
 
-def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
+def test_refuses_diloco_without_groups(tmp_path: Path) -> None:
+    """A DiLoCo loop cannot give the groups of an update."""
     with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"
         with pytest.raises(UsageError, match=words):
             world.diloco(one(), sync_every=1).start()
 
 
-def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
+def test_refuses_diloco_with_corrected_steps(tmp_path: Path) -> None:
+    """A DiLoCo loop does not correct local steps."""
     with World(tmp_path, one(), "a", algorithm="fedprox", **{"algorithm.mu": 0.1}) as world:
         with pytest.raises(UsageError, match=r"'fedprox'.* corrects local steps; atoll.DiLoCo does not"):
             world.diloco(one()).start()

@@ -67,7 +67,8 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
 
 
 @pytest.mark.covers("S7", "S12")
-def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Path) -> None:
+def test_an_update_counts_its_steps(tmp_path: Path) -> None:
+    """The update carries the number of steps; the script's own number wins."""
     with World(tmp_path, One(), "a", algorithm="scaffold", rounds=3) as world:
         for part, told in ((by_itself, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
             world.ask()
@@ -130,7 +131,7 @@ def one_step(world: World, site: str, weight: float | None = None) -> tuple[floa
 
 
 def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
-    """Of Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)², the optimum is Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
+    """Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
 
     Each five rounds bring it nearer by a factor of some 20.
     """
@@ -194,7 +195,7 @@ def test_sitting_out_keeps_the_weight_in_the_total(tmp_path: Path) -> None:
     assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
 
 
-def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
+def test_a_site_without_samples_adds_no_weight(tmp_path: Path) -> None:
     """Weights 2 and 6. In round 1 b sits out and was never heard: W = 2, so c is a's control alone.
 
     In round 2 both train: W = 8. In round 3 b sits out again: its weight and its control stay, and W = 8.
@@ -221,8 +222,11 @@ def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
         assert [each.total_weight for each in world.status.history] == [2.0, 8.0, 8.0]
 
 
-def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
+def test_a_changed_weight_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first weight of a site stays, and the log says once that it has changed.
+
+    The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal.
+    """
     with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=3) as world:
         world.ask()
         for site in "ab":
@@ -241,8 +245,11 @@ def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, capl
     assert {"b", "500", "3"} <= set(re.findall(r"\w+", said[0]))
 
 
-def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
-    """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target."""
+def test_equal_weights_have_the_papers_bits(tmp_path: Path) -> None:
+    """Equal weights are the paper's to the last bit.
+
+    Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target.
+    """
     with World(tmp_path, point(), "abc", algorithm="scaffold", rounds=2) as world:
         world.ask()
         for site in "abc":
@@ -275,7 +282,8 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
 )
-def test_refuses_a_malformed_difference_by_name_and_the_round_goes_on(tmp_path: Path, given: Any, words: str) -> None:
+def test_a_malformed_difference_is_named(tmp_path: Path, given: Any, words: str) -> None:
+    """A malformed difference is refused by name, and the round goes on."""
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=words):
@@ -285,7 +293,8 @@ def test_refuses_a_malformed_difference_by_name_and_the_round_goes_on(tmp_path: 
 
 
 @pytest.mark.covers("S7")
-def test_a_difference_without_steps_or_beside_correct_is_refused(tmp_path: Path) -> None:
+def test_a_difference_needs_steps_and_no_hooks(tmp_path: Path) -> None:
+    """A difference without steps, or beside `correct`, is refused."""
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match="steps=0"):
@@ -298,7 +307,8 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(tmp_path: Path)
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
 
 
-def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path) -> None:
+def test_fedavg_has_no_controls(tmp_path: Path) -> None:
+    """A run without controls has none, and refuses a difference."""
     with first_round(tmp_path, "fedavg") as fl_round:
         model = fl_round.load_into(One())
         assert fl_round.global_state("control") == fl_round.own_state("control") == {}
@@ -333,7 +343,8 @@ def test_what_scaffold_cannot_use_has_a_remedy(tmp_path: Path, rates: list[float
 
 
 @pytest.mark.covers("X3")
-def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
+def test_names_of_controls_are_reserved(tmp_path: Path) -> None:
+    """A model's own names may not be those of controls."""
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', but names that begin with 'atoll\.control\.' are"):
         World(tmp_path, model, algorithm="scaffold").start()

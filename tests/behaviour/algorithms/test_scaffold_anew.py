@@ -136,10 +136,13 @@ def restore_to(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_after_a_restored_backup(
+def test_controls_begin_anew_after_a_backup(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All sites are three rounds ahead: they go on to the end, and the server says it once."""
+    """A server restored from a backup begins with controls of zero.
+
+    All sites are three rounds ahead: they go on to the end, and the server says it once.
+    """
     before, _ = restore_to(world, 2, after=5, served=served)
     with served():
         seen = take_rounds(world, 7)
@@ -154,10 +157,13 @@ def test_controls_begin_anew_after_a_restored_backup(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_where_a_site_cannot_go_back_by_one_update(
+def test_controls_begin_anew_one_update_behind(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server is one update behind all sites, of which a has lost the control before this update: one bit of it."""
+    """A site cannot go back by one update where it has lost the control from before it.
+
+    The server is one update behind all sites, of which a has lost the control before this update: one bit of it.
+    """
     with served():
         take_rounds(world, 2)
     backup = world.backup()
@@ -197,10 +203,11 @@ def test_controls_begin_anew_after_a_damaged_head(
 
 
 @pytest.mark.covers("S2", "F13")
-def test_a_server_that_ends_after_controls_began_anew_goes_on_so(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Only a has asked for a round when the server ends: what it said then stands in the journal."""
+def test_a_restart_keeps_controls_that_began_anew(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that ends after controls have begun anew goes on so.
+
+    Only a has asked for a round when the server ends: what it said then stands in the journal.
+    """
     restore_to(world, 2, after=5)
     with world:
         world.join("a")
@@ -215,8 +222,11 @@ def test_a_server_that_ends_after_controls_began_anew_goes_on_so(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_as_often_as_the_server_goes_back(world: World, served: Callable[[], Any]) -> None:
-    """The same backup twice: the sites' controls are then of a generation that this server does not know."""
+def test_controls_begin_anew_twice(world: World, served: Callable[[], Any]) -> None:
+    """Controls begin anew as often as the server goes back.
+
+    The same backup twice: the sites' controls are then of a generation that this server does not know.
+    """
     _, backup = restore_to(world, 2, after=5, served=served)
     with served():
         take_rounds(world, 4)
@@ -228,10 +238,11 @@ def test_controls_begin_anew_as_often_as_the_server_goes_back(world: World, serv
 
 
 @pytest.mark.covers("S2", "F41")
-def test_controls_begin_anew_where_a_damaged_version_was_their_beginning(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They began at version 2. After its loss, version 1 has the controls of before, which no site has any more."""
+def test_controls_begin_anew_before_their_beginning(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Controls begin anew where the version that they began at is damaged.
+
+    They began at version 2. After its loss, version 1 has the controls of before, which no site has any more.
+    """
     before, _ = restore_to(world, 2, after=5)
     with world:
         world.ask(number=3)
@@ -246,10 +257,10 @@ def test_controls_begin_anew_where_a_damaged_version_was_their_beginning(
 
 @pytest.mark.covers("S2", "F42")
 @pytest.mark.parametrize("same_ticket", [False, True], ids=["next-ticket", "same-ticket"])
-def test_an_update_formed_before_controls_began_anew_does_not_count(
-    world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool
-) -> None:
-    """c is restored with the server. Its update of round 3 fits to version 2, but not to controls of zero.
+def test_an_earlier_update_does_not_count(world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool) -> None:
+    """An update that was formed before controls began anew does not count.
+
+    c is restored with the server. Its update of round 3 fits to version 2, but not to controls of zero.
 
     The server may by chance give c a ticket with the number under which this update was formed.
     """
@@ -278,8 +289,11 @@ def test_an_update_formed_before_controls_began_anew_does_not_count(
 
 
 @pytest.mark.covers("S2")
-def test_controls_begin_anew_with_a_site_that_lost_its_own(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ATOLL_NEW_STATE at b: no share of its old control stays in c."""
+def test_controls_begin_anew_with_a_lost_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that has lost its control begins at zero, and so does the run.
+
+    ATOLL_NEW_STATE at b: no share of its old control stays in c.
+    """
     with world:
         take_rounds(world, 2)
     shutil.rmtree(world.workers / "b")
@@ -292,8 +306,8 @@ def test_controls_begin_anew_with_a_site_that_lost_its_own(world: World, monkeyp
 
 
 @pytest.mark.covers("S2")
-def test_residuals_do_not_end_a_site_when_the_server_goes_back(world: World) -> None:
-    """With one trained value, int8 is exact."""
+def test_residuals_survive_a_restored_server(world: World) -> None:
+    """Residuals do not end a site when the server goes back. With one trained value, int8 is exact."""
     world.set(codec="int8")
     stays = partial(with_sites_that_stay, world)
     restore_to(world, 2, after=5, served=stays)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from atoll.errors import ConfigError
 
+pytestmark = pytest.mark.covers("S2")
+
 CHANGES = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([5.0, 3.0]), "late": torch.zeros(2)}
 """Site → its Δc in each round."""
 
@@ -56,8 +58,7 @@ def part(world: World, name: str = "a", until: int = 0, workers: Path | None = N
     """A process of a site takes rounds, and ends; c_i as the last of them began."""
     with ManualSite(world.url, site=name, folder=workers or world.workers) as client:
         seen = take_rounds(client, name, until)
-    own: list[float] = seen[max(seen)][1].tolist()
-    return own
+    return seen[max(seen)][1].tolist()
 
 
 def both(world: World, until: int) -> dict[str, Seen]:
@@ -138,7 +139,7 @@ PENDING = (
 """Which of both counts is known when the site is there."""
 
 
-@pytest.mark.covers("S2", "X3", "F41")
+@pytest.mark.covers("X3", "F41")
 @pytest.mark.parametrize(
     ("lose", "names", "said"),
     [
@@ -153,9 +154,10 @@ PENDING = (
         pytest.param(damage, ["algorithm-0.bin"], PENDING, id="pending-damaged"),
     ],
 )
-def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
+def test_a_site_without_its_control_is_refused(
     world: World, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object], names: list[str], said: str
 ) -> None:
+    """The run counts on a control that the site no longer has."""
     assert part(world, until=2) == [1.0, 2.0]
     world.wait(2)  # the second update is in the controls
     for name in names:
@@ -169,7 +171,6 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
         assert [worker.state for worker in world.status.workers] == ["left"]  # it did not join
 
 
-@pytest.mark.covers("S2")
 def test_its_folder_may_move_to_another_machine(world: World) -> None:
     part(world)
     other = world.folder / "other"
@@ -179,7 +180,6 @@ def test_its_folder_may_move_to_another_machine(world: World) -> None:
     assert part(world, workers=other) == [1.0, 2.0]
 
 
-@pytest.mark.covers("S2")
 def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
     """So does one without a counted update."""
     with ManualSite(world.url, site="a", folder=world.workers) as client:
@@ -189,8 +189,7 @@ def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
     assert part(world, "late") == [0.0, 0.0]
 
 
-@pytest.mark.covers("S2")
-def test_an_update_that_is_accepted_and_not_yet_counted_counts(pair: World) -> None:
+def test_an_accepted_update_counts_before_its_round(pair: World) -> None:
     """a's update lies there, accepted, when a loses its files; b's is awaited."""
     with pair:
         pair.join("b")
@@ -200,7 +199,6 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(pair: World) -> N
             part(pair)
 
 
-@pytest.mark.covers("S2")
 def test_the_server_remembers_it_over_a_restart(world: World) -> None:
     part(world, until=2)
     shutil.rmtree(world.workers)
@@ -209,11 +207,13 @@ def test_the_server_remembers_it_over_a_restart(world: World) -> None:
         part(world)
 
 
-@pytest.mark.covers("S2")
-def test_it_may_begin_at_zero_where_it_is_told_to(
+def test_a_site_may_begin_at_zero_when_told(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again."""
+    """A site without its state may begin at zero where it is told to.
+
+    Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again.
+    """
     part(world, until=2)
     (run_folder(world) / "algorithm.json").unlink()
     monkeypatch.setenv("ATOLL_NEW_STATE", "perhaps")
@@ -231,8 +231,8 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
 # -- of another moment: c_i is that of its site, its run and its last update that counts
 
 
-@pytest.mark.covers("S2")
-def test_refuses_the_control_of_an_older_copy_of_the_sites_folder(pair: World) -> None:
+def test_refuses_an_older_copy_of_the_folder(pair: World) -> None:
+    """The control of an older copy of the site's folder is refused."""
     with pair:
         both(pair, 1)
         older = copy_folder(pair.workers / "a", pair.folder / "older")
@@ -242,7 +242,6 @@ def test_refuses_the_control_of_an_older_copy_of_the_sites_folder(pair: World) -
         require_the_mean(both(pair, 5), 5)
 
 
-@pytest.mark.covers("S2")
 def test_refuses_the_control_of_another_site(pair: World) -> None:
     with pair:
         both(pair, 2)
@@ -252,7 +251,6 @@ def test_refuses_the_control_of_another_site(pair: World) -> None:
         require_the_mean(both(pair, 4), 4)
 
 
-@pytest.mark.covers("S2")
 def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
     """The update is accepted, and does not count yet.
 
@@ -269,7 +267,6 @@ def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
         require_the_mean(both(pair, 4), 4)
 
 
-@pytest.mark.covers("S2")
 @pytest.mark.parametrize("knows", [False, True], ids=["pending", "counted"])
 def test_a_restored_server_finds_the_earlier_control(pair: World, knows: bool) -> None:
     """A site keeps the control that it had before its last update, whether it knows already that this one counted."""
@@ -278,8 +275,8 @@ def test_a_restored_server_finds_the_earlier_control(pair: World, knows: bool) -
         require_the_mean(both(pair, 6), 4, 5, 6)
 
 
-@pytest.mark.covers("S2")
-def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(pair: World) -> None:
+def test_a_server_at_its_begin_resets_controls(pair: World) -> None:
+    """A server that is restored to its begin begins with controls of zero."""
     restore_to(pair, 0, after=4)
     with pair:
         seen = both(pair, 3)
@@ -287,8 +284,7 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(pair: World
     require_the_mean(seen, 3)
 
 
-@pytest.mark.covers("S2")
-def test_a_running_site_steps_back_with_a_restored_server(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_running_site_steps_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """The server lost its third version. The site sends the third update again, and c_i is as after two, then three."""
     site, seen = world.sites["a"], list[list[float]]()
 

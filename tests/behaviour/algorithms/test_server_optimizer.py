@@ -130,7 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_has_the_defaults_of_its_algorithm_and_what_is_set(tmp_path: Path, case: str) -> None:
+def test_a_run_has_its_algorithms_defaults_and_settings(tmp_path: Path, case: str) -> None:
     settings, outer, told = CASES[case]
     with server_of(tmp_path, **settings) as server:
         assert server.status().outer == outer

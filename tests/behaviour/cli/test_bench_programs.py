@@ -37,7 +37,7 @@ def figures_of(script, tmp_path: Path):
     return run
 
 
-def test_the_model_has_the_bytes_and_tensors_that_were_asked_for(tmp_path) -> None:
+def test_the_model_has_the_asked_size(tmp_path) -> None:
     sizes = round_model.names_and_sizes(4 * 1003, 10)
     assert list(sizes.values()) == [101, 101, 101, 100, 100, 100, 100, 100, 100, 100]
     round_model.write_initial(tmp_path / "model.safetensors", sizes)
@@ -57,7 +57,8 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
     return model
 
 
-def test_the_exact_mean_is_recognised_and_one_wrong_bit_or_a_round_too_few_noticed() -> None:
+def test_recognises_the_exact_mean() -> None:
+    """One wrong bit, or a round too few, is noticed."""
     for rounds in (1, 3):
         assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)
@@ -104,7 +105,8 @@ def test_a_small_round_is_exact_and_says_what_it_cost(figures_of, codec: str) ->
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "L16")
-def test_a_small_round_with_codecs_both_ways_is_exact_and_a_quarter(figures_of) -> None:
+def test_both_codecs_send_a_quarter(figures_of) -> None:
+    """A small round with codecs both ways is exact, and sends a quarter."""
     figures = figures_of("round", "--gb 0.002 --workers 2 --rounds 3 --codec int8 --downlink-codec int8")
     assert figures["exact"] is True
     assert 6 * 2_000_000 / 3.94 <= figures["bytes_up"] < 6 * 2_000_000 / 3.7
@@ -127,7 +129,7 @@ def test_on_disk_and_in_memory_are_compared(figures_of) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_says_in_words_what_it_found_too(script, tmp_path: Path) -> None:
+def test_a_bench_says_what_it_found_in_words(script, tmp_path: Path) -> None:
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
     outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
@@ -136,7 +138,7 @@ def test_a_bench_says_in_words_what_it_found_too(script, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+def test_a_stopped_bench_leaves_nothing(tmp_path: Path) -> None:
     words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
     assert "the rounds begin" in process.stderr.readline()
@@ -164,9 +166,8 @@ def test_the_bare_path_moves_a_small_model(script, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_is_told_with_its_last_words_and_no_worker_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the server's last words, and no worker waits for it."""
     spawned: dict[str, subprocess.Popen[bytes]] = {}
     start = Processes.start
 
@@ -204,9 +205,7 @@ RUNS = [
 @pytest.mark.slow
 @pytest.mark.covers("D8", "D9", "D10", "P10")
 @pytest.mark.parametrize(("chosen", "ways"), RUNS)
-def test_every_way_of_a_stress_run_comes_to_the_same_bits(
-    figures_of, chosen: str, ways: list[tuple[str, bool]]
-) -> None:
+def test_every_stress_run_has_the_same_bits(figures_of, chosen: str, ways: list[tuple[str, bool]]) -> None:
     runs = figures_of("stress", f"--gb 0.004 --workers 2 --rounds 2 --tensors 7 {chosen}")
     assert [(run["settings"]["placement"], run["settings"]["download_to_disk"]) for run in runs] == ways
     assert all(run["exact"] for run in runs)  # bit for bit what a server's rounds give, too
@@ -225,7 +224,7 @@ def test_every_way_of_a_stress_run_comes_to_the_same_bits(
 
 @pytest.mark.covers("D8")
 @pytest.mark.parametrize("same", [True, False])
-def test_bits_that_differ_end_a_stress_run_with_a_word(
+def test_different_bits_end_a_stress_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
     """Each way is one of its own: on disk and in memory, at the server and at a worker."""

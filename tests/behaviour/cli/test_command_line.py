@@ -46,8 +46,11 @@ def test_ctrl_c_is_130(nursery, tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("fresh_processes", "interruptible")
-def test_ctrl_c_before_the_command_has_begun_leaves_no_traceback(tmp_path) -> None:
-    """A module of the same name stands in for one that takes long to import; Ctrl-C comes meanwhile."""
+def test_early_ctrl_c_leaves_no_traceback(tmp_path) -> None:
+    """Ctrl-C before the command has begun leaves no traceback.
+
+    A module of the same name stands in for one that takes long to import; Ctrl-C comes meanwhile.
+    """
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     command = [sys.executable, "-c", "import atoll.cli.main"]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -86,7 +89,8 @@ WRONG = [
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0][:40] + said[:9] for words, said in WRONG])
-def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, tmp_path, words: str, said: str) -> None:
+def test_a_wrong_command_line_says_why(canned, atoll_command, tmp_path, words: str, said: str) -> None:
+    """A wrong command line ends with exit code 2."""
     outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())
@@ -96,7 +100,8 @@ def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, tmp_
 @pytest.mark.covers("X3")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("buffered", [True, False])
-def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, buffered: bool) -> None:
+def test_a_full_output_is_one_line(tmp_path: Path, buffered: bool) -> None:
+    """An output that cannot be written is an error of one line."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     if not buffered:
         environment["PYTHONUNBUFFERED"] = "1"
@@ -128,7 +133,8 @@ def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch
 @pytest.mark.parametrize(
     "algorithm", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("scaffold", "diloco"))]
 )
-def test_new_files_train_alone_with_a_valid_run_file(atoll_command, tmp_path: Path, algorithm: str) -> None:
+def test_new_files_train_alone(atoll_command, tmp_path: Path, algorithm: str) -> None:
+    """Their run file is valid."""
     outcome = atoll_command("new", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr
     assert "atoll server run.toml" in outcome.stdout
@@ -151,9 +157,10 @@ def test_new_files_train_alone_with_a_valid_run_file(atoll_command, tmp_path: Pa
     ],
     ids=["diloco", "fedavg", "scaffold"],
 )
-def test_new_files_run_by_the_commands_that_it_prints_and_the_result_can_be_exported(
+def test_new_files_run_by_the_printed_commands(
     nursery: Nursery, atoll_command, tmp_path: Path, algorithm: str, flags: tuple[str, ...]
 ) -> None:
+    """The files run by the commands that `atoll new` prints, and the result can be exported."""
     printed = atoll_command("new", "mine", "--algorithm", algorithm).stdout
     folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
     serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
@@ -173,10 +180,8 @@ def test_new_files_run_by_the_commands_that_it_prints_and_the_result_can_be_expo
 
 @pytest.mark.slow
 @pytest.mark.covers("X1", "V1")
-def test_new_files_are_simulated_to_the_same_bits_on_any_number_of_processes(
-    atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though its script draws random numbers without a seed."""
+def test_new_files_simulate_to_the_same_bits(atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of processes makes no difference. Though its script draws random numbers without a seed."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else one process would have all of them
     outcome = atoll_command("new", "--algorithm", "scaffold", "mine")
     assert "atoll simulate run.toml --set rounds.sites=20" in outcome.stdout
@@ -211,9 +216,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("algorithm", "options"), OPTIONS.items(), ids=OPTIONS)
-def test_new_writes_the_real_defaults_as_comments(
-    atoll_command, tmp_path: Path, algorithm: str, options: list[str]
-) -> None:
+def test_new_writes_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str, options: list[str]) -> None:
     """Those of the algorithm, too. Uncommenting every line that shows a value changes nothing."""
     atoll_command("new", "x", "--algorithm", algorithm)
     file = tmp_path / "x" / "run.toml"
@@ -257,9 +260,8 @@ def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
     ],
     ids=["new", "evaluate"],
 )
-def test_a_folder_that_cannot_be_written_is_named_before_anything_is_asked_for(
-    atoll_command, tmp_path: Path, words: str, said: str
-) -> None:
+def test_an_unwritable_folder_is_named_first(atoll_command, tmp_path: Path, words: str, said: str) -> None:
+    """A folder that cannot be written is named before a server is asked for anything."""
     (tmp_path / "taken").write_text("a file")
     outcome = atoll_command(*words.split())
     assert outcome.returncode == 7

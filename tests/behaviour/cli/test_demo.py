@@ -28,7 +28,8 @@ import demo_models
 import demo_summary
 
 
-def test_the_transformer_is_small_and_tied_and_sees_no_byte_ahead() -> None:
+def test_the_transformer_sees_no_byte_ahead() -> None:
+    """The demo's transformer is small, and its head is tied."""
     model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight
@@ -40,7 +41,8 @@ def test_the_transformer_is_small_and_tied_and_sees_no_byte_ahead() -> None:
     assert not torch.equal(before[0, 10:], after[0, 10:])
 
 
-def test_the_corpus_is_split_and_the_validation_is_held_out() -> None:
+def test_validation_text_is_held_out() -> None:
+    """The corpus is split between the sites."""
     texts, windows = demo_data.corpus(3, seed=0)
     assert windows.shape == (192, demo_models.CONTEXT_BYTES + 1)
     sizes = [len(text) for text in texts]
@@ -68,12 +70,12 @@ def test_the_ring_formula(tmp_path) -> None:
     status = SimpleNamespace(
         model_bytes=10_000_000, workers=[SimpleNamespace(site="a"), SimpleNamespace(site="that died")]
     )
-    sent, ring = demo_summary.traffic(demo, status)  # type: ignore[arg-type]
+    sent, ring = demo_summary.traffic(demo, status)
     assert sent == "each worker sent 1.0 MB and received 2.0 MB in 5 local steps"
     assert "66.7 MB each, 67 × as much" in ring
 
 
-def test_children_are_ended_also_where_they_ignore_a_request(tmp_path: Path, monkeypatch) -> None:
+def test_children_that_ignore_a_request_are_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"

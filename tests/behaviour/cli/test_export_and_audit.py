@@ -59,10 +59,11 @@ def require_refused(outcome: int | str, error: type[AtollError], words: str) -> 
 
 
 @pytest.mark.covers("P8")
-def test_an_export_from_a_server_or_from_its_directory_takes_no_part(
-    nursery: Nursery, atoll_command, server, model, tmp_path
-) -> None:
-    """An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free."""
+def test_an_export_takes_no_part(nursery: Nursery, atoll_command, server, model, tmp_path) -> None:
+    """An export from a server, or from its directory, is no worker and no start of the server.
+
+    An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free.
+    """
     epoch, exports = server.status().epoch, tmp_path / "exports"
     outcome = atoll_command("export", "exports/asked.safetensors", ATOLL_SERVER=server.url)
     assert outcome.stdout == "version 0: exports/asked.safetensors\n", outcome.stderr
@@ -76,7 +77,8 @@ def test_an_export_from_a_server_or_from_its_directory_takes_no_part(
         require_same(path, model)
 
 
-def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_path, monkeypatch) -> None:
+def test_a_version_deleted_meanwhile_is_not_exported(server, tmp_path, monkeypatch) -> None:
+    """What a server may have rewritten meanwhile is not written."""
     from atoll.cli import export
     from atoll.posix import replace_file
 
@@ -115,7 +117,8 @@ def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
 
 @pytest.mark.covers("P8")
 @pytest.mark.usefixtures("overwritten")
-def test_the_newest_version_is_exported_while_rounds_overwrite_the_one_that_was_newest(tmp_path) -> None:
+def test_exports_the_newest_version_during_rounds(tmp_path) -> None:
+    """The version that was newest at the begin of the export is overwritten."""
     from atoll.cli import export
 
     out = tmp_path / "model.safetensors"
@@ -126,7 +129,8 @@ def test_the_newest_version_is_exported_while_rounds_overwrite_the_one_that_was_
 
 
 @pytest.mark.usefixtures("overwritten")
-def test_a_version_that_is_overwritten_during_its_export_is_not_called_damaged(tmp_path) -> None:
+def test_an_overwritten_version_is_not_called_damaged(tmp_path) -> None:
+    """A version is overwritten during its export."""
     from atoll.cli import export
 
     with pytest.raises(Gone, match="deleted this version during the export"):
@@ -134,7 +138,8 @@ def test_a_version_that_is_overwritten_during_its_export_is_not_called_damaged(t
     assert "model.safetensors" not in names(tmp_path)
 
 
-def test_a_full_disk_is_named_and_not_taken_for_the_network(server, tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_named(server, tmp_path, monkeypatch) -> None:
+    """A full disk is not taken for a failure of the network."""
     from atoll.cli import export
     from atoll.transport import object_server
 
@@ -199,9 +204,8 @@ SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min
         ("exports", 0, SERVER, "state/exports cannot be used (Permission denied). Run the command as the owner "),
     ],
 )
-def test_what_another_user_may_not_use_is_named_and_not_called_damaged(
-    server, tmp_path, path: str, mode: int, words: str, said: str
-) -> None:
+def test_files_of_another_user_are_named(server, tmp_path, path: str, mode: int, words: str, said: str) -> None:
+    """Files that only another user may read are not called damaged."""
     server.stop()
     (tmp_path / "state" / "objects").mkdir()
     (tmp_path / "state" / path).chmod(mode)
@@ -246,7 +250,8 @@ def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
     assert outcome.stderr.endswith("Without a server, use --dir STATE_DIRECTORY.\n")
 
 
-def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server, tmp_path) -> None:
+def test_a_missing_version_leaves_the_old_file(nursery: Nursery, server, tmp_path) -> None:
+    """A version that is not kept leaves the file of an earlier export."""
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"old")
     for source in (("--server", server.url), ("--dir", "state")):
@@ -259,8 +264,8 @@ def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server
 # -- the log of a run
 
 
-def test_audit_tells_what_was_decided_and_names_a_changed_entry(atoll_command, tmp_path) -> None:
-    """Beside a running server and behind a stopped one."""
+def test_audit_tells_decisions_and_changed_entries(atoll_command, tmp_path) -> None:
+    """`atoll audit` says them beside a running server and after a stopped one."""
     with plain_server(tmp_path, {"w": torch.zeros(2)}, rounds=1) as server:
         with atoll.join(server.url, site="clinic-a", folder=tmp_path / "w") as worker:
             for fl_round in worker:

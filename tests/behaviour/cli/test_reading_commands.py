@@ -6,7 +6,9 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
@@ -56,51 +58,46 @@ def folder_of(halfway: Halfway, ended: Path, tmp_path: Path) -> Callable[[str], 
             (folder / "state" / f"{JOURNAL}-shm").unlink()
         for path in (each for each in folder.rglob("*") if each.suffix != ".token"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # an earlier release, or an owner that lets others read
-        (tmp_path / "temporary").mkdir()
         # version 0; in each round, two updates and a version
         return folder, *((3, 11) if kind == "ended" else (1, 5))
 
     return make
 
 
-def require_read(said: dict[str, str], folder: Path, version: int, entries: int) -> None:
-    """What the three commands have printed is true."""
+def require_read(folder: Path, version: int, entries: int, ask: Callable[..., Any]) -> None:
+    """What the three commands print is true, and they leave nothing with the temporary files."""
+    said, temporary = {}, folder.with_name("temporary")
+    temporary.mkdir()
+    for name, words in COMMANDS.items():
+        outcome = ask(folder, *words.split(), TMPDIR=str(temporary))
+        assert outcome.returncode == 0, outcome.stderr
+        said[name] = outcome.stdout
+    assert list(temporary.iterdir()) == []
     assert [each["version"] for each in json.loads(said["status"])["fragments"]] == [version]
     assert json.loads(said["audit"])["entries"] == entries
     assert said["export"] == f"version {version}: out.safetensors\n"
-    (folder / "out.safetensors").unlink()
 
 
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
-def test_reading_changes_nothing(nursery: Nursery, folder_of, tmp_path: Path, kind: str) -> None:
+def test_reading_changes_nothing(nursery: Nursery, folder_of, kind: str) -> None:
     """Content, modes and times stay, and no file is left in the state directory or with the temporary files."""
     folder, version, entries = folder_of(kind)
-    before, said = look(folder / "state"), {}
-    for name, words in COMMANDS.items():
-        outcome = command(nursery, folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
-        assert outcome.returncode == 0, outcome.stderr
-        assert look(folder / "state") == before, name
-        said[name] = outcome.stdout
-    require_read(said, folder, version, entries)
-    assert list((tmp_path / "temporary").iterdir()) == []
+    before = look(folder / "state")
+    require_read(folder, version, entries, partial(command, nursery))
+    assert look(folder / "state") == before
 
 
 @pytest.mark.slow
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
-def test_a_folder_that_is_only_readable_is_read(folder_of, tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_is_only_readable_is_read(folder_of, kind: str) -> None:
     folder, version, entries = folder_of(kind)
     for path in folder.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o400 if path.suffix == ".token" else 0o444)
-    before, said = look(folder / "state"), {}
-    for name, words in COMMANDS.items():
-        outcome = without_permission(folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
-        assert outcome.returncode == 0, outcome.stderr
-        said[name] = outcome.stdout
+    before = look(folder / "state")
+    require_read(folder, version, entries, without_permission)
     assert look(folder / "state") == before
-    require_read(said, folder, version, entries)
-    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.fixture
@@ -109,7 +106,6 @@ def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, Feder
     gates = {site: Gate(2, site) for site in "ab"}
     folder = tmp_path / "run"
     folder.mkdir()
-    (tmp_path / "temporary").mkdir()
     with ForkedServer(nursery, folder) as server:
         sites = FederatedSites(server.url, folder, during=lambda site, number: gates[site](site, number))
         for gate in gates.values():
@@ -125,21 +121,15 @@ def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, Feder
 @pytest.mark.slow
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("index", ["usable", "for the server alone"])
-def test_a_living_run_is_read_in_a_round(living, nursery: Nursery, tmp_path: Path, index: str) -> None:
+def test_a_living_run_is_read_in_a_round(living, index: str) -> None:
     """Another user may lack the permission to use SQLite's index. Then the journal and its log are copied."""
-    (folder, *_), said = living, {}
-    state = folder / "state"
-    journal = [state / JOURNAL, state / f"{JOURNAL}-wal", state / f"{JOURNAL}-shm"]
+    folder, *_ = living
     if index != "usable":
-        journal[2].chmod(0)
+        (folder / "state" / f"{JOURNAL}-shm").chmod(0)
+    journal = sorted((folder / "state").glob(f"{JOURNAL}*"))
     before = [path.read_bytes() for path in journal]
-    for name, words in COMMANDS.items():
-        outcome = without_permission(folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
-        assert outcome.returncode == 0, outcome.stderr
-        said[name] = outcome.stdout
+    require_read(folder, 1, 5, without_permission)
     assert [path.read_bytes() for path in journal] == before
-    require_read(said, folder, 1, 5)
-    assert list((tmp_path / "temporary").iterdir()) == []
 
 
 @pytest.mark.slow
@@ -173,42 +163,27 @@ def of_another_program(path: Path) -> None:
     changed_by("CREATE TABLE notes (text)")(path)
 
 
-DAMAGED: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
-    "missing": (Path.unlink, "status audit export", UsageError.exit_code, "There is no run in 'state'."),
-    "empty": (
-        lambda path: path.write_bytes(b""),
-        "status audit export",
-        StateCorrupt.exit_code,
-        f"state/{JOURNAL} is empty.",
-    ),
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "There is no run in 'state'."),
+    "empty": (lambda path: path.write_bytes(b""), f"state/{JOURNAL} is empty."),
     "no database": (
         lambda path: path.write_bytes(b"x" * 24_000),
-        "status audit export",
-        StateCorrupt.exit_code,
         f"state/{JOURNAL} cannot be read: file is not a database.",
     ),
     "another program's": (
         of_another_program,
-        "status audit export",
-        StateCorrupt.exit_code,
         f"state/{JOURNAL} belongs to another program: it has the table 'notes'.",
     ),
     "another version's": (
         changed_by("PRAGMA user_version = 99"),
-        "status audit export",
-        StateCorrupt.exit_code,
         f"state/{JOURNAL} has journal version 99, but this Atoll reads version ",
     ),
     "changed row": (
         lambda path: flip_column(path, "tickets", "digest"),
-        "audit export",
-        StateCorrupt.exit_code,
         f"state/{JOURNAL} is damaged: the content of tickets (ticket = ",
     ),
     "changed table": (
         changed_by("DROP INDEX tickets_of_site"),
-        "audit export",
-        StateCorrupt.exit_code,
         f"state/{JOURNAL} is damaged: the content of index tickets_of_site does not match",
     ),
 }
@@ -217,14 +192,15 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
 @pytest.mark.covers("F41", "X3")
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_journal_is_named(nursery: Nursery, ended: Path, tmp_path: Path, damage: str) -> None:
-    change, commands, code, words = DAMAGED[damage]
-    folder = copy_folder(ended, tmp_path / "run")
+    """The status is shown all the same where a row or a table was changed."""
+    (change, words), folder = DAMAGED[damage], copy_folder(ended, tmp_path / "run")
+    code = (UsageError if damage == "missing" else StateCorrupt).exit_code
     change(folder / "state" / JOURNAL)
-    before = look(folder / "state")
-    (tmp_path / "temporary").mkdir()
-    for name in commands.split():
-        outcome = command(nursery, folder, *COMMANDS[name].split(), TMPDIR=str(tmp_path / "temporary"))
+    before, temporary = look(folder / "state"), tmp_path / "temporary"
+    temporary.mkdir()
+    for name in ("audit", "export") if damage.startswith("changed") else COMMANDS:
+        outcome = command(nursery, folder, *COMMANDS[name].split(), TMPDIR=str(temporary))
         assert (outcome.returncode, outcome.stderr[: len(words) + 7]) == (code, f"atoll: {words}"), name
         assert len(outcome.stderr.splitlines()) == 1
     assert look(folder / "state") == before
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list(temporary.iterdir()) == []

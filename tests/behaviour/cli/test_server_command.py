@@ -19,14 +19,11 @@ from typing import Any, TextIO
 
 import pytest
 from harness.processes import Nursery, Process, wait_until
-from kit.processes import unread_pipe, url_of, wait_for_words
+from kit.processes import running, unread_pipe, url_of, wait_for_words
 from kit.wire import WireSite
 
 import atoll
 from atoll.testing.run import status
-
-ATOLL = [sys.executable, "-m", "atoll.cli.main"]
-
 
 Start = Callable[..., Process]
 
@@ -59,9 +56,8 @@ def mine(atoll_command: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
-def test_a_server_is_alone_on_its_port_and_directory_and_says_when_stopped_that_it_can_go_on(
-    mine, atoll_command, start: Start, number: signal.Signals, code: int
-) -> None:
+def test_a_server_is_alone_and_can_go_on(mine, atoll_command, start: Start, number: signal.Signals, code: int) -> None:
+    """A server is alone on its port and directory, and says when it is stopped that the run can go on."""
     server = start()
     by_port = ("--port", url_of(server).rsplit(":", 1)[1], "--dir", "other")
     for flags, refused in ((by_port, 3), (("--port", "0"), 4)):
@@ -83,10 +79,11 @@ def test_a_server_is_alone_on_its_port_and_directory_and_says_when_stopped_that_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
-def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
-    mine, start: Start, tmp_path, number: signal.Signals
-) -> None:
-    """A worker that has not asked again is waited for; a user who does not want to wait has a finished run."""
+def test_a_server_stopped_after_its_run_says_so(mine, start: Start, tmp_path, number: signal.Signals) -> None:
+    """A server that is stopped behind the end of its run says that the run is finished.
+
+    A worker that has not asked again is waited for; a user who does not want to wait has a finished run.
+    """
     server = start("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
     with atoll.join(url_of(server), site="a", folder=tmp_path / "w") as worker:
         fl_round = next(iter(worker))
@@ -102,7 +99,8 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
 
 
 @pytest.mark.covers("X4")
-def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch, caplog) -> None:
+def test_the_server_says_first_that_it_starts(monkeypatch, caplog) -> None:
+    """The server says that it starts before it loads what is slow."""
     from atoll import Settings
     from atoll.cli import server
 
@@ -116,7 +114,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
 
 
 @pytest.mark.slow
-def test_a_server_with_a_workflow_speaks_of_no_model(start: Start, tmp_path) -> None:
+def test_a_workflow_server_speaks_of_no_model(start: Start, tmp_path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
     (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
@@ -129,32 +127,25 @@ def test_a_server_with_a_workflow_speaks_of_no_model(start: Start, tmp_path) -> 
 def on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, bytearray]]:
     """`atoll server` on a terminal: its process, our end of the terminal, and what it says until it waits for sites."""
     terminal, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
-        cwd=folder,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-    said = bytearray()
-    try:
+    words = ["server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"]
+    env = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
+    ends = {"stdin": subprocess.DEVNULL, "stdout": theirs, "stderr": theirs}
+    with running(*words, cwd=folder, env=env, **ends) as process:
+        os.close(theirs)
+        said = bytearray()
         while b"no worker has joined yet" not in said:
             said += os.read(terminal, 4096)
         yield process, terminal, said
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
+    os.close(terminal)
 
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_a_terminal_that_is_stopped_by_ctrl_s_stops_neither_the_server_nor_its_end(mine, tmp_path) -> None:
+def test_ctrl_s_stops_no_server(mine, tmp_path) -> None:
+    """A terminal that is stopped by Ctrl-S stops neither the server nor its end."""
     with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         os.write(terminal, b"\x13")  # Ctrl-S
-        url = re.search(rb"listening on (\S+)", said).group(1).decode()  # type: ignore[union-attr]
+        url = re.search(rb"listening on (\S+)", said).group(1).decode()
         WireSite(url, "a")  # the server logs that it has joined
         assert [worker.site for worker in status(url).workers] == ["a"]
         process.terminate()
@@ -163,7 +154,8 @@ def test_a_terminal_that_is_stopped_by_ctrl_s_stops_neither_the_server_nor_its_e
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine, tmp_path) -> None:
+def test_a_terminal_shows_the_status_table(mine, tmp_path) -> None:
+    """The table stands below the lines of the log."""
     with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         process.terminate()
         with contextlib.suppress(OSError):  # how a terminal says that no process writes to it any more
@@ -181,8 +173,11 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_a_standard_output_that_nothing_reads_stops_neither_the_server_nor_its_end(nursery, tmp_path) -> None:
-    """The pipe takes some lines, then none. A workflow says more than it and the queue take; the status is answered."""
+def test_an_unread_output_stops_no_server(nursery, tmp_path) -> None:
+    """A standard output that nothing reads stops neither the server nor its end.
+
+    The pipe takes some lines, then none. A workflow says more than it and the queue take; the status is answered.
+    """
     (tmp_path / "flow.py").write_text(
         "import logging\n"
         "def main(controller):\n"
@@ -193,9 +188,8 @@ def test_a_standard_output_that_nothing_reads_stops_neither_the_server_nor_its_e
     )
     unread, output = os.pipe()
     words = ["server", "--port", "0", "--set", "disk.min_free_bytes=0", "--set", "workflow.function=flow.py:main"]
-    process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=output, stderr=subprocess.PIPE)
-    os.close(output)
-    try:
+    with running(*words, cwd=tmp_path, stdout=output, stderr=subprocess.PIPE) as process:
+        os.close(output)
         said = b""
         while b"listening on" not in said:
             said += os.read(unread, 1)
@@ -207,23 +201,17 @@ def test_a_standard_output_that_nothing_reads_stops_neither_the_server_nor_its_e
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr.read() == b""
-    finally:
-        process.kill()
-        process.wait()
-        os.close(unread)
+    os.close(unread)
 
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_a_standard_error_that_nothing_reads_does_not_stop_the_end(tmp_path) -> None:
+def test_an_unread_error_output_stops_no_end(tmp_path) -> None:
+    """A standard error that nothing reads does not stop the end."""
     with unread_pipe() as output:
         words = ["server", "--set", "rounds.sites=none"]
-        process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=output)
-        try:
+        with running(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=output) as process:
             assert process.wait(60) == 2
-        finally:
-            process.kill()
-            process.communicate()
 
 
 def log_on(output: TextIO, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
@@ -235,9 +223,10 @@ def log_on(output: TextIO, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     return log
 
 
-def test_a_standard_output_with_no_reader_left_is_named_once_without_a_traceback(
+def test_an_output_without_a_reader_is_named_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """A standard output with no reader left is named once, without a traceback."""
     from atoll.cli import text
 
     reader, writer = os.pipe()
@@ -254,7 +243,8 @@ def test_a_standard_output_with_no_reader_left_is_named_once_without_a_traceback
     assert capfd.readouterr().err.splitlines() == [lost]
 
 
-def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(monkeypatch) -> None:
+def test_dropped_lines_are_counted(monkeypatch) -> None:
+    """Lines that found no room are counted, and the others keep their order."""
     from atoll.cli import text
 
     class Output(io.StringIO):
@@ -328,9 +318,10 @@ def test_config_show_says_what_was_set(atoll_command) -> None:
         ("fednova", {"aggregation.reducer": {"name": "normalised_mean"}, "rounds.min_sites": 3}),
     ],
 )
-def test_config_show_names_what_the_algorithm_chooses_and_can_be_a_run_file(
+def test_config_show_names_what_algorithms_choose(
     atoll_command, tmp_path: Path, algorithm: str, chosen: dict[str, Any]
 ) -> None:
+    """What it prints can be a run file."""
     flags = ("--set", "rounds.sites=3", "--set", "algorithm.outer_optimizer={lr = 0.5}")
     shown = atoll_command("config", "show", "--set", f"algorithm.name={algorithm}", *flags).stdout
     found = tomllib.loads(shown)
@@ -343,9 +334,8 @@ def test_config_show_names_what_the_algorithm_chooses_and_can_be_a_run_file(
 
 
 @pytest.mark.covers("L12")
-def test_flags_win_over_the_run_file_and_modules_beside_it_and_here_can_be_imported(
-    start: Start, tmp_path: Path
-) -> None:
+def test_flags_win_over_the_run_file(start: Start, tmp_path: Path) -> None:
+    """Modules beside the run file, and in the current folder, can be imported."""
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "run.toml").write_text(
         'model.source = "own:build"\nalgorithm.name = "fedavg"\nrounds.total = 7\ndisk.state_dir = "state"\n'
@@ -365,7 +355,8 @@ def test_flags_win_over_the_run_file_and_modules_beside_it_and_here_can_be_impor
 
 
 @pytest.mark.parametrize("present", [True, False])
-def test_a_run_file_that_was_not_named_is_offered(atoll_command, tmp_path, present: bool) -> None:
+def test_offers_a_run_file_beside_it(atoll_command, tmp_path, present: bool) -> None:
+    """A run file that was not named is offered."""
     if present:
         (tmp_path / "run.toml").write_text('model.source = "model:build"\n')
     outcome = atoll_command("server", "--port", "0")
@@ -373,7 +364,8 @@ def test_a_run_file_that_was_not_named_is_offered(atoll_command, tmp_path, prese
     assert ("Did you mean: atoll server run.toml?" in outcome.stderr) is present
 
 
-def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(atoll_command, tmp_path) -> None:
+def test_config_show_says_where_values_come_from(atoll_command, tmp_path) -> None:
+    """Unknown names are refused."""
     (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedavgg"\n')
     outcome = atoll_command("config", "show", "run.toml")
     assert outcome.returncode == 2
@@ -394,9 +386,7 @@ def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(ato
         ('algorithm.outer_optimizer={name = "sgd", speed = 3}', "outer optimizer 'sgd' has no option 'speed'"),
     ],
 )
-def test_config_show_refuses_the_options_that_the_server_refuses(
-    atoll_command, tmp_path, given: str, said: str
-) -> None:
+def test_config_show_refuses_what_the_server_refuses(atoll_command, tmp_path, given: str, said: str) -> None:
     (tmp_path / "run.toml").write_text(
         'algorithm.name = "fedavg"\nrounds.total = 1\nnetwork.port = 0\n'
         '[model]\nsource = "torch.nn:Linear"\nargs = {in_features = 1, out_features = 1}\n'

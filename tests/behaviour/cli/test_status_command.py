@@ -20,6 +20,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, ForkedServer, serve
+from kit.processes import running
 from kit.servers import new_server, plain_server
 from kit.tls import write_certificate
 from kit.wire import WireSite
@@ -48,7 +49,7 @@ def lines(canned, atoll_command) -> Callable[[dict[str, Any]], list[str]]:
 
 
 @pytest.mark.covers("L13")
-def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_command) -> None:
+def test_plain_lines_name_the_awaited(canned, atoll_command) -> None:
     outcome = atoll_command("status", "--server", canned.url)
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
@@ -78,9 +79,10 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
         ({"state": "dead"}, "7", "4.50", "-"),
     ],
 )
-def test_a_dash_says_that_no_steps_were_reported_or_that_a_site_trains_from_no_version(
+def test_dashes_stand_for_missing_numbers(
     known, lines, changes: dict[str, Any], step: str, pace: str, stale: str
 ) -> None:
+    """A dash says that no steps were reported, or that a site trains from no version."""
     worker = known["workers"][0] | {"step": 7, "steps_per_s": 4.5, "local_steps": 0, "staleness": 2} | changes
     shown = lines(known | {"workers": [worker]})
     head = next(line for line in shown if line.startswith("site"))
@@ -126,15 +128,19 @@ def test_bytes_each_way_stand_against_data_parallel_training(known, lines) -> No
     assert not any("data-parallel" in line for line in lines(alone))
 
 
-def test_json_is_the_message_itself_and_the_server_comes_from_the_environment(canned, atoll_command, known) -> None:
+def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
+    """The server's address comes from the environment."""
     outcome = atoll_command("status", "--json", ATOLL_SERVER=canned.url)
     assert Status.model_validate_json(outcome.stdout) == Status.model_validate(known)
 
 
 @pytest.mark.slow
 @pytest.mark.covers("L12")
-def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path, monkeypatch) -> None:
-    """After the run, the server stays for a command that watches it."""
+def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
+    """`atoll status --watch` waits for a server that is started, and started again, and sees the end of the run.
+
+    After the run, the server stays for a command that watches it.
+    """
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 60.0)
     options = {
         "algorithm.name": "fedavg",
@@ -144,13 +150,8 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
     }
     server = new_server(nn.Linear(2, 2), **options)
     url = f"http://127.0.0.1:{options['network.port']}"
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "atoll.cli.main", "status", "--server", url, "--watch", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with running("status", "--server", url, "--watch", "--json", **pipes) as watching:
         assert "does not answer" in watching.stderr.readline()
         server.start()
         assert not json.loads(watching.stdout.readline())["finished"]
@@ -166,15 +167,14 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
         out, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0
         assert json.loads(out.splitlines()[-1])["finished"]
-    finally:
-        watching.kill()
-        watching.wait()
-        server.stop()
 
 
 @pytest.mark.covers("L16", "L14")
-def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path, lines) -> None:
-    """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, at whatever step a worker joined."""
+def test_bytes_are_compared_within_one_start(tmp_path, lines) -> None:
+    """Gradients are counted to the byte, since this start of the server.
+
+    Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, at whatever step a worker joined.
+    """
     model = nn.Linear(2, 2, bias=False)
     options = {
         "rounds.sites": 2,
@@ -206,7 +206,7 @@ def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path, line
         assert f"would have moved {len(done) * 4 * 16} B each way" in shown
 
 
-def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> None:
+def test_a_servers_error_keeps_its_exit_code(canned, atoll_command) -> None:
     problem = {"code": "auth", "message": "The server wants a token.", "remedy": "Set ATOLL_TOKEN."}
     canned.answers["/v1/status"] = (401, json.dumps(problem))
     outcome = atoll_command("status", "--server", canned.url)
@@ -215,10 +215,13 @@ def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> No
 
 
 @pytest.mark.covers("X2")
-def test_a_reader_sees_the_status_with_its_token_and_the_owner_with_the_folder(
+def test_readers_need_a_token_and_owners_a_folder(
     tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither has the token of the sites. The folder's token comes before one in the environment."""
+    """A reader sees the status with its token, and the owner of the folder by the folder.
+
+    Neither has the token of the sites. The folder's token comes before one in the environment.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
     with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
         copy = tmp_path / "copy"
@@ -246,7 +249,8 @@ def test_a_reader_sees_the_status_with_its_token_and_the_owner_with_the_folder(
 
 
 @pytest.mark.covers("X4")
-def test_the_live_table_has_the_same_words_and_what_is_said_meanwhile_stands_above_it(known, monkeypatch) -> None:
+def test_the_live_table_has_the_same_words(known, monkeypatch) -> None:
+    """What is said meanwhile stands above it."""
     from rich.console import Console
 
     from atoll.cli import status
@@ -273,7 +277,8 @@ def test_a_run_without_workers_says_so(known, lines) -> None:
 
 
 @pytest.mark.covers("L5", "L6", "L13")
-def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> None:
+def test_an_async_run_shows_staleness(known, lines) -> None:
+    """An asynchronous run says how far behind updates were."""
     worker = known["workers"][0] | {"staleness": 3, "local_steps": 166}
     last = known["history"][-1]
     last |= {"sites": [site | {"staleness": lag} for site, lag in zip(last["sites"], (0, 4), strict=True)]}
@@ -311,7 +316,7 @@ def status_of(atoll_command) -> Callable[..., tuple[int, str]]:
 
 
 @pytest.mark.covers("L13")
-def test_status_reads_the_state_directory_of_a_finished_run(status_of, tmp_path: Path) -> None:
+def test_status_reads_a_finished_runs_folder(status_of, tmp_path: Path) -> None:
     """The default one, `atoll-run`, also where no server answers at the default address."""
     with serve(tmp_path, **{"run.name": "over", "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path).join()
@@ -340,9 +345,8 @@ def test_status_reads_the_state_directory_of_a_finished_run(status_of, tmp_path:
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "atoll-run").rglob("*.sqlite")) == before
 
 
-def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(
-    nursery: Nursery, status_of, tmp_path: Path
-) -> None:
+def test_a_killed_server_leaves_its_status(nursery: Nursery, status_of, tmp_path: Path) -> None:
+    """The directory has the status of a version where its server is killed."""
     with ForkedServer(nursery, tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss"}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -357,7 +361,8 @@ def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(
     assert json.loads(said)["bytes_up"] > 0
 
 
-def test_a_stored_status_says_when_it_was_stored_and_shows_no_site_as_alive_now(status_of, tmp_path: Path) -> None:
+def test_a_stored_status_has_its_time(status_of, tmp_path: Path) -> None:
+    """A status from the folder of a stopped server shows no site as alive now."""
     with serve(tmp_path, **{"run.name": "stopped"}) as server:
         WireSite(server.url, "a")
     before = datetime.now() - timedelta(seconds=1210)
@@ -375,9 +380,8 @@ def test_a_stored_status_says_when_it_was_stored_and_shows_no_site_as_alive_now(
 
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize("saved", [None, b"", b"\xff", b"{}"], ids=["missing", "empty", "no text", "no status"])
-def test_without_a_saved_status_the_journal_says_whether_the_run_has_a_model(
-    status_of, tmp_path: Path, saved: bytes | None
-) -> None:
+def test_status_needs_no_saved_file(status_of, tmp_path: Path, saved: bytes | None) -> None:
+    """Without a saved status, the journal says whether the run has a model."""
     with serve(tmp_path) as server:
         nbytes = server.status().model_bytes
     path = tmp_path / "state" / "status.json"
@@ -393,7 +397,8 @@ def test_without_a_saved_status_the_journal_says_whether_the_run_has_a_model(
     assert "\nwarning: state/status.json is missing or damaged, so the run's settings are not shown." in said
 
 
-def test_status_says_why_the_server_on_the_directory_cannot_be_asked(status_of, tmp_path: Path) -> None:
+def test_status_says_why_a_server_is_silent(status_of, tmp_path: Path) -> None:
+    """The server on the directory cannot be asked."""
     with serve(tmp_path, **write_certificate(tmp_path, "elsewhere.org")):
         code, said = status_of("--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
     assert code == 0, said
@@ -408,18 +413,18 @@ def test_status_says_why_the_server_on_the_directory_cannot_be_asked(status_of, 
     ],
     ids=["fedavg", "diloco"],
 )
-def test_words_of_diloco_are_in_the_status_of_diloco_alone(
+def test_words_of_diloco_stand_with_diloco_alone(
     status_of, tmp_path: Path, settings: dict[str, object], words: set[str]
 ) -> None:
+    """The status of another algorithm does not have them."""
     with serve(tmp_path, **settings) as server:
         _, said = status_of("--server", server.url)
     assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in said} == words
 
 
 @pytest.mark.covers("L13")
-def test_status_asks_the_server_that_runs_on_the_state_directory_and_says_when_none_does(
-    status_of, tmp_path: Path
-) -> None:
+def test_status_asks_the_server_on_its_folder(status_of, tmp_path: Path) -> None:
+    """Where no server runs, it says so."""
     with serve(tmp_path) as server:
         WireSite(server.url, "a")
         code, said = status_of("--dir", "state", "--json")

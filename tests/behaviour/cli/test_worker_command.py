@@ -15,7 +15,7 @@ import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import serve
 from kit.peers import Connection, Peer
-from kit.processes import unread_pipe
+from kit.processes import running, unread_pipe
 from kit.wire import WireSite
 from torch import nn
 
@@ -30,8 +30,11 @@ print(json.dumps([found, sys.argv[1:]]))
 
 
 @pytest.mark.covers("P6", "L23", "X2", "X4")
-def test_the_script_finds_its_server_in_the_environment_and_its_own_arguments(canned, atoll_command, tmp_path) -> None:
-    """How often a lost server is then asked, tests/behaviour/worker shows. Arguments and tokens may be secret."""
+def test_scripts_find_server_and_arguments(canned, atoll_command, tmp_path) -> None:
+    """The script finds its server in the environment, and gets its own arguments.
+
+    How often a lost server is then asked, tests/behaviour/worker shows. Arguments and tokens may be secret.
+    """
     flags = ("--server", canned.url, "--site", "a", "--dir", "files", "--max-sync-retries", "2")
     script = (sys.executable, "-c", SHOW, "--site", "x", "--help")
     outcome = atoll_command("worker", *flags, *script, ATOLL_TOKEN="secret")
@@ -66,20 +69,18 @@ def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: in
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_a_standard_error_that_nothing_reads_stops_neither_the_command_nor_its_end(canned, tmp_path) -> None:
+def test_an_unread_error_output_stops_no_worker(canned, tmp_path) -> None:
+    """A standard error that nothing reads stops neither the command nor its end."""
     script = "open('run', 'a').write('x'); raise SystemExit(7)"
     words = ["worker", "--server", canned.url, "--site", "a", "--restarts", "1", "--", sys.executable, "-c", script]
     with unread_pipe() as output:
-        process = subprocess.Popen([sys.executable, "-m", "atoll.cli.main", *words], cwd=tmp_path, stderr=output)
-        try:
+        with running(*words, cwd=tmp_path, stderr=output) as process:
             assert process.wait(60) == 7
-        finally:
-            process.kill()
-            process.wait()
     assert (tmp_path / "run").read_text() == "xx"
 
 
-def test_a_server_that_is_not_up_yet_is_waited_for(nursery, tmp_path) -> None:
+def test_waits_for_a_server_to_come_up(nursery, tmp_path) -> None:
+    """A server that is not up yet is waited for."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     script = ("--", sys.executable, "-c", "raise SystemExit(3)")
@@ -92,7 +93,8 @@ def test_a_server_that_is_not_up_yet_is_waited_for(nursery, tmp_path) -> None:
     assert started == f"atoll: {url} answers, run late; starting {sys.executable}"
 
 
-def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(atoll_command) -> None:
+def test_a_restart_counts_a_missing_server(atoll_command) -> None:
+    """A restart waits for the server, and a server that is away counts as a restart."""
     argv = ["worker", "--server", "http://127.0.0.1:9", "--site", "a", "--restarts", "1", "--", "true"]
     outcome = atoll_command(*argv, ATOLL_GIVE_UP_S="0.01")
     assert outcome.returncode == 5
@@ -115,7 +117,7 @@ def test_another_protocol_version_says_which_side_to_upgrade(canned, tmp_path) -
         atoll.join(canned.url, site="a", folder=tmp_path)
 
 
-def test_a_command_that_fails_is_started_again_so_often(canned, atoll_command) -> None:
+def test_restarts_a_failed_command_so_often(canned, atoll_command) -> None:
     script = (
         "from pathlib import Path; mark = Path('tried'); tried = mark.exists(); mark.touch(); print('run');"
         "raise SystemExit(0 if tried else 9)"
@@ -164,8 +166,11 @@ def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.S
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_that_it_was_started_to_ignore_stays_ignored(canned, number: signal.Signals) -> None:
-    """As `nohup` does it, and a script's shell for what it starts in the background."""
+def test_ignored_signals_stay_ignored(canned, number: signal.Signals) -> None:
+    """A signal that the command was started to ignore stays ignored.
+
+    As `nohup` does it, and a script's shell for what it starts in the background.
+    """
     with started(canned.url, [number, signal.SIGTERM], ignored=[number]) as process:
         process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
         process.send_signal(signal.SIGTERM)
@@ -212,7 +217,7 @@ def test_prints_again_when_the_cause_changes(nursery: Nursery, tmp_path: Path) -
     assert "https://" in second
 
 
-def test_prints_the_same_cause_again_after_a_while(
+def test_repeats_the_same_cause_after_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from atoll.cli import worker
@@ -230,9 +235,8 @@ def test_prints_the_same_cause_again_after_a_while(
     ("name", "advice"),
     [("pyhton", "Did you mean 'python'?"), ("qqqqzzzz", "for example: -- python train.py")],
 )
-def test_a_program_that_does_not_exist_is_named_before_the_server_is_asked(
-    atoll_command, tmp_path, name: str, advice: str
-) -> None:
+def test_a_missing_program_is_named_first(atoll_command, tmp_path, name: str, advice: str) -> None:
+    """A program that does not exist is named before the server is asked."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python").symlink_to(sys.executable)
@@ -245,8 +249,11 @@ def test_a_program_that_does_not_exist_is_named_before_the_server_is_asked(
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_does_not_restart_a_worker_of_a_taken_site(nursery: Nursery, tmp_path: Path) -> None:
-    """Else the two would take the site from each other in turn."""
+def test_does_not_restart_a_replaced_worker(nursery: Nursery, tmp_path: Path) -> None:
+    """A worker whose site another process has taken is not started again.
+
+    Else the two would take the site from each other in turn.
+    """
     script = tmp_path / "train.py"
     script.write_text(
         "import time, atoll\n"

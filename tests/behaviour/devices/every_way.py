@@ -58,8 +58,7 @@ class Awkward(nn.Module):
             self.seen += 1
         hidden = self.back(torch.relu(hidden - self.mean))
         mixed = (hidden @ self.mixing).sum(-1, keepdim=True) * self.narrow.float().mean() * self.scale
-        logits: Tensor = self.head(hidden + 0.01 * mixed + self.long.mean())
-        return logits
+        return self.head(hidden + 0.01 * mixed + self.long.mean())
 
 
 def build(device: str = "cpu") -> Awkward:
@@ -200,7 +199,7 @@ def tasks(device: str, folder: Path) -> Tensors:
 
 
 def objects(device: str, folder: Path) -> Tensors:
-    """Of tensors there, into a model there, and lazily."""
+    """Objects of tensors on the device are fetched into a model on it, and lazily."""
     del folder
     model, other = build(device), build(device)
     with torch.no_grad():

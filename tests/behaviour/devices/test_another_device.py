@@ -19,7 +19,8 @@ SCRIPT = Path(__file__).with_name("every_way.py")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.covers("P1", "L7", "L16")
-def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_path: Path) -> None:
+def test_another_device_has_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """Every way leaves the same bits on another device."""
     library = compiled()
     touched, far, cpu = (
         nursery.start(str(SCRIPT), how, str(library), str(tmp_path / how), cwd=tmp_path)

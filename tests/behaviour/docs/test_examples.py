@@ -139,7 +139,8 @@ def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: obj
 
 
 @pytest.mark.covers("D7", "X1")
-def test_krum_takes_the_update_in_the_middle_of_the_honest_ones(folder: Path) -> None:
+def test_krum_takes_the_middle_update(folder: Path) -> None:
+    """Krum takes the update in the middle of the honest ones."""
     # with f = 1 of 5 the two nearest count, in units of the number of elements:
     # a: .25² + .375²,  b: .125² + .25²,  c: .125² + .375²; b is the smallest, and d and e are far from all others
     result = run_rounds(folder / "run.toml", 1, SITES)
@@ -155,7 +156,8 @@ def test_the_running_mean_is_the_mean(folder: Path) -> None:
 
 
 @pytest.mark.covers("D14", "X1")
-def test_the_folder_gives_a_next_run_what_the_last_one_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_next_run_finds_the_last_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder gives a next run what the last one left."""
     monkeypatch.chdir(folder)
     run_rounds(folder / "store.toml", 2, {"a": 1.0})
     saved = {path.name: load_file(path)["v"][0].item() for path in (folder / "shelf").iterdir()}

@@ -55,7 +55,8 @@ def commands() -> Commands:
 
 
 @by_page
-def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Every link leads to a file and a heading."""
     for link in links(page):
         if "://" in link:
             continue
@@ -196,7 +197,8 @@ def require_said(rows: list[list[str]], texts: str, at_least: int) -> None:
 
 
 @pytest.mark.covers("L26", "X3")
-def test_the_messages_in_operations_and_troubleshooting_are_those_of_the_code(texts: str) -> None:
+def test_quoted_messages_are_those_of_the_code(texts: str) -> None:
+    """The messages in operations and troubleshooting are those of the code."""
     require_said(table_rows(DOCS / "operations.md", "Common errors"), texts, 20)
     rows = rows_of(DOCS / "troubleshooting.md")
     require_said(rows, texts, 35)
@@ -206,14 +208,15 @@ def test_the_messages_in_operations_and_troubleshooting_are_those_of_the_code(te
 
 
 @pytest.mark.covers("L26")
-def test_the_warning_of_staleness_names_its_part_of_troubleshooting(texts: str) -> None:
+def test_the_staleness_warning_names_its_page(texts: str) -> None:
+    """The warning of staleness names its part of troubleshooting."""
     named = re.search(r"See (docs/troubleshooting\.md), (.+)", texts)
-    assert named is not None
     heading = named[2].partition("\x00")[0]
     assert any("its update would be … behind" in row[0] for row in table_rows(ROOT / named[1], heading))
 
 
-def test_the_metrics_in_operations_are_those_of_the_server(tmp_path: Path) -> None:
+def test_quoted_metrics_are_those_of_the_server(tmp_path: Path) -> None:
+    """The metrics in operations are those of the server."""
     written = set(re.findall(r"`(atoll_\w+)", prose(DOCS / "operations.md")))
     with atoll.Server(
         nn.Linear(2, 2), settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}

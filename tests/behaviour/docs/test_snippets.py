@@ -199,20 +199,20 @@ def as_script(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.covers("X1", "L20")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
-def test_a_page_runs_from_its_first_snippet_to_its_last(nursery: Nursery, page: Path, tmp_path: Path) -> None:
+def test_a_page_runs_from_top_to_bottom(nursery: Nursery, page: Path, tmp_path: Path) -> None:
+    """A page runs from its first snippet to its last."""
     run(nursery, as_script(page), tmp_path, page.stem)
 
 
-def test_the_walkthrough_and_both_tutorials_have_snippets_that_run() -> None:
+def test_walkthrough_and_tutorials_have_running_snippets() -> None:
     assert {page.stem for page in RUNNABLE} >= {"walkthrough", "tutorial-federated", "tutorial-diloco"}
 
 
 @pytest.mark.slow
 @pytest.mark.covers("L2", "P6")
 @pytest.mark.parametrize(("page", "block"), MARKED, ids=[f"{page.stem}-{block.name}" for page, block in MARKED])
-def test_a_script_takes_part_in_a_run_as_it_is_printed(
-    nursery: Nursery, page: Path, block: Block, tmp_path: Path
-) -> None:
+def test_a_script_takes_part_as_printed(nursery: Nursery, page: Path, block: Block, tmp_path: Path) -> None:
+    """A script takes part in a run as it is printed."""
     before, after = AROUND[block.name]
     script = block.text.replace('"http://host:8512"', "server.url")
     run(nursery, f"{before}\n{script}\n{after}", tmp_path, block.name)

@@ -75,8 +75,7 @@ def start_site(nursery: Nursery, folder: Path, url: str, name: str, *words: str,
 
 def matrix_of(folder: Path, name: str = "cross_site_evaluation") -> dict[str, Any]:
     """What lies in the exports."""
-    found: dict[str, Any] = json.loads((folder / "state" / "exports" / f"{name}.json").read_text())
-    return found
+    return json.loads((folder / "state" / "exports" / f"{name}.json").read_text())
 
 
 def run_settings(**settings: Any) -> dict[str, Any]:

@@ -28,7 +28,6 @@ def evaluate(folder: Path, register: Callable[[Any], None], **settings: Any) -> 
             register(worker)
             worker.run()
         server.run()
-    assert server.evaluation is not None
     return server.evaluation.model_dump()
 
 
@@ -89,7 +88,8 @@ def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Cal
     ],
     ids=["nothing", "list", "text", "too many"],
 )
-def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words: str) -> None:
+def test_a_site_refuses_what_is_no_metric(tmp_path: Path, gives: Any, words: str) -> None:
+    """What is no metric is said to the site."""
     given = iter([gives, {"loss": 1.0}])
 
     def register(worker: Any) -> None:
@@ -111,7 +111,7 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
     ],
     ids=["nothing", "list", "too many"],
 )
-def test_what_is_no_metric_is_refused_by_the_server_too(tmp_path: Path, metrics: Any, words: str) -> None:
+def test_a_server_refuses_what_is_no_metric(tmp_path: Path, metrics: Any, words: str) -> None:
     given = iter([metrics, {"loss": 1.0}])
 
     def register(worker: Any) -> None:
@@ -122,8 +122,11 @@ def test_what_is_no_metric_is_refused_by_the_server_too(tmp_path: Path, metrics:
 
 
 @pytest.mark.covers("P9")
-def test_a_model_of_long_tensors_goes_into_the_module_as_it_is(tmp_path: Path) -> None:
-    """It is read in runs of 8 MiB, of which the tensor takes three."""
+def test_long_tensors_go_into_the_module(tmp_path: Path) -> None:
+    """A model of long tensors goes into the module as it is.
+
+    It is read in runs of 8 MiB, of which the tensor takes three.
+    """
     expected = torch.arange(2.5 * 2**23 // 4).view(1, -1)
 
     def wrong(model: Any) -> dict[str, Any]:
@@ -152,7 +155,6 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path, monkeypatch: pyt
     with evaluation_server(tmp_path, **{"workflow.steps": only_b, "rounds.total": 0, "rounds.sites": 2}) as server:
         together(partial(take_part, "clinic-a"), partial(take_part, "clinic-b"))
         server.run()
-    assert server.evaluation is not None
     found = server.evaluation.model_dump()
     assert losses(found) == {"version 0": {"clinic-b": 1.0}, "clinic-b": {"clinic-b": 1.0}}
     assert set(asked) == {"clinic-b"}
@@ -160,7 +162,8 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.covers("P9", "P1")
-def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Path) -> None:
+def test_a_handler_may_answer_with_a_reference(tmp_path: Path) -> None:
+    """A handler may answer with a reference to a model elsewhere."""
     with atoll.objects.Publisher() as publisher:
 
         def register(worker: Any) -> None:
@@ -182,16 +185,16 @@ def test_a_name_has_one_handler(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_joins_a_run_without_rounds_without_naming_an_algorithm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_joins_without_an_algorithm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Joins a run without rounds without naming an algorithm."""
     caplog.set_level(logging.INFO, "atoll")
     with evaluation_server(tmp_path, **ALONE_AT_A) as server, atoll.join(server.url, site="a", folder=tmp_path / "w"):
         assert f"a: joined run atoll at {server.url}" in caplog.text
         server.stop()
 
 
-def test_without_a_server_handlers_are_taken_and_never_called() -> None:
+def test_handlers_wait_for_no_server() -> None:
+    """Without a server, handlers are taken and never called."""
     with atoll.join() as worker:
         assert worker.task("count")(len) is len
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure
@@ -207,7 +210,8 @@ def test_without_a_server_handlers_are_taken_and_never_called() -> None:
 
 
 @pytest.mark.covers("P9")
-def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) -> None:
+def test_refuses_a_site_without_an_evaluator_first(tmp_path: Path) -> None:
+    """Refuses a site without an evaluator before it trains."""
     trained: list[int] = []
     with evaluation_server(tmp_path, **{"rounds.sites": 1}) as server:
         with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
@@ -252,16 +256,14 @@ def test_a_site_that_is_not_evaluated_trains(tmp_path: Path, by_hand: bool) -> N
     with evaluation_server(tmp_path, **{"rounds.sites": 2, "workflow.steps": workflows}) as server:
         together(lambda: train(server.url, "a"), lambda: train(server.url, "b"))
         server.run()
-    assert server.evaluation is not None
     found = {cell.site: cell.metrics.get("loss") for cell in server.evaluation.cells}
     assert found == ({"a": 1.0, "b": 2.0} if by_hand else {"a": 1.0})
 
 
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("sites", [["a", "b"], ["a"]])
-def test_tells_a_site_before_its_first_step_that_it_will_be_asked(
-    tmp_path: Path, sites: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_a_site_before_its_first_step(tmp_path: Path, sites: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Tells a site before its first step that it will be asked."""
     caplog.set_level(logging.WARNING)
     told_before: set[str] = set()
 

@@ -36,6 +36,8 @@ from atoll.tensors.lazy_tensors import LazyState
 from atoll.testing.contracts import peak_growth
 from atoll.testing.run import Status
 
+pytestmark = pytest.mark.covers("P9")
+
 C_HANGS = {"a": (), "b": (), "c": ("hangs",)}
 
 
@@ -43,8 +45,9 @@ def until_it_hangs(folder: Path) -> None:
     wait_until((folder / "c.hangs").exists, "an evaluation at c")
 
 
-@pytest.mark.covers("P9", "P12")
-def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.covers("P12")
+def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
+    """After training, each model is evaluated at each site."""
     seen: list[Status] = []
 
     def during(server: atoll.Server, _: object) -> None:
@@ -76,8 +79,8 @@ def test_after_training_each_model_is_evaluated_at_each_site(nursery: Nursery, t
     assert list((tmp_path / "state" / "objects").glob("*")) == []
 
 
-@pytest.mark.covers("P9", "P12")
-def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.covers("P12")
+def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: Path) -> None:
     """Sites that only answer tasks give a model of their own; the run has none."""
     only = ({"kind": "cross_site_evaluation", "name": "own models"},)
     words = dict.fromkeys("abc", ("tasks",))
@@ -86,9 +89,8 @@ def test_an_evaluation_of_its_own_needs_no_model_and_no_training(nursery: Nurser
     assert losses(matrix, "distance")["c"] == {"a": 6.0, "b": 3.0, "c": 0.0}
 
 
-@pytest.mark.covers("P9")
-def test_a_failed_measurement_leaves_a_reason_in_its_cell(nursery: Nursery, tmp_path: Path) -> None:
-    """The site fails, refuses, or measures what is no number."""
+def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
+    """A failed measurement leaves a reason in its cell. The site fails, refuses, or measures what is no number."""
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -111,8 +113,8 @@ def test_a_failed_measurement_leaves_a_reason_in_its_cell(nursery: Nursery, tmp_
     assert "| c | 36 | — | not finite |" in text
 
 
-@pytest.mark.covers("P9", "P12")
-def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.covers("P12")
+def test_an_evaluation_without_values_has_failed(nursery: Nursery, tmp_path: Path) -> None:
     with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
@@ -126,7 +128,6 @@ def no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atoll.server.tasks.cross_site_evaluation.RETURN_S", 0.1)
 
 
-@pytest.mark.covers("P9")
 @pytest.mark.usefixtures("no_return")
 def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) -> None:
     """The others go on."""
@@ -145,9 +146,9 @@ def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) 
     assert len(matrix["cells"]) == 12  # each is named
 
 
-@pytest.mark.covers("P9", "P12")
+@pytest.mark.covers("P12")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_that_stands_still_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
 
     def during(server: atoll.Server, _: object) -> None:
         assert server.wait(60)
@@ -163,9 +164,9 @@ def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, t
 # -- servers and sites that are killed, and where the bytes go
 
 
-@pytest.mark.covers("P9", "P12")
+@pytest.mark.covers("P12")
 def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path: Path) -> None:
-    """It does not train again."""
+    """A server that was killed while sites evaluate does not train again."""
     save_file({"weight": torch.zeros(1, 1)}, tmp_path / "zero.safetensors")
     with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
@@ -181,9 +182,8 @@ def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path
     assert "round 1" not in server.log.read_text().partition(began_again)[2]
 
 
-@pytest.mark.covers("P9")
 def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
-    """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
+    """The site is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -215,7 +215,6 @@ def evaluate_big(server: atoll.Server, folder: Path, name: str) -> None:
         worker.run()
 
 
-@pytest.mark.covers("P9")
 def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
     """Three models of 8 MB, each evaluated at all sites: 3 · 8 MB come to the server, and 9 · 8 MB leave it.
 
@@ -228,15 +227,13 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
         server.run()
     assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
     run = server._run
-    assert run is not None
     assert 3 * nbytes <= run.bytes_up < 3.03 * nbytes
     assert 8 * nbytes <= run.bytes_down < 9.09 * nbytes
     assert list((tmp_path / "state" / "objects").glob("*")) == []
 
 
-@pytest.mark.covers("P9")
 @pytest.mark.parametrize("name", ["", "cross_site_evaluation.md"])
-def test_an_evaluation_waits_for_exports_that_can_be_written(
+def test_an_evaluation_waits_for_writable_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """A file takes the place of the folder, or a folder that of a file in it: nothing is evaluated again."""
@@ -255,9 +252,11 @@ def test_an_evaluation_waits_for_exports_that_can_be_written(
     assert losses(matrix_of(tmp_path)) == {"a": {"a": 0.0}}
 
 
-@pytest.mark.covers("P9", "D1")
-def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path) -> None:
-    """Of three models of 192 MB, the server and two sites, all in this process, hold none: buffers take less than 160.
+@pytest.mark.covers("D1")
+def test_evaluations_take_little_memory(tmp_path: Path) -> None:
+    """Memory is flat at the server and at sites that evaluate.
+
+    Of three models of 192 MB, the server and two sites, all in this process, hold none: buffers take less than 160.
 
     Two of the models are the sites', in files of theirs, and one is a file at the server.
     """
@@ -283,9 +282,11 @@ def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path)
 # -- behind other ways to train
 
 
-@pytest.mark.covers("P9", "P12")
-def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: Nursery, tmp_path: Path) -> None:
-    """One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
+@pytest.mark.covers("P12")
+def test_sites_join_again_behind_diloco(nursery: Nursery, tmp_path: Path) -> None:
+    """After DiLoCo, sites join again with the model that they have.
+
+    One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
 
     When the run is finished, sites have its result.
     """
@@ -294,7 +295,7 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
     assert losses(matrix, "w") == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
 
 
-@pytest.mark.covers("P9", "P12")
+@pytest.mark.covers("P12")
 @pytest.mark.parametrize(
     "settings",
     [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
@@ -306,9 +307,12 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
     assert losses(matrix, "w") == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
 
-@pytest.mark.covers("P9", "T8")
-def test_the_model_of_a_site_passes_its_filters_before_it_is_evaluated(nursery: Nursery, tmp_path: Path) -> None:
-    """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
+@pytest.mark.covers("T8")
+def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
+    """The model of a site passes its filters before it is evaluated.
+
+    What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1.
+    """
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
@@ -357,7 +361,6 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
     assert [site.wait() for site in sites] == [0, 0]
 
 
-@pytest.mark.covers("P9")
 def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_path: Path) -> None:
     """The run's own matrix stays.
 
@@ -395,8 +398,8 @@ def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_pa
     assert "finished at version 5" in again.output()
 
 
-@pytest.mark.covers("P9")
-def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_unfinished_run_goes_on_after_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    """A run that is not finished goes on after an evaluation."""
     trained(nursery, tmp_path, 2)
     write_run_file(tmp_path, **run_settings(**KEPT_VERSIONS, **{"rounds.total": 4}))
     asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
@@ -418,9 +421,11 @@ def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery
     assert "version 4" in exported.output()
 
 
-@pytest.mark.covers("P9")
-def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
-    """While c stands still, what the others have measured is there already."""
+def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
+    """A server that runs is asked for its matrix.
+
+    While c stands still, what the others have measured is there already.
+    """
 
     def asked(server: atoll.Server) -> Process:
         return nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)
@@ -440,7 +445,7 @@ def test_a_server_that_runs_is_asked_for_its_matrix(nursery: Nursery, tmp_path: 
     evaluated(nursery, tmp_path, {"a": (), "b": ()}, during)
 
 
-@pytest.mark.covers("P9", "X3")
+@pytest.mark.covers("X3")
 def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
     for arguments, code, words in (

@@ -1,6 +1,7 @@
 """Random histories of the whole protocol: a real store, sites in the server's process, a clock that the test moves.
 
-Each update that was acknowledged is in exactly one version, and each version has the specified value.
+Each update that was acknowledged is in exactly one version, and each version has the specified value. An acknowledged
+update gets its receipt again, and a wrong one is refused.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import specification as spec
@@ -20,9 +22,10 @@ from hypothesis import strategies as st
 from kit.local_run import LocalRun, write_update
 from kit.world import require_equal
 
-from atoll.aggregation.check_arriving_parts import Inspection
-from atoll.errors import LeaseLost, Superseded, TicketClosed, UpdateRefused
+from atoll.aggregation.check_arriving_parts import Inspection, PartStats
+from atoll.errors import AtollError, Conflict, LeaseLost, Superseded, TicketClosed, UpdateRefused
 from atoll.protocol.messages import Complete, SitOut, Ticket
+from atoll.server.coordinator.accept_update import REFUSALS
 from atoll.server.local_site import LocalRound, LocalSite
 from atoll.tensors.layout import Part
 
@@ -35,14 +38,16 @@ RULES = {
     "rounds.deadline_s": 20.0,
     "network.heartbeat_interval_s": 10.0,
     "network.heartbeat_timeout_s": 30.0,
+    "aggregation.max_weight": 100.0,
+    "aggregation.max_update_norm": 1e5,
     "algorithm.outer_optimizer.name": "sgd",
     "algorithm.outer_optimizer.lr": 0.7,
     "algorithm.outer_optimizer.momentum": 0.9,
 }
-MODEL = {"w": torch.linspace(-1.0, 1.0, 20_000), "b": torch.ones(64)}  # in two parts
+MODEL = {"w": torch.linspace(-1.0, 1.0, 20_000), "b": torch.ones(3)}  # in two parts
 
-WEIGHTS = {"submit": 8, "copy": 4, "again": 2, "ask": 5, "time": 4, "sit out": 2, "kill": 2}
-OTHERS = ("bad", "join", "leave", "old", "seen", "stop")
+WEIGHTS = {"submit": 8, "copy": 4, "again": 2, "ask": 5, "time": 4, "sit out": 2, "kill": 2, "wrong": 8}
+OTHERS = ("join", "leave", "old", "seen", "stop")
 STEPS = [step for step, times in (WEIGHTS | dict.fromkeys(OTHERS, 1)).items() for _ in range(times)]
 History = list[tuple[str, str, int]]
 histories = st.lists(
@@ -51,14 +56,29 @@ histories = st.lists(
 """(step, site, seconds that pass or what the update is made from)."""
 
 
+NONE = "0" * 64
+"""No digest of anything."""
+WRONG: tuple[tuple[str, type[AtollError]], ...] = (
+    ("NaN", UpdateRefused),
+    ("weight", UpdateRefused),
+    ("norm", UpdateRefused),
+    ("part", Conflict),  # one is missing
+    ("digest", Conflict),
+    ("base", TicketClosed),
+    ("generation", TicketClosed),
+    ("site", TicketClosed),  # the ticket is another one's
+)
+"""What may be wrong with an update, and its refusal."""
+
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # a failing history is short enough; to shrink it takes minutes
 
 
 class Sent(NamedTuple):
-    """An update that was submitted, and its ticket."""
+    """An update that was submitted, its ticket, and the digest in its receipt."""
 
     ticket: Ticket
     update: spec.Update
+    digest: str = ""
 
 
 class Story:
@@ -70,6 +90,8 @@ class Story:
         sent: site → its last update.
         acknowledged: ticket → update with a receipt.
         counted: ticket → the version that it is in.
+        refused: how many updates were refused.
+        in_a_row: site → how many of them after its last accepted one, as far as this server knows.
     """
 
     def __init__(self, run: LocalRun) -> None:
@@ -83,6 +105,7 @@ class Story:
         self.sent: dict[str, Sent] = {}
         self.acknowledged: dict[int, Sent] = {}
         self.counted: dict[int, int] = {}
+        self.refused, self.in_a_row = 0, Counter[str]()
 
     async def step(self, what: str, name: str, number: int) -> None:
         if what in ("stop", "kill"):
@@ -109,7 +132,7 @@ class Story:
         elif what == "leave":
             await site.leave("no data" if number % 2 else None)
         elif what == "again" and name in self.sent:
-            await self.submit(name, self.sent[name], copies=True)
+            await self.repeat(name, self.sent[name])
         elif self.tickets.get(name) is None or what == "ask":
             self.ask(name)
         if (ticket := self.tickets.get(name)) is None:
@@ -117,9 +140,8 @@ class Story:
         if what == "sit out":
             await site.sit_out(ticket, SitOut())
             self.close(name)
-        elif what == "bad":
-            await self.run.submit(site, ticket, {**MODEL, "b": torch.full((64,), torch.nan)})
-            pytest.fail("an update with NaN was accepted")
+        elif what == "wrong":
+            await self.submit_wrong(name, ticket, *WRONG[number % len(WRONG)])
         elif what in ("submit", "copy"):
             values = {key: torch.sin(x * number + ticket.id) for key, x in MODEL.items()}
             update = spec.Update(name, values, {}, {}, 1.0 + number % 4, 1)
@@ -135,22 +157,61 @@ class Story:
         assert opened.ticket.base_version == self.run.head
 
     async def submit(self, name: str, sent: Sent, *, copies: bool) -> None:
-        site, layout, (ticket, update) = self.sites[name], self.run.layout, sent
         self.sent[name] = sent
+        (ticket, update, _), site = sent, self.sites[name]
         if copies or name not in self.opened:
-            await self.run.submit(site, ticket, update.params, weight=update.weight, steps=1)
+            receipt = await self.run.submit(site, ticket, update.params, weight=update.weight, steps=1)
         else:  # as a simulated site: into the server's file, even if the round is over meanwhile
-            fd, checks = self.opened[name].spool.fd, Inspection(layout, self.run.run.plan.codecs)
-            write_update(fd, layout, update.params)
-            stats = [checks.check(part, fd, digest_of(fd, part)) for part in layout.parts]
-            report = Complete(
-                weight=update.weight,
-                steps=1,
-                digest=layout.blob_id([each.digest for each in stats]),
-                base_digest=ticket.base.digest,
-            )
-            await site.submit(ticket, report, stats)
-        self.acknowledged.setdefault(ticket.id, sent)
+            message, stats = self.write(name, update.params, weight=update.weight, steps=1)
+            receipt = await site.submit(ticket, message, stats)
+            with pytest.raises(TicketClosed):
+                self.opened[name].spool.begin_part(0)
+            assert receipt.digest == message.digest
+        self.sent[name] = sent._replace(digest=receipt.digest)
+        self.acknowledged.setdefault(ticket.id, self.sent[name])
+        self.in_a_row[name] = 0
+
+    def write(self, name: str, values: spec.Tensors, **report: Any) -> tuple[Complete, list[PartStats]]:
+        """Write an update into the server's file. Return the site's message about it, and the checks of its parts."""
+        opened, layout = self.opened[name], self.run.layout
+        fd, checks = opened.spool.fd, Inspection(layout, self.run.run.plan.codecs)
+        write_update(fd, layout, values)
+        stats = [checks.check(part, fd, digest_of(fd, part)) for part in layout.parts]
+        digest = layout.blob_id([each.digest for each in stats])
+        return Complete(digest=digest, base_digest=opened.ticket.base.digest, **report), stats
+
+    async def repeat(self, name: str, sent: Sent) -> None:
+        """An acknowledged update gets its receipt again, and another one under its ticket none."""
+        complete, ticket = self.run.run.complete, sent.ticket.id
+        if self.run.run.store.tickets.get(ticket).is_in:
+            message = Complete(weight=1.0, digest=sent.digest)
+            assert (await complete(self.sites[name].lease, ticket, message)).digest == sent.digest
+            with pytest.raises(Conflict):
+                await complete(self.sites[name].lease, ticket, message.model_copy(update={"digest": NONE}))
+        await self.submit(name, sent, copies=True)
+
+    async def submit_wrong(self, name: str, ticket: Ticket, what: str, refusal: type[AtollError]) -> None:
+        site, tickets = self.sites[name], self.run.run.store.tickets
+        if what == "site":
+            for other, sent in self.sent.items():
+                if other != name:
+                    message = Complete(weight=1.0, digest=sent.digest or NONE)
+                    with pytest.raises(refusal, match="was not issued to"):
+                        await self.run.run.complete(site.lease, sent.ticket.id, message)
+            return
+        self.run.run.require_open(site.lease, ticket.id)  # else it is refused for that
+        if name not in self.opened or (what == "part" and tickets.parts(ticket.id)):
+            return
+        values = MODEL | {"b": torch.full((3,), {"NaN": torch.nan, "norm": 1e5}.get(what, 1.0))}
+        message, stats = self.write(name, values, weight=200.0 if what == "weight" else 1.0)
+        changes = {"digest": {"digest": NONE}, "base": {"base_digest": NONE}, "generation": {"generation": 1}}
+        message = message.model_copy(update=changes.get(what, {}))
+        with pytest.raises(refusal):
+            await site.submit(ticket, message, stats[1:] if what == "part" else stats)
+        if refusal is UpdateRefused:
+            self.refused, self.in_a_row[name] = self.refused + 1, self.in_a_row[name] + 1
+            assert self.run.run.state.members[name].alive == (self.in_a_row[name] < REFUSALS)
+            self.close(name)
 
     def close(self, name: str) -> None:
         """The site is done with its ticket."""
@@ -170,6 +231,7 @@ class Story:
         await self.run.start()
         self.sites.clear()
         self.older.clear()
+        self.in_a_row.clear()
 
     def check(self) -> None:
         """Follow the versions that were made since the last check."""
@@ -180,9 +242,15 @@ class Story:
             assert {row.ticket for row in rows} == due.keys() != set()
             assert len({each.update.site for each in due.values()}) == len(due)
             assert not due.keys() & self.counted.keys()
+            for row in rows:
+                _, update, digest = due[row.ticket]
+                expected = update.site, digest, update.weight, update.steps
+                assert (row.site, row.digest, row.report.weight, row.report.steps) == expected
+                assert row.norm == pytest.approx(spec.norm_of(update))
             self.counted |= dict.fromkeys(due, base + 1)
             self.specified.close([each.update for each in due.values()])
         require_equal(self.run.model(), self.specified.b)
+        assert self.run.run.admission.refused == self.run.run.store.run_log.totals().refused == self.refused
 
     async def end(self) -> None:
         """All sites join and take part until each acknowledged update counts; one more round takes all of them."""

@@ -24,7 +24,7 @@ import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 
-SHAPES = ((), (0, 3), (5,), (300,), (4, 64), (33, 200))
+SHAPES = ((), (0, 3), (3,), (63,), (300,), (4, 64), (33, 200), (20_001,))
 DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")
 
 
@@ -92,7 +92,7 @@ class Drawn:
         for index, rule in enumerate(self.buffers):
             is_whole = rule == "max"
             values = torch.zeros(3, dtype=torch.int64) if is_whole else torch.randn(3, generator=generator)
-            model.register_buffer(f"b{index}", values)
+            model.register_buffer(f"b{index}", values if is_whole else values.to(getattr(torch, DTYPES[2 * index])))
         return model
 
 
@@ -240,9 +240,8 @@ def _outer(name: str, step: spec.Outer, **options: Any) -> Choice:
     )
 
 
-def _of_torch(name: str, kind: type[torch.optim.Optimizer], fused: bool = True, **options: Any) -> Choice:
-    flags = {"fused": True} if fused else {"foreach": False}
-    return _outer(name, spec.of_torch(kind, **options, **flags), **options)
+def _of_torch(name: str, kind: type[torch.optim.Optimizer], **options: Any) -> Choice:
+    return _outer(name, spec.of_torch(kind, **options), **options)
 
 
 OUTERS = (
@@ -253,8 +252,8 @@ OUTERS = (
     _of_torch("adam", torch.optim.Adam, lr=0.01, eps=1e-3),
     _of_torch("adamw", torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     _of_torch("adagrad", torch.optim.Adagrad, lr=0.02),
-    _of_torch("nadam", torch.optim.NAdam, fused=False, lr=0.02),
-    _of_torch("rmsprop", torch.optim.RMSprop, fused=False, lr=0.01),
+    _of_torch("nadam", torch.optim.NAdam, lr=0.02),
+    _of_torch("rmsprop", torch.optim.RMSprop, lr=0.01),
     _outer("yogi", spec.yogi(lr=0.02), lr=0.02),
 )
 

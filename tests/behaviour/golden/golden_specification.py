@@ -66,12 +66,12 @@ def down_codec(name: str) -> Codec | None:
 
 def _outer(algorithm: str, outer: str) -> spec.Outer:
     if algorithm == "fedadam":
-        return spec.of_torch(torch.optim.Adam, lr=0.01, betas=(0.9, 0.99), eps=1e-3, fused=True)
+        return spec.of_torch(torch.optim.Adam, lr=0.01, betas=(0.9, 0.99), eps=1e-3)
     if outer == "delayed":
         return spec.delayed_nesterov(lr=0.7, momentum=0.9, delay=2)
     nesterov = algorithm in STEPS
     momentum = 0.9 if outer == "momentum" or nesterov else 0.0
-    return spec.of_torch(torch.optim.SGD, lr=0.7, momentum=momentum, nesterov=nesterov, fused=True)
+    return spec.of_torch(torch.optim.SGD, lr=0.7, momentum=momentum, nesterov=nesterov)
 
 
 class _Corrected:

@@ -75,7 +75,7 @@ def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
 
         return step
 
-    outer = spec.of_torch(torch.optim.SGD, lr=0.7, momentum=0.9, fused=True)
+    outer = spec.of_torch(torch.optim.SGD, lr=0.7, momentum=0.9)
     rules = spec.Rules(outer, up=spec.quantized(7), feedback=True)
     sites = [spec.Site(rules, site, copy.deepcopy(start), step_of(site)) for site in "ab"]
     server = spec.Fragment(rules, start)

@@ -162,8 +162,7 @@ def exchange_of(trainer: Any) -> Any:
 
 def global_control(trainer: Any, name: str = "w", count: int = 1) -> list[float]:
     """The run's control variate, as the site has pulled it last."""
-    values: list[float] = exchange_of(trainer).base.values_of(f"atoll.control.{name}", 0, count).tolist()
-    return values
+    return exchange_of(trainer).base.values_of(f"atoll.control.{name}", 0, count).tolist()
 
 
 def fit_rounds(trainer: Any, module: Any, *loaders: Any) -> None:

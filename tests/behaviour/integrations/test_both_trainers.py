@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,9 @@ from transformers_world import STEPS, TARGETS, callback_of, descend, trainer_of
 import atoll
 import atoll.integrations.lightning
 from atoll.errors import UsageError
+
+BOTH = pytest.mark.parametrize("trainers", [lightning_world, transformers_world], ids=["lightning", "transformers"])
+
 
 # -- simulated sites
 
@@ -55,25 +57,18 @@ def momentum(x: float, target: float) -> float:
     return descend(range(STEPS), x, target=target)[0]
 
 
+SIMULATED = {lightning_world: (fit_as_simulated_site, sgd), transformers_world: (train_as_simulated_site, momentum)}
+
+
+@BOTH
 @pytest.mark.covers("V1")
-@pytest.mark.parametrize(
-    ("client", "model", "trained"),
-    [
-        (fit_as_simulated_site, lightning_world.One, sgd),
-        (train_as_simulated_site, transformers_world.One, momentum),
-    ],
-    ids=["lightning", "transformers"],
-)
-def test_each_round_is_a_fit_of_the_simulated_site(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    client: Callable[[], None],
-    model: Callable[[], torch.nn.Module],
-    trained: Callable[[float, float], float],
+def test_a_simulated_site_fits_once_a_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainers: ModuleType
 ) -> None:
     simulate_here(monkeypatch)
+    client, trained = SIMULATED[trainers]
     settings = {"rounds.total": 2, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
-    done = atoll.Simulation(model(), script=client, sites=[*TARGETS], settings=settings).run()
+    done = atoll.Simulation(trainers.One(), script=client, sites=[*TARGETS], settings=settings).run()
     expected = 0.0
     for _ in range(2):
         expected = sum(trained(expected, target) for target in TARGETS.values()) / len(TARGETS)
@@ -84,30 +79,19 @@ def test_each_round_is_a_fit_of_the_simulated_site(
 # -- a round that a site sits out
 
 
-def fit_nothing(server: atoll.Server, folder: Path) -> None:
-    fit_rounds(patched(server, folder / "b", "b", weight=0.0), Tiny(TARGETS["b"]))
-
-
-def train_nothing(server: atoll.Server, folder: Path) -> None:
-    trainer_of(server, folder, site="b", target=TARGETS["b"], weight=0.0).train()
-
-
-@pytest.mark.parametrize(
-    ("sit_out", "model"),
-    [(fit_nothing, lightning_world.One), (train_nothing, transformers_world.One)],
-    ids=["lightning", "transformers"],
-)
-def test_a_trainer_with_weight_0_sits_out_the_round(
-    tmp_path: Path, sit_out: Callable[[atoll.Server, Path], None], model: Callable[[], Any]
-) -> None:
-    """The only version is that of site a alone."""
+@BOTH
+def test_a_trainer_of_weight_0_sits_out(tmp_path: Path, trainers: ModuleType) -> None:
+    """A site with weight 0 has no part in the round's result. The only version is that of site a alone."""
 
     def train(module: Any, *_: object) -> None:
         torch.nn.init.constant_(module.w, 7.0)
 
-    with plain_server(tmp_path, model(), algorithm="fedavg", rounds=1, sites=2) as server:
-        sites = FederatedSites(server.url, tmp_path, "a", build=model, train=train)
-        sit_out(server, tmp_path)
+    with plain_server(tmp_path, trainers.One(), algorithm="fedavg", rounds=1, sites=2) as server:
+        sites = FederatedSites(server.url, tmp_path, "a", build=trainers.One, train=train)
+        if trainers is lightning_world:
+            fit_rounds(patched(server, tmp_path / "b", "b", weight=0.0), Tiny(TARGETS["b"]))
+        else:
+            trainer_of(server, tmp_path, site="b", target=TARGETS["b"], weight=0.0).train()
         run_to_end(server, sites)
     (summary,) = server.status().history
     assert (summary.workers, summary.sat_out) == (["a"], ["b"])
@@ -121,8 +105,11 @@ REFUSED = r"trained from version 1, .* has no version"
 
 
 @pytest.mark.covers("X3")
-def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: Path) -> None:
-    """Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2."""
+def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
+    """A checkpoint that agrees with the site's folder resumes; another one is refused.
+
+    Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2.
+    """
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     with lightning_world.serve(tmp_path, "diloco") as server:
         first = patched(server, tmp_path / "w")
@@ -145,7 +132,8 @@ def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: 
 
 
 @pytest.mark.covers("X3")
-def test_a_transformers_trainer_resumes_diloco_from_a_checkpoint_that_agrees(serve: Any, tmp_path: Path) -> None:
+def test_transformers_resumes_diloco_from_its_checkpoint(serve: Any, tmp_path: Path) -> None:
+    """A checkpoint that agrees with the site's folder resumes; another one is refused."""
     server = serve("diloco", H=STEPS, rounds=2)
 
     def trainer(folder: Path, most: int) -> Any:
@@ -282,30 +270,23 @@ class TinyMasters(Tiny):
         return Masters([self.w], lr=self.lr)
 
 
-def fit_lightning(server: atoll.Server, folder: Path) -> None:
-    fit_rounds(patched(server, folder), TinyMasters())
-
-
-def train_transformers(server: atoll.Server, folder: Path) -> None:
-    trainer = trainer_of(server, folder)
-    trainer.optimizer = Masters(trainer.model.parameters(), lr=0.1)
-    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
-    trainer.train()
-
-
+@BOTH
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize(
-    ("train", "model"),
-    [(fit_lightning, lightning_world.One), (train_transformers, transformers_world.One)],
-    ids=["lightning", "transformers"],
-)
-def test_copies_of_the_weights_follow_the_synchronisations_of_a_trainer(
-    tmp_path: Path, train: Callable[[atoll.Server, Path], None], model: Callable[[], torch.nn.Module]
-) -> None:
-    """Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time."""
-    torch.optim.SGD(model().parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
+def test_weight_copies_follow_a_trainers_synchronisations(tmp_path: Path, trainers: ModuleType) -> None:
+    """Copies of the weights follow the synchronisations of a Trainer.
+
+    Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
+    """
+    model = trainers.One()
+    torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
     settings = DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
-    with plain_server(tmp_path, model(), algorithm="diloco", sites=1, rounds=2, **settings) as server:
-        train(server, tmp_path)
+    with plain_server(tmp_path, model, algorithm="diloco", sites=1, rounds=2, **settings) as server:
+        if trainers is lightning_world:
+            fit_rounds(patched(server, tmp_path), TinyMasters())
+        else:
+            trainer = trainer_of(server, tmp_path)
+            trainer.optimizer = Masters(trainer.model.parameters(), lr=0.1)
+            trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
+            trainer.train()
         server.run()
     assert exported(tmp_path)["w"].item() == pytest.approx(1 - ((1 + 0.9**3) / 2) ** 2)

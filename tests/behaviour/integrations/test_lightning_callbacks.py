@@ -33,8 +33,11 @@ def callbacks() -> Any:
 
 @pytest.mark.covers("S1", "X3")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, workers: int) -> None:
-    """Guards against the first waiting in its hook for the update of the second, for ever."""
+def test_refuses_two_sites_on_one_trainer(tmp_path: Path, workers: int) -> None:
+    """Two sites on one Trainer are refused before either joins.
+
+    Guards against the first waiting in its hook for the update of the second, for ever.
+    """
     ours = atoll.integrations.lightning.AtollCallback
     with serve(tmp_path, sites=workers) as server:
         trainer = trainer_of(callbacks=[ours(server.url, site, folder=tmp_path / site) for site in ("a", "b")])
@@ -49,7 +52,8 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path
         assert server.status().workers == []
 
 
-def test_a_trainer_takes_part_once_without_a_server_too() -> None:
+def test_a_trainer_takes_part_once() -> None:
+    """A second patch of a Trainer is refused, also without a server."""
     trainer = trainer_of()
     with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
         atoll.integrations.lightning.is_running(trainer)
@@ -66,8 +70,11 @@ def test_a_trainer_takes_part_once_without_a_server_too() -> None:
 
 
 @pytest.mark.covers("S5", "S7")
-def test_steps_that_another_callback_tries_before_training_are_none_of_the_round(tmp_path: Path) -> None:
-    """A LearningRateFinder takes steps with the same optimizer, and undoes them: three are left, c = −0.271/0.3."""
+def test_steps_before_training_do_not_count(tmp_path: Path) -> None:
+    """Steps that another callback tries before training are none of the round.
+
+    A LearningRateFinder takes steps with the same optimizer, and undoes them: three are left, c = −0.271/0.3.
+    """
     finder = callbacks().LearningRateFinder(
         num_training_steps=5, min_lr=0.05, max_lr=0.1, early_stop_threshold=None, update_attr=False
     )
@@ -87,8 +94,11 @@ class LBFGS(Tiny):
 
 
 @pytest.mark.covers("S1", "S5")
-def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> None:
-    """(w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9."""
+def test_line_searches_see_fedproxs_loss(tmp_path: Path) -> None:
+    """A line search in a fit goes by the loss with the proximal term.
+
+    (w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9.
+    """
     with serve(tmp_path, "fedprox", **{"algorithm.mu": 0.5}) as server:
         trainer, module = patched(server, tmp_path), LBFGS()
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -99,10 +109,10 @@ def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> N
 
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0})])
-def test_an_average_of_weights_is_what_a_round_submits(
-    tmp_path: Path, algorithm: str, settings: dict[str, Any]
-) -> None:
-    """Of each fit its own: steps from e = 1 − w to 0.9·e, 0.81·e, 0.729·e; with decay ½ the mean is w = 1 − 0.792·e.
+def test_a_round_submits_averaged_weights(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """Where a callback averages weights, the average is what a round submits.
+
+    Of each fit its own: steps from e = 1 − w to 0.9·e, 0.81·e, 0.729·e; with decay ½ the mean is w = 1 − 0.792·e.
 
     0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ = 0 is the same. Validation measures the mean, too.
     """
@@ -138,9 +148,10 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
 )
-def test_what_would_submit_another_models_weights_is_refused(
+def test_weights_of_another_model_are_refused(
     tmp_path: Path, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
+    """A callback would make the site submit the weights of another model."""
     with serve(tmp_path, algorithm, rounds=1) as server:
         trainer, module = patched(server, tmp_path, callbacks=[average := getattr(callbacks(), kind)(**given)]), Tiny()
         with pytest.raises(UsageError, match=words):
@@ -154,7 +165,7 @@ def test_what_would_submit_another_models_weights_is_refused(
 
 @pytest.mark.covers("S1")
 def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
-    """It shortens a fit, and its patience goes on in the next one.
+    """Early stopping shortens a fit, and its patience goes on in the next one.
 
     w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one.
     """
@@ -167,7 +178,7 @@ def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1", "D11")
-def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) -> None:
+def test_checkpoints_are_of_all_rounds(tmp_path: Path) -> None:
     """w grows epoch by epoch, over the rounds: the best is the last one, 1 − 0.9¹², and the second 1 − 0.9⁹."""
     keeps = callbacks().ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val_w", mode="max", save_top_k=2)
     with serve(tmp_path) as server:

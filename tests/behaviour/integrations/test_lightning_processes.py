@@ -122,7 +122,7 @@ def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
 @pytest.mark.covers("S9")
 @pytest.mark.long
 @pytest.mark.parametrize("package", PACKAGES)
-def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, package: str) -> None:
+def test_an_error_at_rank_0_ends_all(tmp_path: Path, package: str) -> None:
     """The update is refused at rank 0 alone: its learning rates sum up to 0. Rank 1 must not wait for it for ever."""
     with serve(tmp_path, "scaffold", rounds=1) as server:
         done = run_ranks(package, server.url, tmp_path, lr=0.0)
@@ -173,10 +173,10 @@ def test_controls_are_imported_when_a_run_has_them(tmp_path: Path, package: str)
 @pytest.mark.covers("S15", "S13")
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
-def test_the_example_names_its_run_after_the_algorithm(
+def test_an_examples_run_has_its_algorithms_name(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sites, two rounds, batch normalisation."""
+    """The example names its run after the algorithm. Two sites, two rounds, batch normalisation."""
     monkeypatch.chdir(tmp_path)
     done = run_python(EXAMPLE, "--algorithm", algorithm, "--rounds", "2")
     assert done.returncode == 0, done.stderr[-3000:]

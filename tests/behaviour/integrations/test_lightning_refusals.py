@@ -118,7 +118,8 @@ REFUSED = {
 
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize(("module", "words"), REFUSED.values(), ids=REFUSED)
-def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(tmp_path: Path, module: Any, words: str) -> None:
+def test_scaffold_refuses_and_a_better_fit_follows(tmp_path: Path, module: Any, words: str) -> None:
+    """What SCAFFOLD cannot correct is refused, and a better fit takes its place."""
     with serve(tmp_path, "scaffold", rounds=1) as server:
         with pytest.raises(UsageError, match=f"(?s){words}"):
             patched(server, tmp_path).fit(module(), data())
@@ -147,7 +148,8 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.covers("S8")
-def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> None:
+def test_every_algorithm_refuses_no_steps(tmp_path: Path) -> None:
+    """A fit without a step is refused for every algorithm."""
     with serve(tmp_path) as server:
         with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
             patched(server, tmp_path, limit_train_batches=0).fit(Tiny(), data())
@@ -157,7 +159,7 @@ def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> 
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
     """Lightning's own ones need several devices or GPUs, so this is a user's, with what a Trainer asks of it."""
 
-    class ShardedStrategy(package().strategies.Strategy):  # type: ignore[misc]
+    class ShardedStrategy(package().strategies.Strategy):
         root_device, is_global_zero = torch.device("cpu"), True
         all_gather = reduce = model_to_device = None
 
@@ -185,14 +187,16 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.covers("T8", "X3")
-def test_what_is_no_filter_is_refused_before_it_trains(tmp_path: Path) -> None:
+def test_refuses_what_is_no_filter_first(tmp_path: Path) -> None:
+    """What is no filter is refused before the Trainer trains."""
     with pytest.raises(UsageError, match="'drop' is not a filter"):
         patched(None, tmp_path, filters=["drop"])
 
 
 @pytest.mark.covers("S8", "S2")
 @pytest.mark.parametrize("spoil", ["not-finite", "missing"])
-def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
+def test_malformed_controls_are_refused_later(tmp_path: Path, spoil: str) -> None:
+    """Controls that are malformed in a later round are refused."""
     with serve(tmp_path, "scaffold", rounds=3) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         trainer.fit(module, data())
@@ -212,8 +216,11 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
 
 @pytest.mark.covers("S14")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
-def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorithm: str) -> None:
-    """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
+def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
+    """A step without the end of its batch is an error.
+
+    Lightning takes a StopIteration for the end of the epoch, wherever it comes from.
+    """
 
     class Stops(Tiny):
         def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -236,7 +243,7 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
 def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """It has let go of its optimizer.
+    """A fit that failed has let go of its optimizer.
 
     The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD.
     """
@@ -272,8 +279,11 @@ def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1")
-def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> None:
-    """Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected."""
+def test_a_failed_fit_asks_the_server_again(tmp_path: Path) -> None:
+    """A fit behind an error asks what the server runs now.
+
+    Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected.
+    """
     trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
     with serve(tmp_path / "first", **{"network.port": port}):
@@ -302,8 +312,11 @@ def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> Non
 
 
 @pytest.mark.covers("S5")
-def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
-    """Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same."""
+def test_warm_up_steps_do_no_harm(tmp_path: Path) -> None:
+    """Steps at a rate of zero move nothing, and the controls are those of the other steps.
+
+    Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same.
+    """
     with serve(tmp_path, "scaffold") as server:
         trainer, module = patched(server, tmp_path), Rate(0.0, 0.1, 0.2)
         trainer.fit(module, data())
@@ -324,8 +337,11 @@ def test_these_precisions_work(tmp_path: Path, precision: str, rel: float) -> No
 
 
 @pytest.mark.covers("S6")
-def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: Path) -> None:
-    """Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3."""
+def test_thawed_parameters_are_corrected(tmp_path: Path) -> None:
+    """A parameter that is unfrozen later is corrected from then on.
+
+    Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3.
+    """
 
     class Thaws(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -44,10 +44,11 @@ def steps_of_updates(folder: Path) -> list[int]:
 @pytest.mark.covers("S1")
 @both_packages
 @pytest.mark.parametrize("style", ["patch", "callback"])
-def test_two_rounds_of_fedavg_and_a_fit_after_the_last(
-    tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """w ← w − 0.1·(w − 1), three steps a round: 1 − 0.9³, then 1 − 0.9⁶."""
+def test_fits_outside_of_rounds_are_plain(tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two rounds of FedAvg, and a fit after the last.
+
+    w ← w − 0.1·(w − 1), three steps a round: 1 − 0.9³, then 1 − 0.9⁶.
+    """
     with serve(tmp_path) as server:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
         if style == "patch":
@@ -95,8 +96,10 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
 
 @pytest.mark.covers("S2", "S5", "S6", "S7", "S15")
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_scaffold_of_two_sites_is_that_of_the_paper_and_averages_buffers(tmp_path: Path, accumulate: int) -> None:
-    """With accumulation three batches are one step.
+def test_scaffold_is_that_of_the_paper(tmp_path: Path, accumulate: int) -> None:
+    """SCAFFOLD of two sites is that of the paper, and averages buffers.
+
+    With accumulation three batches are one step.
 
     Running means, momentum 0.1, of the batch means 1.5, 5.5, 9.5 (and 10 more at b), are averaged after each round.
     """
@@ -171,8 +174,11 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
 
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("sync_every", [2, 4])
-def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: Path, sync_every: int) -> None:
-    """Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step."""
+def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> None:
+    """A run of DiLoCo synchronises inside of fits and across them.
+
+    Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step.
+    """
     with serve(tmp_path, "diloco", H=sync_every) as server:
         trainer, module, fits = patched(server, tmp_path), Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):
@@ -186,8 +192,11 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
 
 
 @pytest.mark.covers("S1")
-def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) -> None:
-    """H = 3, a fit each: what the first module came to is where the second begins, whatever it holds."""
+def test_another_module_begins_at_the_head(tmp_path: Path) -> None:
+    """A fit of DiLoCo with another module begins at the newest version.
+
+    H = 3, a fit each: what the first module came to is where the second begins, whatever it holds.
+    """
     with serve(tmp_path, "diloco") as server:
         trainer = patched(server, tmp_path)
         for steps in (3, 6):
@@ -214,12 +223,13 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
 )
-def test_each_fit_trains_max_steps_or_min_epochs_further_ones(
-    tmp_path: Path, limits: dict[str, int], steps: int
-) -> None:
-    """A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same."""
+def test_each_fit_trains_further_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
+    """Each fit trains as many more as max_steps or min_epochs say.
 
-    class Stops(package().Callback):  # type: ignore[misc]
+    A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same.
+    """
+
+    class Stops(package().Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             trainer.should_stop = True
 
@@ -255,7 +265,7 @@ class ByRound(Restarting):
 @pytest.mark.parametrize(
     ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
 )
-def test_warns_once_of_a_schedule_that_restarts_each_round(
+def test_a_restarting_schedule_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
     """A module can build its schedule from the number of the round.
@@ -279,10 +289,13 @@ def test_warns_once_of_a_schedule_that_restarts_each_round(
 
 
 @pytest.mark.covers("S14", "S3")
-def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_path: Path) -> None:
-    """What writes into the module, its state dict or what state_dict() gave has changed local training, no more."""
+def test_the_global_snapshot_cannot_be_changed(tmp_path: Path) -> None:
+    """What a script does with the snapshot changes nothing inside.
 
-    class Meddles(package().Callback):  # type: ignore[misc]
+    What writes into the module, its state dict or what state_dict() gave has changed local training, no more.
+    """
+
+    class Meddles(package().Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             for value in driver_of(trainer).round.state_dict().values():
                 value.fill_(99.0)
@@ -302,10 +315,12 @@ def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_pat
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0}), ("scaffold", {})]
 )
-def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
+def test_no_module_is_deep_copied(
     tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither it, nor one of its parameters and buffers: what a round began with are tensors of their own.
+    """Nothing of a module is copied in its rounds.
+
+    Neither it, nor one of its parameters and buffers: what a round began with are tensors of their own.
 
     FedProx with μ = 0 and SCAFFOLD of one site train as FedAvg does.
     """

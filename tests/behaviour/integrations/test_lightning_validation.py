@@ -34,10 +34,10 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 
 @pytest.mark.covers("S4", "S13")
 @pytest.mark.parametrize("other", [False, True])
-def test_a_validation_before_fit_receives_for_it_and_one_inside_receives_nothing(
-    tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sanity validation sees the global model, the validation after each epoch what training made of it.
+def test_validation_before_a_fit_receives_for_it(tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation before a fit receives the version; one inside receives nothing.
+
+    Sanity validation sees the global model, the validation after each epoch what training made of it.
 
     The fit loads again what was pulled, into another module, too.
     """
@@ -77,9 +77,7 @@ class Measured(Tiny):
 @pytest.mark.parametrize(
     ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
 )
-def test_what_validation_measures_decides_which_version_is_best(
-    tmp_path: Path, metric: str, version: int, least: float
-) -> None:
+def test_validation_decides_the_best_version(tmp_path: Path, metric: str, version: int, least: float) -> None:
     """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
     with serve(tmp_path, rounds=4, **{"rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
@@ -115,8 +113,11 @@ def rounds_of_diloco(folder: Path, **trainer_options: Any) -> tuple[list[dict[st
 
 @pytest.mark.covers("X41")
 @pytest.mark.parametrize("sanity", [0, 1], ids=["", "with a sanity check"])
-def test_the_validation_behind_a_synchronisation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> None:
-    """It validates after every step; three steps are a round. The sanity check before training is not sent."""
+def test_validation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> None:
+    """The validation behind a synchronisation measures the new version.
+
+    It validates after every step; three steps are a round. The sanity check before training is not sent.
+    """
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=1, num_sanity_val_steps=sanity)
     assert ["val_w" in each for each in metrics] == [False, True, True]  # of version 0 nothing was measured
     assert [each["val_w"] for each in metrics[1:]] == pytest.approx(GLOBAL[1:])
@@ -124,8 +125,8 @@ def test_the_validation_behind_a_synchronisation_is_credited_to_its_version(tmp_
     assert (status.best.version, status.best.value) == (2, pytest.approx(GLOBAL[2]))
 
 
-def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It validates after the second step of three, always."""
+def test_a_local_models_validation_stays_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The validation of a local model is not sent. It validates after the second step of three, always."""
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=2)
     assert ["val_w" in each for each in metrics] == [False] * ROUNDS
     assert status.best.version is None
@@ -153,7 +154,9 @@ def test_refuses_a_fit_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S7")
-def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
+def test_reserved_metric_names_are_refused(tmp_path: Path) -> None:
+    """A metric that takes a name of Atoll's is an error."""
+
     class Logs(Tiny):
         def on_train_epoch_end(self) -> None:
             self.log("global_val_w", 1.0)
@@ -169,8 +172,11 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 
 
 @pytest.mark.covers("P9", "S1")
-def test_cross_site_evaluation_validates_models_when_training_is_over(tmp_path: Path) -> None:
-    """w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself."""
+def test_cross_site_evaluation_follows_training(tmp_path: Path) -> None:
+    """The sites' models are validated when training is over.
+
+    w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself.
+    """
     with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         atoll.integrations.lightning.evaluates(trainer, module, data())

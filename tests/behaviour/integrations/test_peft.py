@@ -129,8 +129,8 @@ def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
     assert not models["a"].peft_config["default"].inference_mode  # export changed a copy
 
 
-def test_an_adapter_is_whole_for_readers_while_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a save has left that was killed is no hindrance."""
+def test_readers_see_a_whole_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter is whole for readers while it is saved, and the leftovers of a killed save are no hindrance."""
     from atoll.integrations.peft import AdapterFolder
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
@@ -209,7 +209,7 @@ def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "none.safetensors", lora(), tmp_path / "out")
 
 
-def test_a_whole_model_is_refused_by_a_run_of_adapters(tmp_path: Path) -> None:
+def test_adapter_runs_refuse_whole_models(tmp_path: Path) -> None:
     with plain_server(tmp_path, adapter(with_adapter())) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             fl_round = next(iter(worker))
@@ -234,8 +234,11 @@ def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
 
 
 @pytest.mark.parametrize("how", ["created again", "moved"])
-def test_an_adapter_that_the_model_no_longer_has_is_refused(how: str) -> None:
-    """A tensor that the model has replaced would be pulled into and sent, and have no part in training."""
+def test_a_replaced_adapter_is_refused(how: str) -> None:
+    """An adapter that the model no longer has is refused.
+
+    A tensor that the model has replaced would be pulled into and sent, and have no part in training.
+    """
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
     if how == "created again":
@@ -283,7 +286,8 @@ def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm:
 
 
 @pytest.mark.parametrize("package", ["peft", "transformers"])
-def test_a_package_that_is_missing_is_named_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The advice names the extra to install."""
     module = importlib.import_module(f"atoll.integrations.{package}")
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     with pytest.raises(UsageError, match=rf"pip install 'atoll\[{package}\]'"):

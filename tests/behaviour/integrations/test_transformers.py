@@ -65,9 +65,8 @@ def reference(algorithm: str) -> float:
 @pytest.mark.parametrize(
     ("algorithm", "options"), [("fedavg", {}), ("fedprox", {"algorithm.mu": MU}), ("scaffold", {})]
 )
-def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
-    serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]
-) -> None:
+def test_one_train_spans_the_run(serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]) -> None:
+    """Momentum and schedule go on over all rounds."""
     server = serve(algorithm, sites=2, **options)
     trainers = [
         trainer_of(server, tmp_path, site=site, target=target, sync_every=STEPS) for site, target in TARGETS.items()
@@ -146,10 +145,12 @@ ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 
     ],
     ids=["an epoch", "across", "accumulated", "accumulated across", "drop last", "a number", "a function"],
 )
-def test_an_update_counts_with_the_records_it_saw_or_a_given_weight(
+def test_updates_count_records_or_a_given_weight(
     serve: Any, tmp_path: Path, options: dict[str, Any], weights: list[float]
 ) -> None:
-    """10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them.
+    """An update counts with the records that it saw, or with a given weight.
+
+    10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them.
 
     A round of 2 steps has the first two of an epoch, then its last one and the first of the next.
     """
@@ -161,10 +162,11 @@ def test_an_update_counts_with_the_records_it_saw_or_a_given_weight(
 
 
 @pytest.mark.covers("S16")
-def test_a_round_is_an_epoch_by_default_and_metrics_travel(
-    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before."""
+def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics travel with it.
+
+    An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before.
+    """
     server = serve(rounds=2)
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
@@ -207,8 +209,11 @@ def evaluated_every(
 
 
 @pytest.mark.covers("X41")
-def test_diloco_sends_the_evaluation_of_a_global_version_for_that_version(serve: Any, tmp_path: Path) -> None:
-    """It evaluates after every step and before the first; three steps are a round. The outer step takes w over."""
+def test_diloco_sends_global_evaluations(serve: Any, tmp_path: Path) -> None:
+    """DiLoCo sends the evaluation of a global version for that version.
+
+    It evaluates after every step and before the first; three steps are a round. The outer step takes w over.
+    """
     metrics, status = evaluated_every(1, serve, tmp_path, eval_on_start=True)
     versions = [descend(range(STEPS * number))[0] for number in range(ROUNDS)]
     assert [each["eval_loss"] for each in metrics] == pytest.approx([(w - 1) ** 2 / 2 for w in versions], rel=1e-4)
@@ -216,19 +221,19 @@ def test_diloco_sends_the_evaluation_of_a_global_version_for_that_version(serve:
     assert (status.best.version, status.best.value) == (2, pytest.approx((versions[2] - 1) ** 2 / 2, rel=1e-4))
 
 
-def test_diloco_does_not_send_the_evaluation_of_a_local_model(
-    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It evaluates after the second step of three; the third ends the run."""
+def test_diloco_sends_no_local_evaluation(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """DiLoCo does not send the evaluation of a local model.
+
+    It evaluates after the second step of three; the third ends the run.
+    """
     metrics, status = evaluated_every(2, serve, tmp_path, rounds=1)
     assert not any("eval_loss" in each for each in metrics)
     assert status.best.version is None
     assert sum("eval_steps" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_evaluation_behind_the_training_is_the_scripts_own(
-    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_later_evaluations_are_the_scripts_own(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation behind the training is not Atoll's."""
     trainer = trainer_of(serve("diloco", H=STEPS), tmp_path, max_steps=1)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
@@ -236,7 +241,7 @@ def test_an_evaluation_behind_the_training_is_the_scripts_own(
 
 
 def test_a_trainers_best_model_is_a_global_version(serve: Any, tmp_path: Path) -> None:
-    """It replaces the result at the end.
+    """The best version replaces the result at the end.
 
     An evaluation at the end of a round measures, and a checkpoint holds, the new global model.
     """
@@ -270,8 +275,11 @@ class OutOfMemory(One):
 
 
 @pytest.mark.covers("S10")
-def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: Any, tmp_path: Path) -> None:
-    """Another site has submitted: had this one left to join anew, the round would have closed without it."""
+def test_smaller_batches_keep_the_place_in_a_round(serve: Any, tmp_path: Path) -> None:
+    """A site that tries smaller batches keeps its place in the round.
+
+    Another site has submitted: had this one left to join anew, the round would have closed without it.
+    """
     server = serve(sites=2)
     submitted = threading.Event()
 
@@ -303,7 +311,7 @@ def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: A
     ],
     ids=["fedavg", "fedprox", "scaffold", "diloco"],
 )
-def test_smaller_batches_begin_the_round_anew(
+def test_smaller_batches_begin_a_round_anew(
     serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
 ) -> None:
     """The second step of round 1 fails. A round is begun again from w = 0; DiLoCo keeps the step that it has.
@@ -342,7 +350,7 @@ def test_a_checkpoint_gives_momentum_and_schedule(serve: Any, tmp_path: Path) ->
 # -- how training ends
 
 
-def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None:
+def test_trains_as_usual_without_a_server(tmp_path: Path) -> None:
     with_it = trainer_of(None, tmp_path, sync_every=2, max_steps=5)
     without = trainer_of(None, tmp_path, max_steps=5)
     without.remove_callback(type(callback_of(without)))
@@ -351,7 +359,8 @@ def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None
     assert torch.equal(with_it.model.w, without.model.w)
 
 
-def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_path: Path) -> None:
+def test_a_finished_run_trains_nothing(serve: Any, tmp_path: Path) -> None:
+    """A run that is over gives its result."""
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
         round_ = next(iter(worker))
@@ -364,10 +373,10 @@ def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_pat
         assert trainer.model.w.item() == 5.0
 
 
-def test_training_that_ends_within_a_round_names_unsent_steps(
-    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """5 steps in rounds of 3: the last 2 reach no server, and the correction lets go of the optimizer.
+def test_unsent_steps_are_named(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training that ends within a round says which steps were not sent.
+
+    5 steps in rounds of 3: the last 2 reach no server, and the correction lets go of the optimizer.
 
     A Trainer that ends with a round says nothing.
     """
@@ -402,7 +411,7 @@ class Larger(One):
     ],
     ids=["in a step", "at the begin", "in a round"],
 )
-def test_a_failed_training_leaves_and_says_why(
+def test_failed_training_leaves_with_its_reason(
     serve: Any, tmp_path: Path, model: type[One], options: dict[str, Any], error: type[Exception], words: str, told: str
 ) -> None:
     """Guards against heartbeats that go on, for which the others wait; another model is refused before it trains."""
@@ -419,9 +428,7 @@ def test_a_failed_training_leaves_and_says_why(
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("diloco", {"H": STEPS})])
-def test_a_trainer_takes_the_place_of_one_that_failed(
-    serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
-) -> None:
+def test_a_trainer_replaces_a_failed_one(serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
     """As a notebook's cell is run again: another Trainer as the same site; of the first one nothing is left."""
     server = serve(algorithm, rounds=1, **settings)
     with pytest.raises(ValueError, match="no more records"):
@@ -434,10 +441,11 @@ def test_a_trainer_takes_the_place_of_one_that_failed(
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_sites_on_one_trainer_are_refused_before_either_joins(
-    serve: Any, tmp_path: Path, added: bool, workers: int
-) -> None:
-    """With two workers the first waited for the second for ever, with one the second put it out of the run."""
+def test_refuses_two_sites_on_one_trainer(serve: Any, tmp_path: Path, added: bool, workers: int) -> None:
+    """Two sites on one Trainer are refused before either joins.
+
+    With two workers the first waited for the second for ever, with one the second put it out of the run.
+    """
     server = serve(sites=workers)
     trainer, second = trainer_of(server, tmp_path, sync_every=1), callback_of(trainer_of(server, tmp_path, site="b"))
     first = callback_of(trainer)
@@ -459,16 +467,18 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(
 @pytest.mark.parametrize(
     ("given", "words"), [({"world_size": 4}, "runs in 4 processes"), ({"deepspeed": "ds.json"}, "DeepSpeed")]
 )
-def test_what_the_callback_would_see_a_part_of_is_refused(given: dict[str, Any], words: str) -> None:
+def test_a_part_of_a_model_is_refused(given: dict[str, Any], words: str) -> None:
+    """The callback would see a part of the model."""
     from atoll.integrations.transformers import AtollCallback
 
     args: Any = SimpleNamespace(**{"world_size": 1, "deepspeed": None, "fp16": False} | given)
     with pytest.raises(UsageError, match=words):
-        AtollCallback().on_train_begin(args, Any, Any)  # type: ignore[arg-type]
+        AtollCallback().on_train_begin(args, Any, Any)
 
 
 @pytest.mark.covers("S8")
-def test_scaled_gradients_are_refused_where_they_would_be_corrected(serve: Any, tmp_path: Path) -> None:
+def test_scaled_gradients_are_refused(serve: Any, tmp_path: Path) -> None:
+    """Scaled gradients are refused where they would be corrected."""
     trainer = trainer_of(serve("fedprox"), tmp_path)
     args: Any = SimpleNamespace(
         world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1
@@ -485,4 +495,4 @@ def test_arguments_that_have_no_meaning_are_refused() -> None:
     with pytest.raises(UsageError, match="sync_every is 0"):
         AtollCallback(sync_every=0)
     with pytest.raises(UsageError, match="is not a filter"):
-        AtollCallback(filters=["drop"])  # type: ignore[list-item]
+        AtollCallback(filters=["drop"])

@@ -30,6 +30,7 @@ from atoll.testing.contracts import peak_growth
 def test_another_process_gets_what_was_published(
     nursery: Nursery, tmp_path: Path, how: str, chunk_bytes: int | None
 ) -> None:
+    """Another process gets what was published."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=chunk_bytes)
     assert output_of(start_fetch(nursery, tmp_path, ref, how=how)) == "same"
     publisher.kill()
@@ -48,14 +49,16 @@ def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P14")
-def test_an_absent_reference_is_none_where_that_is_allowed() -> None:
+def test_no_reference_may_be_none() -> None:
+    """An absent reference is None where that is allowed."""
     assert atoll.objects.fetch(None, optional=True) is None
     with pytest.raises(UsageError, match="fetch got None instead of a reference"):
         atoll.objects.fetch(None)
 
 
 @pytest.mark.covers("P14")
-def test_an_expired_reference_says_so_with_its_name_and_a_remedy() -> None:
+def test_an_expired_reference_says_so() -> None:
+    """The error has its name and a remedy."""
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(flat(), expires_s=0.01)
         wait_until(lambda: atoll.objects.fetch(ref, optional=True) is None, "the end of what has expired")
@@ -66,7 +69,8 @@ def test_an_expired_reference_says_so_with_its_name_and_a_remedy() -> None:
 
 
 @pytest.mark.covers("P1", "P14")
-def test_what_is_withdrawn_is_gone_and_its_disk_given_back() -> None:
+def test_withdrawn_objects_free_their_disk() -> None:
+    """What is withdrawn is gone."""
     ref = atoll.objects.publish(flat())
     state = atoll.objects.fetch(ref, to_disk=True)
     assert atoll.objects.withdraw(str(ref))
@@ -107,7 +111,8 @@ def test_a_foreign_reference_is_refused(field: str, error: type[atoll.AtollError
     ],
     ids=["empty", "url", "short", "space", "port", "hex", "line"],
 )
-def test_a_text_that_is_no_reference_is_refused_before_anything_is_asked(text: str) -> None:
+def test_no_reference_is_refused_at_once(text: str) -> None:
+    """A text that is no reference is refused before anything is asked."""
     with pytest.raises(UsageError, match="reference"):
         atoll.objects.fetch(text)
 
@@ -179,14 +184,15 @@ TIED = torch.zeros(2)
     ids=["name", "extra", "shape", "dtype", "tie", "list"],
 )
 def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], words: str) -> None:
-    """Before a byte is written."""
+    """What does not fit is named before a byte is written."""
     with pytest.raises(SchemaMismatch, match=words):
         atoll.objects.fetch(atoll.objects.publish(payload), into=target)
     assert not any(tensor.any() for tensor in target.values())
 
 
 @pytest.mark.covers("P4")
-def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
+def test_tied_tensors_travel_once() -> None:
+    """Tied tensors travel once, and arrive under both names."""
     ref = atoll.objects.publish(model())
     state = atoll.objects.fetch(ref)
     assert state["0.weight"] is state["2.weight"]
@@ -259,7 +265,7 @@ def test_neither_side_holds_more_than_a_few_chunks() -> None:
 
 
 def test_a_publisher_names_what_it_was_given_wrongly(tmp_path: Path) -> None:
-    """Its arguments, and not settings of a run, which it does not have."""
+    """The error names its arguments, not settings of a run, which it does not have."""
     write_certificate(tmp_path)
     (tmp_path / "other.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"^The TLS certificate '.*other\.pem' cannot be used with the TLS key '"):

@@ -52,9 +52,8 @@ UNDISTURBED = 1 + 17
 
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
-def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
-    nursery: Nursery, tmp_path: Path, action: Any
-) -> None:
+def test_a_broken_part_is_asked_for_again(nursery: Nursery, tmp_path: Path, action: Any) -> None:
+    """A part that broke in the middle is asked for again, alone."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=PART)
     with through_proxy(ref) as (proxy, through):
         assert plain(atoll.objects.fetch(through)) == plain(flat())
@@ -77,9 +76,7 @@ def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
     ],
     ids=["damage", "silence"],
 )
-def test_a_fault_that_lasts_is_an_error_that_names_the_reference(
-    at: int, action: Any, error: type[AtollError], words: str
-) -> None:
+def test_a_lasting_fault_names_the_reference(at: int, action: Any, error: type[AtollError], words: str) -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with through_proxy(ref, *(Fault(DATA, "down", at, action) for _ in range(40))) as (_, through):
         with pytest.raises(error, match=rf"Reference {ref.object[:8]} .*{words}"):
@@ -100,8 +97,11 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> None:
-    """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
-    be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
+    """The publisher is stopped, not killed: connections stay, new ones are taken.
+
+    Of the two that stand still, the first one may be tried again, as the other has moved later; and either may have
+    had the end of a run in its buffer before.
+    """
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     asked: list[int] = []
 
@@ -305,7 +305,8 @@ def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollErro
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile head is refused before memory is taken."""
     data = HOSTILE[case] + bytes(8)
     manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []
@@ -318,7 +319,7 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
 def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
-    """Than its manifest says."""
+    """A head of another length than its manifest says is refused, and so are bytes that it does not name."""
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):

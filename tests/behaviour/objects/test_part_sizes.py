@@ -16,14 +16,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from harness.proxy import Proxy
-from kit.payloads import (
-    PART_SIZE_SETTINGS,
-    PART_SIZE_VARIABLES,
-    calls_of,
-    choose_part_sizes,
-    manifest_of,
-    plain,
-)
+from kit.payloads import PART_SIZE_SETTINGS, PART_SIZE_VARIABLES, calls_of, choose_part_sizes, manifest_of, plain
 from kit.peers import Peer
 from kit.processes import command
 from kit.requests import get, joined, post
@@ -124,7 +117,8 @@ def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monke
 
 @pytest.mark.covers("P13", "P8")
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_the_environment_cuts_what_is_published(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """What a process publishes is cut as its environment says."""
     *sizes, expected = CASES[case]
     choose_part_sizes(monkeypatch, *sizes)
     with atoll.objects.Publisher() as publisher:
@@ -136,11 +130,12 @@ def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: py
 
 
 @pytest.mark.covers("P13", "T11")
-def test_tensors_too_large_for_one_message_are_streamed_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
-    the two, and the text of the tree has less than 100 bytes."""
+def test_too_large_tensors_are_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors that are too large for one message are streamed, with a warning.
+
+    15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
+    the two, and the text of the tree has less than 100 bytes.
+    """
     large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
     fits = {"w": large["w"][:-1000], "a": large["a"]}
     with caplog.at_level(logging.WARNING, "atoll"), atoll.objects.Publisher() as publisher:
@@ -156,8 +151,11 @@ def test_tensors_too_large_for_one_message_are_streamed_with_a_warning(
 
 
 @pytest.mark.covers("P13")
-def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB."""
+def test_inline_tensors_fit_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that goes inline fits.
+
+    10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB.
+    """
     choose_part_sizes(monkeypatch, 0, 0)
     ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
     manifest = manifest_of(ref)
@@ -169,9 +167,10 @@ def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.Monk
 @pytest.mark.covers("P13", "X3")
 @pytest.mark.parametrize(("key", "variable"), list(zip(PART_SIZE_SETTINGS, PART_SIZE_VARIABLES, strict=True)))
 @pytest.mark.parametrize("value", ["-1", "1", "65535", "65600001", "16777280", "65568", "8 MiB", "1.5", ""])
-def test_a_size_that_cannot_be_is_refused_by_its_source(
+def test_wrong_sizes_are_refused_by_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, variable: str, value: str
 ) -> None:
+    """A size that cannot be is refused, and its source is named."""
     with pytest.raises(ConfigError, match=rf"command line: {key} = "):
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
@@ -235,9 +234,12 @@ def test_small_tensors_are_written_to_disk_in_runs() -> None:
 
 @pytest.mark.covers("T5")
 @pytest.mark.parametrize("count", [MANY, FEW], ids=["many", "few"])
-def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(count: int) -> None:
-    """16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
-    To disk each part is 4 runs of 2 MiB at most."""
+def test_requests_do_not_grow_with_tensors(count: int) -> None:
+    """Requests and runs do not grow with the number of tensors.
+
+    16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
+    To disk each part is 4 runs of 2 MiB at most.
+    """
     ref = atoll.objects.publish(tensors(count))
     with through_proxy(ref) as (proxy, through):
         with calls_of("pwrite") as writes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kit import exported, serve
-from kit.payloads import PART_SIZE_SETTINGS, calls_of, choose_part_sizes, manifest_of, plain
+from kit.payloads import PART_SIZE_SETTINGS, calls_of, choose_part_sizes, manifest_of, nested, plain
 from kit.servers import DEFAULT_OUTER_OPTIMIZER
 from kit.workflows import run_workflow
 from object_world import PART
@@ -67,7 +67,8 @@ def test_several_tensor_subtrees_and_numpy_beside_torch() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
+def test_a_shared_tensor_travels_once() -> None:
+    """A tensor that occurs twice travels once, and is one again."""
     tied, array = torch.ones(3), np.ones(3)
     tree = {"a": tied, "b": [tied.view(3), array, array], "c": torch.ones(3)}
     manifest = manifest_of(atoll.objects.publish(tree))
@@ -78,8 +79,11 @@ def test_a_tensor_that_occurs_twice_travels_once_and_is_one_again() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_negated_view_is_not_the_tensor_that_it_negates() -> None:
-    """Both have the same address, dtype, shape and strides; torch negates when it reads."""
+def test_a_negated_view_travels_negated() -> None:
+    """A negated view is not the tensor that it negates.
+
+    Both have the same address, dtype, shape and strides; torch negates when it reads.
+    """
     waves = torch.tensor([1 + 2j, 3 - 4j])
     back = there_and_back([waves.imag, waves.conj().imag])
     assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
@@ -108,7 +112,8 @@ def test_temporary_arrays_are_not_confused() -> None:
     assert [value.values.tolist() for value in back] == [[-number, number] for number in range(20)]
 
 
-def test_arrays_that_torch_cannot_share_are_copied_with_their_values() -> None:
+def test_unshareable_arrays_are_copied() -> None:
+    """Arrays that torch cannot share are copied with their values."""
     array = np.arange(6, dtype=">i4").reshape(2, 3)[::-1]
     frozen = np.ones(2)
     frozen.flags.writeable = False
@@ -121,13 +126,6 @@ def test_arrays_that_torch_cannot_share_are_copied_with_their_values() -> None:
 def cyclic() -> dict[str, Any]:
     payload: dict[str, Any] = {"inner": []}
     payload["inner"].append(payload)
-    return payload
-
-
-def nested(levels: int) -> list[Any]:
-    payload: list[Any] = []
-    for _ in range(levels - 1):
-        payload = [payload]
     return payload
 
 
@@ -279,8 +277,7 @@ def echoed(folder: Path, sent: dict[str, Any], settings: dict[str, Any], **optio
     def workflow(controller: Any) -> dict[str, Any]:
         return {key: controller.send("a", "echo", payload, timeout_s=30).payload for key, payload in sent.items()}
 
-    came: dict[str, Any] = run_workflow(folder, workflow, {"echo": lambda payload: payload}, **settings, **options)
-    return came
+    return run_workflow(folder, workflow, {"echo": lambda payload: payload}, **settings, **options)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -296,7 +293,7 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
 @pytest.mark.covers("P13", "P8", "P4")
 @pytest.mark.parametrize("sizes", SIZES)
 def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
-    """To memory, to disk as a whole and lazily, and in place."""
+    """Such tensors are fetched to memory, to disk as a whole and lazily, and in place."""
     choose_part_sizes(monkeypatch, *SIZES[sizes])
     with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
@@ -314,13 +311,18 @@ def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes
                 assert plain(target) == plain(payload), key
 
 
+def replaced(tree: Any, kinds: Any, change: Callable[[Any], Any]) -> Any:
+    """A payload whose tensors or arrays of these kinds are changed."""
+    if isinstance(tree, dict):
+        return {key: replaced(value, kinds, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [replaced(value, kinds, change) for value in tree]
+    return change(tree) if isinstance(tree, kinds) else tree
+
+
 def tensors_only(tree: Any) -> Any:
     """What lies on disk is given as torch tensors."""
-    if isinstance(tree, dict):
-        return {key: tensors_only(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [tensors_only(value) for value in tree]
-    return torch.as_tensor(tree) if isinstance(tree, np.ndarray) else tree
+    return replaced(tree, np.ndarray, torch.as_tensor)
 
 
 def filled(value: Any) -> Any:
@@ -338,11 +340,7 @@ def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
 
 def described(tree: Any) -> Any:
     """A payload with kinds, dtypes and shapes in place of its tensors and arrays."""
-    if isinstance(tree, dict):
-        return {key: described(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [described(value) for value in tree]
-    return (type(tree), tree.dtype, tuple(tree.shape)) if isinstance(tree, torch.Tensor | np.ndarray) else tree
+    return replaced(tree, torch.Tensor | np.ndarray, lambda each: (type(each), each.dtype, tuple(each.shape)))
 
 
 class Sparse(nn.Module):
@@ -418,7 +416,8 @@ def reads(state: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.covers("D5", "D15")
-def test_a_lazy_state_is_a_mapping_that_loads_on_access_only(state: Any, reads: list[int]) -> None:
+def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
+    """A lazy state is a mapping of names."""
     assert set(state) == {"w", "b", "e"}
     assert len(state) == 3
     assert "w" in state
@@ -434,8 +433,8 @@ def test_a_lazy_state_is_a_mapping_that_loads_on_access_only(state: Any, reads: 
 
 
 @pytest.mark.covers("D5")
-def test_a_lazy_tensor_gives_tensors_that_outlive_its_file(state: Any) -> None:
-    """It is itself small, and no tensor."""
+def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
+    """A lazy tensor gives tensors that outlive its file; it is itself small, and no tensor."""
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100
@@ -466,8 +465,11 @@ def test_lazy_values_are_not_pickled(state: Any) -> None:
 
 
 @pytest.mark.covers("T13")
-def test_a_lazy_tensor_is_read_in_runs_of_new_memory(state: Any) -> None:
-    """w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same."""
+def test_lazy_tensors_are_read_in_runs(state: Any) -> None:
+    """The runs are in new memory.
+
+    w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same.
+    """
     for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
         runs = list(state.ref("w").runs(most_bytes))
         assert [run.numel() for run in runs] == counts

@@ -31,16 +31,7 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import TensorRef
-from atoll.errors import (
-    AtollError,
-    AuthError,
-    BadRequest,
-    Busy,
-    DiskFull,
-    Gone,
-    TransferAborted,
-    TransferError,
-)
+from atoll.errors import AtollError, AuthError, BadRequest, Busy, DiskFull, Gone, TransferAborted, TransferError
 
 PUT = "PUT .*/parts/5 "
 
@@ -82,10 +73,8 @@ def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_names_a_folder_of_objects_that_cannot_be_used_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file in its place, while the server runs: nothing can be published, fetched or removed."""
+def test_an_unusable_folder_of_objects_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server goes on. A file in its place, while the server runs: nothing can be published, fetched or removed."""
     folder = tmp_path / "state" / "objects"
     with serve(tmp_path) as server:
         inline, kept = ({"w": torch.ones(count)} for count in (2, 2**17))
@@ -105,7 +94,8 @@ def test_names_a_folder_of_objects_that_cannot_be_used_and_goes_on(
 
 
 @pytest.mark.covers("P14", "D4")
-def test_what_expires_is_removed_and_the_reference_says_so(tmp_path: Path) -> None:
+def test_expired_objects_are_removed(tmp_path: Path) -> None:
+    """Their reference says so."""
     with serve(tmp_path) as server:
         kept = atoll.objects.publish(flat(), server=server.url)
         ref = atoll.objects.publish(flat(), server=server.url, expires_s=0.2)
@@ -126,7 +116,8 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 
 
 @pytest.mark.covers("D4", "P14")
-def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tmp_path: Path) -> None:
+def test_a_start_removes_what_expired(tmp_path: Path) -> None:
+    """A server that starts removes what expired, and what a killed one has left."""
     folder, port = tmp_path / "state" / "objects", free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -141,7 +132,8 @@ def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tm
 
 
 @pytest.mark.covers("D4", "X3")
-def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_upload(nursery: Nursery, tmp_path: Path) -> None:
+    """A server that is killed within an upload has nothing of it at its next start."""
     write_run_file(tmp_path, **{"network.port": 0})
     server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
     with Proxy(int(url_of(server).rpartition(":")[2])) as proxy, ThreadPoolExecutor(1) as pool:
@@ -159,7 +151,7 @@ def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nurse
 
 
 @pytest.mark.covers("D4", "P5")
-def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
+def test_a_stopped_upload_leaves_nothing(tmp_path: Path) -> None:
     abort = threading.Event()
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault(PUT, "up", at=1000, action="stall", wait=abort.set))
@@ -169,7 +161,8 @@ def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4", "P3")
-def test_an_upload_of_which_nothing_comes_any_more_is_removed(tmp_path: Path) -> None:
+def test_a_silent_upload_is_removed(tmp_path: Path) -> None:
+    """An upload of which nothing comes any more is removed."""
     with serve(tmp_path, **{"network.idle_timeout_s": 0.3}) as server:
         assert opened(server, 64, 128)[0] == 200
         assert files(tmp_path) == [".part"]
@@ -178,7 +171,8 @@ def test_an_upload_of_which_nothing_comes_any_more_is_removed(tmp_path: Path) ->
 
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
-def test_a_part_that_broke_on_its_way_up_is_sent_again_alone(tmp_path: Path, action: Any) -> None:
+def test_a_broken_part_is_sent_again(tmp_path: Path, action: Any) -> None:
+    """A part that broke on its way up is sent again, alone."""
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         fault = Fault(PUT, "up", at=30_000, action=action)
         proxy.faults.append(fault)
@@ -206,9 +200,8 @@ def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X2", "P1")
-def test_publishing_needs_the_token_and_fetching_the_reference_alone(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publishing_needs_a_token(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetching needs the reference alone."""
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with serve(tmp_path) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -226,7 +219,8 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
 
 
 @pytest.mark.covers("X2")
-def test_a_token_does_not_go_where_a_foreign_reference_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_follow_foreign_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token does not go where a foreign reference leads."""
     monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-run")
 
     def answer(connection: Connection, _: Request) -> None:
@@ -246,8 +240,11 @@ def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int =
 
 
 @pytest.mark.covers("P1", "X3")
-def test_an_object_is_complete_with_all_its_parts_or_not_at_all(tmp_path: Path) -> None:
-    """Two parts: a head of 64 bytes, and 100 bytes. Its digest is one of its sizes and of both parts' digests."""
+def test_an_object_is_complete_or_not_at_all(tmp_path: Path) -> None:
+    """An object is complete with all its parts.
+
+    Two parts: a head of 64 bytes, and 100 bytes. Its digest is one of its sizes and of both parts' digests.
+    """
     data = bytes(range(164))
     parts = [data[:64], data[64:]]
     digests = [blake3(part).digest() for part in parts]
@@ -296,9 +293,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
     "sizes",
     [(63, 128, PART), (64, 63, PART), (64, 128, 2**15), (64, 128, 2**25), (64, 2**50, PART), (2**27, 2**28, PART)],
 )
-def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
-    server: atoll.Server, sizes: tuple[int, int, int]
-) -> None:
+def test_impossible_sizes_are_refused(server: atoll.Server, sizes: tuple[int, int, int]) -> None:
+    """Sizes that no object has are refused before a file is made."""
     status, reply = opened(server, *sizes)
     assert (status, "The object" in reply["message"]) == (400, True)
     assert files(server.settings.disk.state_dir.parent) == []

@@ -98,5 +98,4 @@ def module() -> nn.Module:
     import importlib
 
     torch.manual_seed(11)
-    net: nn.Module = importlib.import_module("my_model").Net()
-    return net
+    return importlib.import_module("my_model").Net()

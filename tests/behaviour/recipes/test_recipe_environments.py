@@ -54,9 +54,10 @@ KINDS = [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, DiLoCoRecipe
     [pytest.param(kind, marks=pytest.mark.long if kind is not FedAvgRecipe else ()) for kind in KINDS],
     ids=lambda kind: kind.__name__,
 )
-def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
+def test_every_environment_has_the_same_bits(
     nursery: Nursery, kind: type[Recipe], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """Execute and the written file and a simulation have the same bits."""
     is_diloco = kind is DiLoCoRecipe
     if is_diloco:
         Path("train.py").write_text(DILOCO)
@@ -139,7 +140,7 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
     assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
 
 
-def test_what_has_no_meaning_in_a_simulation_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_simulation_refuses_what_it_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
     Path("train.py").write_text(DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
     with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2, but a simulation supports only"):
@@ -154,7 +155,7 @@ def test_what_has_no_meaning_in_a_simulation_says_so(caplog: pytest.LogCaptureFi
 # -- LocalEnv
 
 
-def test_goes_on_only_in_the_folder_of_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_goes_on_only_in_the_runs_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)""")
     with pytest.raises(
@@ -239,7 +240,7 @@ def mean(updates):
 
 @pytest.mark.covers("X9")
 def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It goes on once the cause is mended.
+    """A failed run goes on once the cause is mended.
 
     The reason is that of the server, and not that its sites have ended, which they were told to do.
     """
@@ -257,8 +258,10 @@ def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.Capture
     assert result.status.failed == ""
 
 
-def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run() -> None:
-    """SIGTERM stops a server with the exit code 0. The same call goes on where it was.
+def test_a_stopped_server_is_no_finished_run() -> None:
+    """A server that is stopped in the middle is no finished run.
+
+    SIGTERM stops a server with the exit code 0. The same call goes on where it was.
 
     The site finds it: the only other process in the current folder, beside the test's own.
     """
@@ -280,8 +283,11 @@ def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run() -> None:
     assert [row.round for row in result.history] == [1, 2]
 
 
-def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(tmp_path: Path) -> None:
-    """A server that wants both; the certificate is of no authority that this machine knows."""
+def test_clients_share_token_and_certificate(tmp_path: Path) -> None:
+    """A token and a certificate of the settings are the clients', too.
+
+    A server that wants both; the certificate is of no authority that this machine knows.
+    """
     chain = write_certificate(tmp_path, "127.0.0.1")["network.tls_cert"]
     chain.write_bytes(chain.read_bytes() + (tmp_path / "ca.pem").read_bytes())
     Path("token").write_text("secret-of-the-run")
@@ -380,7 +386,7 @@ def test_another_run_is_refused_with_every_difference() -> None:
     assert refused.value.exit_code == 2
 
 
-def test_a_script_that_fails_does_not_end_the_run() -> None:
+def test_a_failing_script_ends_no_run() -> None:
     Path("train.py").write_text("raise SystemExit(4)")
     made = recipe(min_sites=1)
     with server_of(made) as server:
@@ -397,10 +403,13 @@ def gone(*_: object) -> None:
 @pytest.mark.covers("X9")
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("reads_status", [True, False])
-def test_a_run_that_fails_at_the_server_says_so_at_the_site(
+def test_a_site_says_that_the_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reads_status: bool
 ) -> None:
-    """If the server has ended before it is asked for its status, the script has printed the reason."""
+    """A run that fails at the server says so at the site.
+
+    If the server has ended before it is asked for its status, the script has printed the reason.
+    """
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     if not reads_status:
         asked = iter([environments.ask] * 2)  # what the run is, and its status, before the script starts
@@ -418,7 +427,7 @@ def test_a_run_that_fails_at_the_server_says_so_at_the_site(
     assert "repeat the same call" in failed.value.remedy
 
 
-def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_have_a_workers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token in a file, which the server asks for, and what else is a setting of a server, too."""
     Path("token").write_text("secret-of-the-run")
     Path("token").chmod(0o600)

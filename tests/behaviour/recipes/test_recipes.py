@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("algorithm", KINDS)
-def test_a_written_run_file_has_the_recipe_s_settings(algorithm: str, tmp_path: Path) -> None:
+def test_a_written_file_has_the_recipes_settings(algorithm: str, tmp_path: Path) -> None:
     kind, given, chosen = KINDS[algorithm]
     made = recipe(kind, **given).add_server_config(
         {"aggregation.upload_codec.name": "int8", "network.heartbeat_timeout_s": 300}
@@ -189,7 +189,7 @@ def test_a_wrong_argument_is_refused_where_it_is_given(
         ({}, ServerEnv("host:8512"), "is not a valid server address"),
     ],
 )
-def test_an_environment_that_does_not_suit_the_recipe_is_refused(given: dict[str, Any], env: Any, said: str) -> None:
+def test_refuses_an_unsuitable_environment(given: dict[str, Any], env: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         recipe(**given).execute(env)
 
@@ -239,7 +239,8 @@ AS_ONE = (
         ([], AS_ONE.format("nothing")),
     ],
 )
-def test_a_wrong_server_config_is_refused_and_changes_nothing(given: list[Any], said: str) -> None:
+def test_a_wrong_server_config_changes_nothing(given: list[Any], said: str) -> None:
+    """A wrong server config is refused and changes nothing."""
     made = recipe(DiLoCoRecipe, sync_every=6, outer_momentum=0.8)
     before = made.settings()
     with pytest.raises(AtollError, match=said):
@@ -247,7 +248,8 @@ def test_a_wrong_server_config_is_refused_and_changes_nothing(given: list[Any], 
     assert made.settings() == before
 
 
-def test_server_configs_add_up_and_are_no_keyword_arguments() -> None:
+def test_server_configs_add_up() -> None:
+    """Server configs add up and are no keyword arguments."""
     made = recipe(DiLoCoRecipe)
     with pytest.raises(
         UsageError,
@@ -260,7 +262,8 @@ def test_server_configs_add_up_and_are_no_keyword_arguments() -> None:
 
 
 @pytest.mark.covers("P13")
-def test_a_recipe_sets_what_a_run_file_and_a_variable_set() -> None:
+def test_recipes_and_run_files_set_the_same() -> None:
+    """A recipe sets what a run file and a variable set."""
     config = {"workflow.tensor_part_bytes": 65536, "workflow.array_part_bytes": 0, "network.idle_timeout_s": 7.5}
     written = Settings.read(recipe().add_server_config(config).write("run.toml"), environ={})
     variables = {f"ATOLL_{key.upper().replace('.', '__')}": str(value) for key, value in config.items()}
@@ -289,8 +292,8 @@ def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P7")
-def test_a_recipe_writes_a_module_as_the_initial_model(tmp_path: Path) -> None:
-    """With its buffers and tied tensors."""
+def test_a_module_is_the_initial_model(tmp_path: Path) -> None:
+    """A recipe writes a module as the initial model, with its buffers and tied tensors."""
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
     settings = Settings.read(path, environ={})
@@ -321,7 +324,8 @@ def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
     assert schema_of(tmp_path / "one", settings) == schema_of(tmp_path / "other", settings, net)
 
 
-def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) -> None:
+def test_refuses_other_models_and_pickles(tmp_path: Path) -> None:
+    """A checkpoint of another model or a pickle is refused."""
     save_file({"one.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(SchemaMismatch, match="initial_ckpt"):
         recipe(initial_ckpt="other.safetensors").write("run.toml")
@@ -333,7 +337,8 @@ def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "new").exists()
 
 
-def test_a_class_path_and_its_arguments_and_a_file_alone() -> None:
+def test_models_may_be_classes_or_files() -> None:
+    """A class path and its arguments and a file alone."""
     path = recipe(model={"class_path": "my_model.Net", "args": {"hidden": 7}}).write("run.toml")
     settings = Settings.read(path, environ={})
     assert (settings.model.source, settings.model.args) == ("my_model:Net", {"hidden": 7})
@@ -343,7 +348,7 @@ def test_a_class_path_and_its_arguments_and_a_file_alone() -> None:
     assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model.source == "initial.safetensors"
 
 
-def test_paths_of_a_recipe_begin_at_the_current_folder(tmp_path: Path) -> None:
+def test_paths_begin_at_the_current_folder(tmp_path: Path) -> None:
     """The run file has them relative to its own folder."""
     (tmp_path / "mine.py").write_text("def mean(updates): ...")
     made = recipe().add_server_config(
@@ -358,9 +363,7 @@ def test_paths_of_a_recipe_begin_at_the_current_folder(tmp_path: Path) -> None:
         }
     )
     settings = Settings.read(made.write("deep/run.toml"), environ={})
-    assert settings.aggregation.aggregator.path is not None
     assert Path(settings.aggregation.aggregator.path.removesuffix(":mean")).resolve() == tmp_path / "mine.py"
-    assert settings.disk.export_dir is not None
     assert settings.disk.export_dir.resolve() == tmp_path / "out"
     assert settings.algorithm.outer_lr_of == {"head.*": 0.5}
     assert settings.workflow.result_filters[0]["path"] == "deep/../mine.py:mean"
@@ -368,7 +371,7 @@ def test_paths_of_a_recipe_begin_at_the_current_folder(tmp_path: Path) -> None:
 
 
 def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
-    """From the folder of the script. Another `run.toml` may lie beside the script."""
+    """The commands are typed in the folder of the script, and name the run file from there."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):
@@ -378,7 +381,8 @@ def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
         assert [line for line in lines if line.endswith(" -- python train.py")] != []
 
 
-def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
+def test_leaves_other_files_alone(tmp_path: Path) -> None:
+    """A file that no recipe wrote is left alone."""
     (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
         recipe().write("run.toml")

@@ -34,8 +34,7 @@ from atoll.worker.training import diloco_loop as diloco_module
 
 
 def local(value: Any) -> Tensor:
-    found: Tensor = value.to_local() if hasattr(value, "to_local") else value
-    return found
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def shard(model: Awkward, how: str) -> Awkward:
@@ -115,7 +114,7 @@ def main(site: str, out: Path, how: How, **more: Any) -> None:
     inputs, targets = (values[each * rank : last] for values in data(site))
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
-    diloco_module.RankGroup = Counted  # type: ignore[misc]
+    diloco_module.RankGroup = Counted
     more = {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"} | more
     distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_to_join_s))
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if how.filters else (), **more) as diloco:

@@ -129,8 +129,7 @@ class ShardedRun(ForkedServer):
 
 def told(out: Path, site: str, rank: int) -> dict[str, Any]:
     """What a rank has said of itself."""
-    found: dict[str, Any] = json.loads((out / f"{site}-{rank}.json").read_text())
-    return found
+    return json.loads((out / f"{site}-{rank}.json").read_text())
 
 
 def rows(value: Tensor, rank: int, ranks: int) -> Tensor:

@@ -58,8 +58,11 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.covers("F2")
-def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nursery: Nursery, tmp_path: Path) -> None:
-    """Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said."""
+def test_successors_send_a_dead_sites_update(nursery: Nursery, tmp_path: Path) -> None:
+    """What was formed before all ranks died is sent by their successors.
+
+    Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said.
+    """
     right = expected("a", sync_every=2, rounds=2)["a"]
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1) as served:
         ranks = served.site("a", failpoints=("", "outbox.sealed=kill@2"))
@@ -76,7 +79,7 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """It takes longer than the timeout of the process group.
+    """The round takes longer than the timeout of the process group.
 
     Site b is held up for twice the 2 s after which a rank gives another one up.
     """
@@ -93,10 +96,7 @@ def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """It comes later than the timeout of the process group.
-
-    The server starts only after three times the 2 s after which a rank gives another one up.
-    """
+    """The server starts only after three times the 2 s after which a rank gives another one up."""
     port = free_port()
     options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
@@ -118,7 +118,7 @@ def waits(url: str) -> float:
 
 @pytest.mark.covers("F5")
 def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None:
-    """They were stopped until the old one had ended."""
+    """The ranks were stopped until the old lease had ended."""
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as served:
         ranks = served.site("a", held={"1": str(go)})
@@ -135,10 +135,11 @@ def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.covers("F41")
-def test_a_server_that_falls_back_gets_every_ranks_share_again(
-    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks."""
+def test_every_rank_sends_its_share_again(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that falls back gets every rank's share again.
+
+    Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks.
+    """
     from atoll.store.versions import Versions
 
     write_durable = Versions.write_durable
@@ -171,7 +172,8 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
 
 
 @pytest.mark.covers("X3")
-def test_a_disk_that_is_full_at_one_rank_ends_both(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_full_disk_ends_both_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """A disk that is full at one rank ends both."""
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         ranks = served.site("a", failpoints=("", "worker.write=enospc@4"))
         for rank in ranks:

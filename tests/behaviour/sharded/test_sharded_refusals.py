@@ -48,7 +48,7 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 
 @pytest.mark.covers("P4")
 def test_fsdp1_is_refused() -> None:
-    """It needs an accelerator to be made, but none to be known."""
+    """FSDP1 needs an accelerator to be made, but none to be known."""
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     with pytest.raises(

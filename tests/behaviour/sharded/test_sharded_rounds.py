@@ -67,8 +67,11 @@ def test_each_run_may_have_other_ranks(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.covers("P4")
-def test_all_ranks_of_a_site_sit_out_with_weight_0(nursery: Nursery, tmp_path: Path) -> None:
-    """Site b sends no tensor, and both sites train on from what a alone has made."""
+def test_all_ranks_sit_out_together(nursery: Nursery, tmp_path: Path) -> None:
+    """All ranks of a site sit out with weight 0.
+
+    Site b sends no tensor, and both sites train on from what a alone has made.
+    """
     with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
         served.ended(served.site("a"), served.site("b", weight=0))
     require_close(tmp_path, expected("a", sync_every=3, rounds=2))
@@ -86,8 +89,11 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("L3", "L5", "F9")
-def test_an_asynchronous_run_of_one_worker_is_the_synchronous_one(nursery: Nursery, tmp_path: Path) -> None:
-    """Every update is applied to the version that it was formed against; also where the server is killed behind one."""
+def test_async_runs_of_one_worker_are_synchronous(nursery: Nursery, tmp_path: Path) -> None:
+    """An asynchronous run of one worker is the synchronous one.
+
+    Every update is applied to the version that it was formed against; also where the server is killed behind one.
+    """
     with ShardedRun(
         nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}
     ) as served:
@@ -97,8 +103,11 @@ def test_an_asynchronous_run_of_one_worker_is_the_synchronous_one(nursery: Nurse
 
 
 @pytest.mark.covers("L5")
-def test_sharded_and_whole_workers_of_an_asynchronous_run_end_with_its_model(nursery: Nursery, tmp_path: Path) -> None:
-    """They overtake each other as they like; the run is over after eight updates, and both have what came of them."""
+def test_async_workers_end_with_the_model(nursery: Nursery, tmp_path: Path) -> None:
+    """Sharded and whole workers of an asynchronous run end with its model.
+
+    They overtake each other as they like; the run is over after eight updates, and both have what came of them.
+    """
     with ShardedRun(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as served:
         served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
@@ -112,7 +121,7 @@ def test_sharded_and_whole_workers_of_an_asynchronous_run_end_with_its_model(nur
 
 
 @pytest.mark.covers("L16")
-def test_each_rank_keeps_and_receives_its_own_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_receive_their_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
     """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
     down = {"aggregation.download_codec.name": "int8"}
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as served:
@@ -137,7 +146,8 @@ def mean(updates):
 """
 
 
-def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
+def test_aggregators_and_exports_see_no_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """An aggregator of one's own, and the export, know nothing of ranks."""
     (tmp_path / "mine.py").write_text(MEAN)
     right = expected("ab", sync_every=2, rounds=2)
     aggregator = str(tmp_path / "mine.py") + ":mean"
@@ -151,7 +161,8 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
         assert float((found[name] - value).abs().max()) <= 1e-12, name
 
 
-def test_exports_from_a_running_server_with_versions_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
+def test_exports_while_versions_are_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """Exports from a running server with versions cut for ranks."""
     model = build()
     with plain_server(tmp_path, model, algorithm="diloco", part_bytes=2**16, **{"model.ranks": 3}) as server:
         assert export(nursery, tmp_path / "out.safetensors", "--server", server.url) == 0

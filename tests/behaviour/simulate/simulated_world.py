@@ -126,8 +126,7 @@ def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0, **env
 
 def told(output: str) -> dict[str, Any]:
     """The summary, of a run with `--json`."""
-    summary: dict[str, Any] = json.loads(output[output.index("\n{") :])
-    return summary
+    return json.loads(output[output.index("\n{") :])
 
 
 def model_of(folder: Path) -> bytes:

@@ -43,14 +43,13 @@ def ray_here(ray: Any) -> Iterator[Any]:
 @pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts Ray
-def test_another_actor_trains_what_a_killed_one_had(
-    ray_here: Any,
-    tmp_path: Path,
-    undisturbed: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_another_actor_goes_on(
+    ray_here: Any, tmp_path: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the kernel, and by Ray where memory is short: it says so where the result is asked for."""
+    """Another actor trains what a killed one had.
+
+    By the kernel, and by Ray where memory is short: it says so where the result is asked for.
+    """
     get, short = ray_here.get, ["once"]
 
     def asked(ref: Any, timeout: float | None = None) -> Any:
@@ -81,9 +80,7 @@ def test_another_actor_trains_what_a_killed_one_had(
         ),
     ],
 )
-def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
-    ray: Any, monkeypatch: pytest.MonkeyPatch, error: str, said: str
-) -> None:
+def test_a_ray_that_fails_says_what_helps(ray: Any, monkeypatch: pytest.MonkeyPatch, error: str, said: str) -> None:
     from atoll.simulate.ray_actors import RayHost
 
     def full(*_: Any, **__: Any) -> Any:
@@ -104,7 +101,8 @@ def test_what_was_begun_on_ray_goes_on_here(ray_here: Any, tmp_path: Path, undis
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_starts_a_ray_of_its_own_and_ends_it(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+def test_the_command_ends_its_own_ray(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+    """The command starts a Ray of its own and ends it."""
     before = set(Path("/tmp").glob("atoll-ray-*"))
     done = told(simulate(nursery, write(tmp_path), *FOUR, "--json"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -141,10 +139,10 @@ def _listens(port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("V1")
-def test_a_running_cluster_comes_to_the_same_bits(
+def test_a_running_cluster_has_the_same_bits(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
 ) -> None:
-    """It is left running."""
+    """A cluster that runs already is used, and left running."""
     flags = (*FOUR, "--address", cluster, "--json")
     done = told(simulate(nursery, write(tmp_path, **RULES), *flags, RAY_AUTH_MODE="token"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -153,7 +151,7 @@ def test_a_running_cluster_comes_to_the_same_bits(
 
 
 @pytest.mark.covers("V5")
-def test_a_ray_that_does_not_answer_is_exit_code_5(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_silent_ray_is_exit_code_5(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     said = " ".join(simulate(nursery, write(tmp_path), *FOUR, "--address", address, code=5).split())
     assert f"Ray at {address} cannot be reached: Connection refused. Check that Ray runs there" in said
@@ -168,7 +166,7 @@ def test_names_how_to_install_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert refused.value.exit_code == 2
 
 
-def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
+def test_removes_the_rays_of_killed_simulations() -> None:
     from atoll.simulate import ray_actors
 
     ended, alive = (Path(ray_actors.TEMPORARY) / f"{ray_actors.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
@@ -182,10 +180,11 @@ def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
         alive.rmdir()
 
 
-def test_an_actor_removes_what_killed_ones_of_its_own_machine_have_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two machines share the folder of temporary files; a process runs on the other one alone."""
+def test_an_actor_removes_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An actor removes what killed ones of its own machine have left.
+
+    Two machines share the folder of temporary files; a process runs on the other one alone.
+    """
     from atoll.simulate import ray_actors
 
     monkeypatch.setattr(os, "dup2", lambda *_: None)

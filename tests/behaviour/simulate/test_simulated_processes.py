@@ -69,9 +69,10 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
 
 @pytest.mark.covers("V1")
 @pytest.mark.parametrize("name", RUNS)
-def test_a_simulation_ends_with_the_bits_of_real_workers(
+def test_simulations_have_the_bits_of_workers(
     nursery: Nursery, tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
+    """A simulation ends with the bits of real workers."""
     result = trained(nursery, tmp_path, **RUNS[name])
     processes = 2
     if name == "fedavg":  # as for users: the process imports torch, and has its own seed of hashes
@@ -80,7 +81,8 @@ def test_a_simulation_ends_with_the_bits_of_real_workers(
     assert result_of(tmp_path / "simulated", processes=processes, **RUNS[name]) == result
 
 
-def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_path: Path) -> None:
+def test_every_draw_and_script_has_its_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """Same bits for every draw and form of the script."""
     result = trained(nursery, tmp_path, **SAMPLED)
     assert result_of(tmp_path / "main", script="client.py:main", **SAMPLED) == result
     assert result_of(tmp_path / "script", script="client.py", **SAMPLED) == result
@@ -89,10 +91,8 @@ def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_p
 # -- processes
 
 
-def test_a_sampled_round_has_as_many_sites_as_asked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
-) -> None:
-    """It counts as any other round."""
+def test_a_sampled_round_has_its_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str) -> None:
+    """A sampled round has as many sites as asked. It counts as any other round."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[Any] = []
     done = run(tmp_path, client, sites=9, **{"rounds.sample_fraction": 1 / 3}, processes=2, on_round=seen.append)
@@ -149,7 +149,8 @@ def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> 
 
 
 @pytest.mark.covers("V4")
-def test_memory_does_not_grow_with_the_number_of_simulated_sites(tmp_path: Path, client: str) -> None:
+def test_memory_does_not_grow_with_sites(tmp_path: Path, client: str) -> None:
+    """Memory does not grow with the number of simulated sites."""
     run(tmp_path, client.replace(":train", ":measure"), sites=60, **{"rounds.total": 1})
     used = [int(line.split()[0]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(used) == 60
@@ -176,9 +177,10 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
     assert done.version >= 3
 
 
-def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
+def test_the_same_warning_is_said_thrice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Hundreds that have the same to say are not all heard."""
     (tmp_path / "client.py").write_text(MOVES.replace("parameter.add_(number + 1.0)", "pass"))
     with caplog.at_level(logging.WARNING):
         run(tmp_path, f"{tmp_path / 'client.py'}:train", sites=20, **{"rounds.total": 1})
@@ -203,10 +205,11 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
     assert max(theirs[20:]) <= max(theirs[:20]) + 4
 
 
-def test_no_process_begins_what_the_journal_does_not_have(
-    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the transaction failed, its tickets and their files would be given to other sites."""
+def test_no_process_begins_before_the_journal(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process begins what the journal does not have.
+
+    If the transaction failed, its tickets and their files would be given to other sites.
+    """
     put, missing = Engine.put, list[int]()
 
     def looked_up(engine: Engine, job: Job) -> None:
@@ -230,7 +233,8 @@ FORKS = """\
 """
 
 
-def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_forking_client_answers_once(nursery: Nursery, tmp_path: Path) -> None:
+    """A client that forks and returns twice answers once."""
     said = simulate(nursery, write(tmp_path, doing(FORKS)), *FOUR, "--json")
     assert told(said)["failed"] == {}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
@@ -269,9 +273,10 @@ WAITS = """\
     [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGKILL))],
     ids=lambda number: number.name,
 )
-def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
+def test_an_ended_simulation_goes_on(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:
+    """A simulation that was ended leaves nothing running and goes on."""
     run_file = write(tmp_path, doing(WAITS), **RULES)
     process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
     wait_until((tmp_path / "here").exists, "round 2")
@@ -293,7 +298,8 @@ LATE = """\
 """
 
 
-def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_deadline_closes_the_round(nursery: Nursery, tmp_path: Path) -> None:
+    """A deadline closes the round and the late update does not count."""
     run_file = write(tmp_path, doing(LATE), **{"rounds.quorum": 3, "rounds.deadline_s": 1.0})
     done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
     assert (done["late"], done["failed"]) == (1, {})
@@ -302,7 +308,8 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
     assert len(others) == 2
 
 
-def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not begin is ended and named."""
     monkeypatch.setattr(engine, "START_S", 0.5)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
@@ -314,10 +321,13 @@ def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeyp
 
 
 @pytest.mark.covers("V2")
-def test_simulated_sites_that_never_return_do_not_keep_the_processes(
+def test_hanging_sites_do_not_keep_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As many of them as there are processes: without a third the round cannot close."""
+    """Simulated sites that never return do not keep the processes.
+
+    As many of them as there are processes: without a third the round cannot close.
+    """
     monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
     sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
     rules = {"rounds.quorum": 3, "rounds.min_sites": 3, "rounds.deadline_s": 0.5}
@@ -328,7 +338,9 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
 
 
 @pytest.mark.covers("V2")
-def test_a_bug_in_what_frees_the_processes_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in what frees the processes ends the simulation."""
+
     def bug(*_: Any) -> None:
         raise KeyError("w")
 
@@ -355,13 +367,15 @@ def test_a_bug_in_what_frees_the_processes_ends_the_simulation(tmp_path: Path, m
     ],
     ids=["file", "name", "form", "engine", "address", "rounds", "async", "fragments"],
 )
-def test_what_has_no_meaning_is_refused_with_exit_code_2(
+def test_nonsense_is_exit_code_2(
     nursery: Nursery, tmp_path: Path, flags: list[str], settings: dict[str, object], why: str
 ) -> None:
+    """What has no meaning is refused with exit code 2."""
     assert why in " ".join(simulate(nursery, write(tmp_path, **settings), *flags, code=2).split())
 
 
-def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_broken_client_shows_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
+    """A client that cannot be imported is said with its traceback."""
     run_file = write(tmp_path)
     (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
     said = simulate(nursery, run_file, *FOUR, "--set", "run.script=their.py:train", code=2)
@@ -373,7 +387,8 @@ def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nu
     assert "ended with exit code 3 before it was ready" in said
 
 
-def test_a_state_directory_that_is_given_is_the_one_that_is_taken(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_given_directory_is_taken(nursery: Nursery, tmp_path: Path) -> None:
+    """A state directory that is given is the one that is taken."""
     simulate(nursery, write(tmp_path, **{"rounds.total": 1}), *FOUR, "--dir", "atoll-run")
     assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()
     assert not (tmp_path / "atoll-simulation").exists()

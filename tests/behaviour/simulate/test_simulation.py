@@ -42,8 +42,11 @@ def draw(worker) -> None:
 
 
 @pytest.mark.covers("V1")
-def test_what_is_drawn_hangs_on_the_seed_the_site_and_the_round(tmp_path: Path) -> None:
-    """By all three generators; and of what is drawn when the client is loaded, on the seed."""
+def test_draws_hang_on_seed_site_and_round(tmp_path: Path) -> None:
+    """What is drawn hangs on the seed the site and the round.
+
+    By all three generators; and of what is drawn when the client is loaded, on the seed.
+    """
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
         """A line for each site and round: of the loading, of the round. In the order in which they were trained."""
@@ -71,15 +74,14 @@ def test_updates_pass_through_the_filters_of_the_run(tmp_path: Path, client: str
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
 
 
-def test_a_run_in_memory_has_no_file_of_a_tensor(tmp_path: Path, client: str) -> None:
+def test_memory_runs_have_no_tensor_files(tmp_path: Path, client: str) -> None:
     done = run(tmp_path, client, **{"disk.in_files": False})
     assert moved(done) == pytest.approx(2 * 2.5, abs=1e-5)
     assert list((tmp_path / "state" / "slots").iterdir()) == []
 
 
-def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
-    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation of very many can be stopped while they join."""
     monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
     joined, join = list[str](), Coordinator.join
 
@@ -87,7 +89,6 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
         joined.append(message.site)
         if len(joined) == 25:
             task = asyncio.current_task()
-            assert task is not None
             task.cancel()  # as `stop` does, which a signal calls
         return await join(self, message)
 
@@ -98,7 +99,7 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
 
 
 def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
-    """With the remedy."""
+    """The error says what to change."""
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
         "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
@@ -110,12 +111,13 @@ def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
 def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "client", raising=False)  # of another test
-    import client as theirs  # type: ignore[import-not-found]
+    import client as theirs
 
     assert moved(run(tmp_path, theirs.train)) == pytest.approx(2 * 2.5, abs=1e-5)
 
 
-def test_it_goes_on_with_fewer_simulated_sites_or_with_more(tmp_path: Path, client: str) -> None:
+def test_goes_on_with_other_numbers_of_sites(tmp_path: Path, client: str) -> None:
+    """A simulation goes on with fewer simulated sites or with more."""
     seen: list[list[str]] = []
 
     def on_round(summary: Any) -> None:
@@ -126,7 +128,8 @@ def test_it_goes_on_with_fewer_simulated_sites_or_with_more(tmp_path: Path, clie
     assert seen == [list("0123"), list("01"), list("01"), list("01234")]  # a late joiner counts from the next round on
 
 
-def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: Path) -> None:
+def test_functional_scripts_run_one_by_one(tmp_path: Path) -> None:
+    """A script in the functional form runs for one after the other."""
     (tmp_path / "script.py").write_text(
         "import sys\nimport torch\nimport atoll\n"
         "model = torch.nn.Linear(3, 2)\n"
@@ -201,7 +204,7 @@ RETURNS = "    if worker.site == 'site-0001':\n        return\n"
     ],
     ids=["raises", "submits nothing", "refused", "refused, and needed"],
 )
-def test_the_rounds_go_on_without_a_site_that_fails(
+def test_rounds_go_on_without_failing_sites(
     tmp_path: Path,
     client: str,
     least: int,
@@ -220,9 +223,8 @@ def test_the_rounds_go_on_without_a_site_that_fails(
         assert "simulated_site.py" not in caplog.text
 
 
-def test_names_every_site_that_fails_and_prints_three_tracebacks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prints_three_tracebacks_at_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Names every site that fails and prints three tracebacks."""
     with pytest.raises(RunFailed):
         simulation(tmp_path, raising("True")).run()
     lines = [line for line in caplog.messages if "no longer takes part" in line]
@@ -232,10 +234,8 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 
 
 @pytest.mark.covers("V2", "X3")
-def test_a_round_that_cannot_close_ends_with_9(
-    tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The simulation goes on once the cause is mended."""
+def test_a_stuck_round_ends_with_9(tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """A round that cannot close ends with 9. The simulation goes on once the cause is mended."""
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     lacks = r"waits for another site: only 2 of 3 updates accepted or expected \(rounds.min_sites\)"
@@ -250,8 +250,11 @@ def test_a_round_that_cannot_close_ends_with_9(
 
 
 @pytest.mark.covers("S2", "V2", "F41")
-def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At zero it would train that site away from the rest, without a word."""
+def test_a_damaged_control_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control that is damaged or lost is no zero.
+
+    At zero it would train that site away from the rest, without a word.
+    """
 
     def simulated(rounds: int) -> Any:
         return simulation(tmp_path, **RULES, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
@@ -304,8 +307,11 @@ CONTROLS = """\
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_where_sites_are_two_rounds_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run was restored, the folder of its sites was not: their files have no c_i of the restored round any more."""
+def test_restored_runs_begin_controls_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Controls begin anew where sites are two rounds ahead.
+
+    The run was restored, the folder of its sites was not: their files have no c_i of the restored round any more.
+    """
     client = doing(CONTROLS)
     ahead_of_journal(tmp_path, RULES | {"client": client}, by=2)
     done = simulation(tmp_path, client, **RULES).run()
@@ -329,7 +335,7 @@ SITS_OUT = """\
 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("sits_out", [False, True], ids=["pending", "counted"])
-def test_a_damaged_earlier_control_of_a_site_begins_anew(
+def test_a_damaged_earlier_control_begins_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, sits_out: bool
 ) -> None:
     """The run was restored to before an update of each site, and one site's control from before it is damaged.
@@ -349,7 +355,8 @@ def test_a_damaged_earlier_control_of_a_site_begins_anew(
 
 
 @pytest.mark.covers("S2")
-def test_a_residual_that_is_two_rounds_ahead_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_early_residual_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A residual that is two rounds ahead is set to zero."""
     ahead_of_journal(tmp_path, INT8, by=2)
     assert simulation(tmp_path, **INT8).run().failed == {}
     assert "site-0000: the server went back to version 1; the encoding error of earlier updates is set" in caplog.text
@@ -372,7 +379,9 @@ def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: byt
 # -- what is refused
 
 
-def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> None:
+def test_functions_must_be_importable(tmp_path: Path) -> None:
+    """A function that no other process finds is refused."""
+
     def within(worker: Any) -> None: ...
 
     for function in (within, lambda worker: None):
@@ -416,7 +425,8 @@ class Raising(Reducer):
 """
 
 
-def test_the_error_of_a_reducer_reaches_the_caller_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reducers_error_comes_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The error of a reducer reaches the caller once."""
     (tmp_path / "raising.py").write_text(RAISING)
     reducer = {"aggregation.reducer.path": f"{tmp_path / 'raising.py'}:Raising"}
     with pytest.raises(RunFailed, match=r"Round 1 failed: ZeroDivisionError\('3 of 0 rows'\)") as raised:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,16 @@ from atoll.simulate import simulation as simulation_module
 from atoll.simulate.engine import Job, JobResult
 
 STUCK = JobResult(stuck=True)
-Results = Callable[[str], Iterator[JobResult | None]]
-"""Site → the results of its jobs in turn; None: train the site."""
+Answers = dict[str, list[JobResult | None]]
+"""Site → the results of its next jobs; None: train the site."""
 
 pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
-def answers(here: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[JobResult | None]]:
-    """Results that a test gives in place of training: site → those of its next jobs; None: train the site."""
-    given: dict[str, list[JobResult | None]] = defaultdict(list)
+def answers(here: None, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Results that a test gives in place of training."""
+    given: Answers = defaultdict(list)
 
     class Scripted(engine_here.Here):
         capacity = 2
@@ -46,9 +45,7 @@ def answers(here: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[JobRe
 
 
 @pytest.mark.covers("V2")
-def test_gives_up_a_site_after_three_slow_tries_in_a_row(
-    tmp_path: Path, answers: dict[str, list[JobResult | None]]
-) -> None:
+def test_gives_up_a_site_in_time(tmp_path: Path, answers: Answers) -> None:
     """After three times without a return of its script, a site takes no further part; the others go on."""
     answers["site-0001"] = [STUCK, STUCK, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
@@ -58,7 +55,7 @@ def test_gives_up_a_site_after_three_slow_tries_in_a_row(
 
 
 @pytest.mark.covers("V2")
-def test_keeps_a_site_with_three_slow_tries_in_all(tmp_path: Path, answers: dict[str, list[JobResult | None]]) -> None:
+def test_keeps_a_slow_site(tmp_path: Path, answers: Answers) -> None:
     """An update that counts ends the row of slow tries."""
     answers["site-0001"] = [STUCK, STUCK, None, STUCK, STUCK, None, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
@@ -67,7 +64,7 @@ def test_keeps_a_site_with_three_slow_tries_in_all(tmp_path: Path, answers: dict
 
 
 @pytest.mark.covers("V2")
-def test_slow_tries_of_two_sites_are_counted_apart(tmp_path: Path, answers: dict[str, list[JobResult | None]]) -> None:
+def test_slow_tries_of_two_sites_are_counted_apart(tmp_path: Path, answers: Answers) -> None:
     """Two slow tries of each of two sites end neither of them."""
     answers["site-0000"], answers["site-0001"] = [STUCK, STUCK], [STUCK, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
@@ -75,10 +72,11 @@ def test_slow_tries_of_two_sites_are_counted_apart(tmp_path: Path, answers: dict
     assert done.late == 0  # each was trained again within its round
 
 
-def test_counts_updates_and_bytes_of_accepted_updates_alone(
-    tmp_path: Path, answers: dict[str, list[JobResult | None]]
-) -> None:
-    """Three rounds of four sites, of which one fails at once: 11 updates, and the bytes of as many."""
+def test_counts_accepted_updates_alone(tmp_path: Path, answers: Answers) -> None:
+    """Counts updates and bytes of accepted updates alone.
+
+    Three rounds of four sites, of which one fails at once: 11 updates, and the bytes of as many.
+    """
     answers["site-0003"] = [None, None, JobResult(error="ValueError: no data", trace="Traceback: no data")]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     one = simulation(tmp_path / "one", sites=1, **{"rounds.total": 1}).run()
@@ -86,20 +84,19 @@ def test_counts_updates_and_bytes_of_accepted_updates_alone(
     assert done.bytes_up == 11 * one.bytes_up > 0
 
 
-def test_a_full_disk_fails_the_simulation_and_not_the_site(
-    tmp_path: Path, answers: dict[str, list[JobResult | None]]
-) -> None:
-    """What a disk does is not the fault of the site that met it."""
+def test_a_full_disk_fails_no_site(tmp_path: Path, answers: Answers) -> None:
+    """A full disk fails the simulation and not the site. What a disk does is not the fault of the site that met it."""
     answers["site-0001"] = [JobResult(error="No space left on device", disk=True)]
     with pytest.raises(StoreError, match="The disk failed while site-0001 was trained"):
         simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert simulation(tmp_path, **{"rounds.min_sites": 1}).run().failed == {}
 
 
-def test_a_script_that_no_simulation_can_run_ends_it(
-    tmp_path: Path, answers: dict[str, list[JobResult | None]]
-) -> None:
-    """The error names what to change in the script, in place of failing one site after the other."""
+def test_an_impossible_script_ends_it(tmp_path: Path, answers: Answers) -> None:
+    """A script that no simulation can run ends it.
+
+    The error names what to change in the script, in place of failing one site after the other.
+    """
     answers["site-0000"] = [JobResult(error="It trains with DiLoCo.", remedy="Use a federated loop.")]
     with pytest.raises(NotSimulated, match="It trains with DiLoCo") as refused:
         simulation(tmp_path).run()
@@ -107,10 +104,11 @@ def test_a_script_that_no_simulation_can_run_ends_it(
 
 
 @pytest.mark.covers("X3")
-def test_names_the_last_failed_site_of_a_round_that_cannot_close(
-    tmp_path: Path, answers: dict[str, list[JobResult | None]]
-) -> None:
-    """With one of four sites left and three needed, the error says how low rounds.min_sites would have to be."""
+def test_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
+    """Names the last failed site of a round that cannot close.
+
+    With one of four sites left and three needed, the error says how low rounds.min_sites would have to be.
+    """
     for site in ("site-0001", "site-0002", "site-0003"):
         answers[site] = [JobResult(error=f"ValueError: no data at {site}")]
     with pytest.raises(RunFailed, match="the last site that failed is site-000") as failed:
@@ -119,8 +117,8 @@ def test_names_the_last_failed_site_of_a_round_that_cannot_close(
 
 
 @pytest.mark.covers("V2")
-def test_a_refused_site_is_asked_again_in_the_next_round(tmp_path: Path) -> None:
-    """One bad update costs one round of the site, and is counted."""
+def test_asks_a_refused_site_again(tmp_path: Path) -> None:
+    """A refused site is asked again in the next round. One bad update costs one round of the site, and is counted."""
     nan = """\
         if worker.site == "site-0002" and fl_round.number == 2:
             model[0].weight.data[0, 0] = float("nan")

@@ -26,6 +26,8 @@ from atoll.filters import CHUNK_ELEMENTS, Cast, Drop, Filter, NormClip, Outgoing
 from atoll.objects import Stream, register
 from atoll.testing.contracts import MORE_BYTES, peak_growth
 
+pytestmark = pytest.mark.covers("T8")
+
 
 class Answers:
     """A site of a run, whose answers pass filters of its own.
@@ -98,7 +100,6 @@ register(
 )
 
 
-@pytest.mark.covers("T8")
 def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
     """A flat dict has its keys; numbers, NumPy's too, are no tensors."""
     names: list[str] = []
@@ -120,7 +121,6 @@ def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
         assert sorted(names) == expected
 
 
-@pytest.mark.covers("T8")
 def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
     error = arrived.send(tree, [Halved()]).error
@@ -128,7 +128,7 @@ def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
     assert repr(arrived(tree, [])) == repr(tree)  # no filter needs names
 
 
-@pytest.mark.covers("T8", "T1")
+@pytest.mark.covers("T1")
 def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(CHUNK_ELEMENTS + 5, generator=generator)
@@ -161,9 +161,11 @@ def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
     assert not {"arrays.1", "arrays.2", "whole", "again.1"} & {name for name, _, _ in seen}
 
 
-@pytest.mark.covers("T8")
-def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answers) -> None:
-    """(3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay."""
+def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
+    """The filters that Atoll has see the tensors of a payload as they are.
+
+    (3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay.
+    """
     tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
     found = arrived(tree, [NormClip(6.5)])
     assert (found["w"].tolist(), found["b"].tolist(), found["n"].item(), found["loss"]) == ([1.5, 2.0], [6.0], 100, 100)
@@ -172,9 +174,9 @@ def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answe
     assert 1.8 < noisy.std().item() < 2.2
 
 
-@pytest.mark.covers("T8", "T1")
-def test_a_dropped_tensor_has_none_in_its_place_and_does_not_travel(arrived: Answers) -> None:
-    """Neither of 4 MB: what is left has less than 4 KB, its description included."""
+@pytest.mark.covers("T1")
+def test_a_dropped_tensor_does_not_travel(arrived: Answers) -> None:
+    """Two tensors of 4 MB are dropped: what is left has less than 4 KB, its description included."""
     tree = {
         "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
         "body": [torch.zeros(1), np.ones(2)],
@@ -188,9 +190,11 @@ def test_a_dropped_tensor_has_none_in_its_place_and_does_not_travel(arrived: Ans
     assert found["lr"] == np.float32(1)
 
 
-@pytest.mark.covers("T8")
-def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once(arrived: Answers) -> None:
-    """Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50."""
+def test_shared_tensors_count_once(arrived: Answers) -> None:
+    """A tensor in two places is dropped by either name, and counts once.
+
+    Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50.
+    """
     tied = torch.tensor([3.0, 4.0])
     tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
     for pattern in ("head.*", "head.w", "body.w"):
@@ -201,8 +205,9 @@ def test_a_tensor_in_two_places_is_dropped_by_either_name_and_counts_once(arrive
     assert found["body"]["w"] is found["head"]["w"]
 
 
-@pytest.mark.covers("T8")
-def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole(arrived: Answers) -> None:
+def test_a_filter_sees_what_others_left(arrived: Answers) -> None:
+    """A filter sees what those before it left, and may ask for the whole."""
+
     class Looking(Filter):
         def begin(self, update: Outgoing) -> None:
             about = update.about
@@ -215,9 +220,12 @@ def test_a_filter_sees_what_those_before_it_left_and_may_ask_for_the_whole(arriv
     assert seen == [("a", "train", 0, ["w", "n"], [[1.0], [2.0]]), [("w", 0, 2)]]
 
 
-@pytest.mark.covers("T8", "T13")
-def test_a_stream_of_an_own_type_is_filtered_run_by_run(arrived: Answers) -> None:
-    """Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30."""
+@pytest.mark.covers("T13")
+def test_own_streams_are_filtered_in_runs(arrived: Answers) -> None:
+    """A stream of an own type is filtered run by run.
+
+    Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30.
+    """
 
     class Backwards(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -242,12 +250,12 @@ class Grown(Filter):
 MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
-@pytest.mark.covers("T8")
-def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived: Answers) -> None:
+def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
+    """A mask of infinities is no obstacle to a filter that only drops."""
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 
-@pytest.mark.covers("T8", "X3")
+@pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("tree", "filters", "told"),
     [
@@ -268,14 +276,13 @@ def test_a_mask_of_infinities_is_no_obstacle_to_a_filter_that_only_drops(arrived
     ],
     ids=["mask", "infinite", "name", "nearest name", "nan", "overflow"],
 )
-def test_what_a_filter_may_not_do_is_told_with_its_name_and_the_tensor(
-    arrived: Answers, tree: Any, filters: list[Filter], told: str
-) -> None:
+def test_a_filters_fault_names_the_tensor(arrived: Answers, tree: Any, filters: list[Filter], told: str) -> None:
+    """What a filter may not do is told with its name and the tensor."""
     error = arrived.send(tree, filters).error
     assert re.search(told, error), error
 
 
-@pytest.mark.covers("T8", "D1")
+@pytest.mark.covers("D1")
 @pytest.mark.parametrize("filters", [[Halved()], [NormClip(1.0, noise=1.0), Cast("bf16")]], ids=["plain", "norm"])
 def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Filter]) -> None:
     """Tensors of 64 MiB in memory, of 64 MiB across its rows, and a stream of as much, of which nothing is held."""
@@ -284,9 +291,12 @@ def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Fi
     assert peak_growth(lambda: arrived.send(tree, filters)) < MORE_BYTES
 
 
-@pytest.mark.covers("T8", "D1")
-def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: Path) -> None:
-    """64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name."""
+@pytest.mark.covers("D1")
+def test_filtering_answers_takes_little_memory(tmp_path: Path) -> None:
+    """Filtering an answer that has come takes a few runs of memory.
+
+    64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name.
+    """
     tree, growth = {"w": torch.ones(2**24)}, list[int]()  # of the norm 2¹²
 
     def workflow(controller: Any) -> Any:

@@ -22,11 +22,13 @@ from torch import Tensor
 import atoll
 from atoll.errors import BadRequest, UsageError
 from atoll.objects import LazyTensor, Stream, register
-from atoll.testing.contracts import MORE_BYTES, PayloadTypeContract, peak_growth
+from atoll.testing.contracts import PayloadTypeContract
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from own_types import File, Quantised
 from typed_process import Torn, Word
+
+pytestmark = pytest.mark.covers("T13")
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 BLOCK = 2**20
@@ -40,7 +42,6 @@ def write_pattern(path: Path, nbytes: int) -> Path:
     return path
 
 
-@pytest.mark.covers("T13")
 class TestFile(PayloadTypeContract):
     in_memory = False
 
@@ -51,7 +52,6 @@ class TestFile(PayloadTypeContract):
         return one.path.name == other.path.name and one.path.read_bytes() == other.path.read_bytes()
 
 
-@pytest.mark.covers("T13")
 class TestQuantised(PayloadTypeContract):
     def make(self, folder: Path, nbytes: int) -> Any:
         codes = torch.arange(-125, 126, dtype=torch.int8).repeat(-(-nbytes // 251))[:nbytes].reshape(1, nbytes)
@@ -81,7 +81,6 @@ register(
 )
 
 
-@pytest.mark.covers("T13")
 class TestScaled(PayloadTypeContract):
     def make(self, folder: Path, nbytes: int) -> Any:
         return scaled(torch.arange(nbytes // 2, dtype=torch.int16), "mm")
@@ -191,7 +190,6 @@ def fails(suite: PayloadTypeContract, folder: Path, name: str) -> bool:
     return False
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("suite", "produce", "consume", "fault"),
     [
@@ -215,7 +213,7 @@ def test_a_planted_fault_fails_the_contract(
     consume: Callable[[Any], Blob],
     fault: str,
 ) -> None:
-    """Without a fault, the type passes all of it."""
+    """A planted fault fails the contract. Without a fault, the type passes all of it."""
     register(Blob, "tests.blob", produce, consume)
     KEPT.clear()
     RUNS.clear()
@@ -225,7 +223,6 @@ def test_a_planted_fault_fails_the_contract(
 
 
 @pytest.mark.slow
-@pytest.mark.covers("T13")
 def test_the_example_runs(nursery: Nursery, tmp_path: Path) -> None:
     done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -285,16 +282,17 @@ def streamed_bytes(ref: atoll.TensorRef) -> int:
     return int(manifest["nbytes"] - manifest["head_bytes"])
 
 
-@pytest.mark.covers("P13", "T13")
+@pytest.mark.covers("P13")
 @pytest.mark.parametrize(
     ("sizes", "streamed"),
     [((PART, 2 * PART), 10 * PART + 24), ((0, PART), 2 * PART), ((PART, 0), 8 * PART + 24)],
     ids=["streamed", "torch inline", "numpy inline"],
 )
-def test_a_stream_is_cut_as_a_torch_tensor_is(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int
-) -> None:
-    """Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes."""
+def test_streams_are_cut_as_tensors_are(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int) -> None:
+    """A stream is cut as a torch tensor is.
+
+    Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes.
+    """
     choose_part_sizes(monkeypatch, *sizes)
     ref = atoll.objects.publish(tree())
     assert streamed_bytes(ref) == streamed
@@ -303,17 +301,16 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     assert [lazy["blob"], *lazy["again"]] == [CutBlob(BLOB)] * 2
 
 
-@pytest.mark.covers("P13", "T13")
+@pytest.mark.covers("P13")
 @pytest.mark.parametrize("arrays", [0, PART])
-def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
-    monkeypatch: pytest.MonkeyPatch, arrays: int
-) -> None:
+def test_large_streams_stay_out_of_the_head(monkeypatch: pytest.MonkeyPatch, arrays: int) -> None:
+    """A stream that is too large to go inline is not read into the head."""
     choose_part_sizes(monkeypatch, 0, arrays)
     assert streamed_bytes(atoll.objects.publish([CutBlob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
 
 
-@pytest.mark.covers("T5", "T13")
-def test_small_chunks_of_a_stream_are_written_in_runs() -> None:
+@pytest.mark.covers("T5")
+def test_small_chunks_are_written_in_runs() -> None:
     """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
     with calls_of("pwrite") as writes:
         ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
@@ -322,13 +319,15 @@ def test_small_chunks_of_a_stream_are_written_in_runs() -> None:
     assert atoll.objects.fetch(ref) == CutBlob(BLOB)
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("sizes", [(PART, PART), (0, PART)], ids=["streamed", "inline"])
-def test_code_of_a_type_finds_the_collector_as_it_was(
+def test_own_code_finds_the_collector_unchanged(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
-    """It is put off around small objects of Atoll's own; what a user's code leaves may be more."""
+    """Code of a type finds Python's collector as it was.
+
+    It is put off around small objects of Atoll's own; what a user's code leaves may be more.
+    """
     choose_part_sizes(monkeypatch, *sizes)
     collecting.clear()
     if not enabled:
@@ -348,11 +347,9 @@ SCRIPT = Path(__file__).with_name("typed_process.py")
 STREAMED: dict[str, Any] = {"workflow.streamed_tasks": ("echo",)}
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
-def test_own_types_come_back_from_a_site_as_they_were_sent(
-    nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
-) -> None:
+def test_own_types_come_back_unchanged(nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]) -> None:
+    """Values of own types come back from a site as they were sent."""
     file, matrix = File(write_pattern(tmp_path / "some.bin", 3 * 2**20)), Quantised.of(torch.arange(12.0).reshape(3, 4))
     sent = ({"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}, {"only": Word("no tensors")})
 
@@ -379,9 +376,11 @@ class Unknown:
 register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _: Unknown())
 
 
-@pytest.mark.covers("T13")
-def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nursery: Nursery, tmp_path: Path) -> None:
-    """The site answers with the error, and goes on. At the server the result says it when it is asked for."""
+def test_an_unknown_type_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    """The error has the remedy.
+
+    The site answers with the error, and goes on. At the server the result says it when it is asked for.
+    """
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
         site = controller.send("a", "echo", {"x": [Unknown()]}, timeout_s=60).error
@@ -399,11 +398,12 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
     assert after == 1
 
 
-@pytest.mark.covers("T13", "T7")
-def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_error(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Short says 3 elements of 2 bytes, and gives 2: 4 bytes, less than 6."""
+@pytest.mark.covers("T7")
+def test_a_failing_stream_is_told_to_both(nursery: Nursery, tmp_path: Path) -> None:
+    """A stream that fails is the answer of its site, or the sender's own error.
+
+    Short says 3 elements of 2 bytes, and gives 2: 4 bytes, less than 6.
+    """
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
         torn, short = (controller.send("a", "give", name, timeout_s=60).error for name in ("torn", "short"))
@@ -417,20 +417,6 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
     assert after == 1
 
 
-@pytest.mark.covers("T13", "P1")
-def test_own_types_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
-    file, arrived = File(write_pattern(tmp_path / "some.bin", 40 * 2**20)), []
-    with atoll.objects.Publisher() as publisher:
-        refs: list[Any] = []
-        assert peak_growth(lambda: refs.append(publisher.publish({"file": file, "w": torch.ones(3)}))) < MORE_BYTES
-        assert peak_growth(lambda: arrived.append(atoll.objects.fetch(refs[0]))) < MORE_BYTES
-        lazy = atoll.objects.fetch(refs[0], to_disk=True)
-    assert arrived[0]["file"].path.read_bytes() == file.path.read_bytes()
-    assert torch.equal(arrived[0]["w"], torch.ones(3))
-    assert lazy["file"].path.read_bytes() == file.path.read_bytes()
-    assert isinstance(lazy["w"], LazyTensor)
-
-
 # -- registering
 
 
@@ -438,14 +424,13 @@ class Thing:
     pass
 
 
-@pytest.mark.covers("T13")
-def test_a_type_that_is_registered_twice_is_sent_as_said_last() -> None:
+def test_the_last_registration_counts() -> None:
+    """A type that is registered twice is sent as said last."""
     register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
     register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])
     assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("type_", "name", "words"),
     [
@@ -469,8 +454,8 @@ class Bad:
     pass
 
 
-@pytest.mark.covers("T13")
-def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their_place() -> None:
+def test_faults_of_own_types_are_named() -> None:
+    """A producer or consumer that fails, and a stream alone, are named by their place."""
     register(Loop, "tests.loop", lambda loop: {"again": loop}, lambda _: Loop())
     register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
     with pytest.raises(UsageError, match=r"payload\['a'\] \(as tests.loop\)\['again'\] is payload\['a'\] again"):
@@ -490,7 +475,6 @@ class Missing:
     pass
 
 
-@pytest.mark.covers("T13")
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [

@@ -60,10 +60,10 @@ def numbers(tree: Any) -> Any:
 
 @pytest.mark.covers("T8", "T3", "T7")
 @STREAMS
-def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
-    tmp_path: Path, stream: tuple[str, ...]
-) -> None:
-    """a is sent half of (3, 4), without the head, to train, and everything to measure; b is sent all it is, shared.
+def test_the_run_file_chooses_filters(tmp_path: Path, stream: tuple[str, ...]) -> None:
+    """Filters in the run file say what a site is sent, and what is taken of its answer.
+
+    a is sent half of (3, 4), without the head, to train, and everything to measure; b is sent all it is, shared.
 
     They answer with what they were sent; of b's answers the norm is at most 2.5, which is half of (3, 4).
     """
@@ -102,8 +102,11 @@ def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
 
 
 @pytest.mark.covers("T8", "T3")
-def test_sites_without_filters_share_one_object_and_one_with_filters_does_not_keep_its_own(tmp_path: Path) -> None:
-    """Three sites, one object for b and c; a's goes with a's answer, while the others are still at work."""
+def test_unfiltered_sites_share_one_object(tmp_path: Path) -> None:
+    """A site with filters does not keep its own.
+
+    Three sites, one object for b and c; a's goes with a's answer, while the others are still at work.
+    """
 
     def main(controller: Any) -> None:
         controller.broadcast("train", model(), sites=["a", "b", "c"], timeout_s=30)
@@ -123,8 +126,11 @@ def test_sites_without_filters_share_one_object_and_one_with_filters_does_not_ke
 
 @pytest.mark.covers("T8")
 @STREAMS
-def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """a drops its head and halves the rest, by the name of the task; the server's filter sees no more than that."""
+def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> None:
+    """A site's own filters come before any byte leaves.
+
+    a drops its head and halves the rest, by the name of the task; the server's filter sees no more than that.
+    """
     seen: dict[str, Any] = {}
 
     class Looking(Filter):
@@ -146,8 +152,11 @@ def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream:
 
 
 @pytest.mark.covers("T8", "T4")
-def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_path: Path) -> None:
-    """On all three ways: sent, answered, taken. 8 and 16 become 1 and 2."""
+def test_arrays_in_a_head_are_filtered(tmp_path: Path) -> None:
+    """Small arrays are filtered like streamed ones, on all three ways: sent, answered, taken.
+
+    8 and 16 become 1 and 2.
+    """
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
     came = run_workflow(
         tmp_path,
@@ -164,7 +173,7 @@ def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_
 
 @pytest.mark.covers("T8", "T6")
 @pytest.mark.parametrize("broken", [False, True])
-def test_memory_of_what_was_filtered_is_given_back_at_once(tmp_path: Path, broken: bool) -> None:
+def test_filtered_memory_is_given_back(tmp_path: Path, broken: bool) -> None:
     """At the server when the task is over, at the site when the answer is, or when its filter has failed."""
     answered: list[weakref.ref[Tensor]] = []
 
@@ -218,8 +227,11 @@ def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> None:
-    """A filter keeps state from the begin of a payload to its end; a workflow may send from several threads."""
+def test_payloads_do_not_meet_in_a_filter(tmp_path: Path) -> None:
+    """Two payloads of one site are filtered one after the other.
+
+    A filter keeps state from the begin of a payload to its end; a workflow may send from several threads.
+    """
     size, entered = 2 * CHUNK_ELEMENTS, list[float]()
 
     class First(Filter):
@@ -246,8 +258,11 @@ def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("T8")
-def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
-    """Each site has a copy of its own; only what cannot be copied is shared."""
+def test_a_filter_keeps_sites_apart(tmp_path: Path) -> None:
+    """A filter keeps nothing of one site for another.
+
+    Each site has a copy of its own; only what cannot be copied is shared.
+    """
     seen: dict[str, list[Any]] = {"a": [], "b": []}
 
     class Noted(Filter):
@@ -325,9 +340,10 @@ def broadcasts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.covers("T8", "T7", "X3")
 @pytest.mark.parametrize(("place", "kind", "error"), ROWS, ids=[task_of(place, kind) for place, kind, _ in ROWS])
-def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
+def test_a_failing_filter_fails_its_site_alone(
     broadcasts: dict[str, list[Any]], place: str, kind: type[Filter], error: str
 ) -> None:
+    """The error is that of its site; the others go on."""
     task = task_of(place, kind)
     good, bad = broadcasts[task]
     assert (good.site, good.ok, bad.site, bad.ok) == ("a", True, "b", False)
@@ -338,8 +354,8 @@ def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
 
 
 @pytest.mark.covers("T8", "X3")
-def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
-    """No site is asked, so none is waited for."""
+def test_an_unsendable_task_fails_at_once(tmp_path: Path) -> None:
+    """A task that no site can be sent has its errors at once. No site is asked, so none is waited for."""
 
     def workflow(controller: Any) -> Any:
         return controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)
@@ -382,8 +398,11 @@ def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("T8", "T7")
-def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tmp_path: Path) -> None:
-    """There is room for one object of 80 kB, not for that of b and, beside it, that of a."""
+def test_a_server_without_room_says_so(tmp_path: Path) -> None:
+    """A server without room for a site's own payload keeps none.
+
+    There is room for one object of 80 kB, not for that of b and, beside it, that of a.
+    """
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}
@@ -396,11 +415,12 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
     assert run_workflow(tmp_path, workflow, handlers, "ab", **settings) == ([], 20_000.0)
 
 
-def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
+def test_refuses_what_is_no_filter_first() -> None:
+    """What is no filter is refused before any site is asked."""
     with pytest.raises(UsageError, match="is not a filter"):
-        atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})  # type: ignore[dict-item]
+        atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})
     with pytest.raises(UsageError, match=r"filters is Halved\(\), not a list"):
-        atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())  # type: ignore[arg-type]
+        atoll.tasks("http://127.0.0.1:1", "a", filters=Halved())
     entry = {"path": "drop", "args": ["w"], "tasks": "train"}
     with pytest.raises(ConfigError, match=r"workflow.payload_filters has .* not a valid filter table"):
         atoll.Server(workflow=print, settings={"workflow.payload_filters": [entry]})
@@ -410,8 +430,11 @@ def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
 
 
 @pytest.mark.covers("T8", "T2")
-def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(tmp_path: Path) -> None:
-    """A site that got no word in time says it again: it waits for the same, and the filter works once."""
+def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
+    """An answer that comes again while it is filtered counts once.
+
+    A site that got no word in time says it again: it waits for the same, and the filter works once.
+    """
     begun, go, begins = threading.Event(), threading.Event(), list[str]()
     came: list[Any] = []
 
@@ -447,8 +470,11 @@ def test_an_answer_that_comes_again_while_it_is_filtered_counts_once(tmp_path: P
 
 
 @pytest.mark.covers("T8", "T3")
-def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_path: Path) -> None:
-    """When the filter ends after all, what it has left is removed: no site waits for it."""
+def test_a_hanging_filter_holds_up_one_site(tmp_path: Path) -> None:
+    """No payload is sent through a filter that hangs, and the other sites are served.
+
+    When the filter ends after all, what it has left is removed: no site waits for it.
+    """
     go = threading.Event()
 
     def workflow(controller: Any) -> Any:
@@ -491,10 +517,11 @@ def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8", "T7")
-def test_answers_that_hang_in_filters_are_let_go_with_their_task(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """All eight are told that their task is over, and b's answer is filtered then."""
+def test_hanging_answers_end_with_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Answers that hang in filters are let go with their task.
+
+    All eight are told that their task is over, and b's answer is filtered then.
+    """
     go, begun = threading.Event(), list[int]()
 
     def workflow(controller: Any) -> Any:
@@ -514,7 +541,8 @@ def test_answers_that_hang_in_filters_are_let_go_with_their_task(
 
 
 @pytest.mark.covers("T8", "T3")
-def test_a_filter_that_hangs_does_not_hold_up_the_end_of_the_server(tmp_path: Path) -> None:
+def test_a_hanging_filter_holds_up_no_end(tmp_path: Path) -> None:
+    """A filter that hangs does not hold up the end of the server."""
     begun, go = threading.Event(), threading.Event()
 
     def main(controller: Any) -> None:

@@ -25,8 +25,11 @@ def test_makes_the_folder_that_a_script_names(url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_refuses_a_folder_that_cannot_be_made_before_it_joins(url: str, tmp_path: Path) -> None:
-    """The error names the folder; the site has not joined."""
+def test_refuses_an_impossible_folder(url: str, tmp_path: Path) -> None:
+    """A folder that cannot be made is refused before the site joins.
+
+    The error names the folder; the site has not joined.
+    """
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file/files"):
         atoll.tasks(url, "a", folder=str(tmp_path / "file" / "files"))

@@ -23,6 +23,8 @@ from kit.workflows import AnsweringSites, kept_objects, workflow_server
 import atoll
 from atoll.errors import RunFailed
 
+pytestmark = pytest.mark.covers("T2")
+
 SHARED = torch.arange(300_000.0)
 FIRST = {
     "w": SHARED,
@@ -41,7 +43,7 @@ def pulled(proxy: Proxy) -> list[str]:
     return [found[1] for line in list(proxy.requests) if (found := re.match(r"GET /v1/objects/(\w+) ", line))]
 
 
-@pytest.mark.covers("T2", "T10", "P13")
+@pytest.mark.covers("T10", "P13")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -53,10 +55,13 @@ def pulled(proxy: Proxy) -> list[str]:
     ids=["inline", "streamed", "torch inline", "numpy inline"],
 )
 @pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
-def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_plain(
+def test_asked_and_pulled_tensors_are_the_same(
     tmp_path: Path, request_task_tensors: bool, settings: dict[str, Any]
 ) -> None:
-    """Two tasks are open for the site. While the first is in hand, the second's tensors come only if told ahead."""
+    """Tensors that are asked for, and those pulled ahead, are the same.
+
+    Two tasks are open for the site. While the first is in hand, the second's tensors come only if told ahead.
+    """
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -81,9 +86,12 @@ def test_tensors_that_are_asked_for_and_those_pulled_ahead_are_the_same_plain(
     assert kept_objects(tmp_path) == []
 
 
-@pytest.mark.covers("T2", "T10")
-def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> None:
-    """Else nothing more would be pulled ahead until the network had timed out, which is a minute."""
+@pytest.mark.covers("T10")
+def test_a_stalled_pull_ends_with_its_task(tmp_path: Path) -> None:
+    """A pull ahead that stands still ends with its task.
+
+    Else nothing more would be pulled ahead until the network had timed out, which is a minute.
+    """
     over, came = threading.Event(), dict[Any, Any]()
 
     def main(controller: Any) -> None:
@@ -130,7 +138,6 @@ CANNOT_DOWNLOAD = r"TransferStalled: The tensors of task 'train' \(\w{8}\) canno
 UPLOAD_FAILED = r"TransferError: The upload of the answer to task 'train' \(\w{8}\) of site a to URL failed: "
 
 
-@pytest.mark.covers("T2")
 @pytest.mark.parametrize(
     ("request_line", "direction", "stream", "ahead", "error"),
     [
@@ -143,10 +150,13 @@ UPLOAD_FAILED = r"TransferError: The upload of the answer to task 'train' \(\w{8
     ids=["inline", "inline ahead", "streamed", "streamed ahead", "answer"],
 )
 @pytest.mark.parametrize("stalls", [60, 1], ids=["for good", "once"])
-def test_tensors_that_never_come_are_an_error_that_names_site_task_and_server(
+def test_missing_tensors_are_an_error(
     tmp_path: Path, request_line: str, direction: Any, stream: tuple[str, ...], ahead: bool, error: str, stalls: int
 ) -> None:
-    """The task has no limit of time: it ends as nothing moves, twice. The site goes on, and so does the workflow."""
+    """Tensors that never come are an error that names site, task and server.
+
+    The task has no limit of time: it ends as nothing moves, twice. The site goes on, and so does the workflow.
+    """
     faults = [Fault(f"{request_line} /v1/objects/", direction, at=60, action="stall") for _ in range(stalls)]
     came: list[Any] = []
 
@@ -170,9 +180,11 @@ def test_tensors_that_never_come_are_an_error_that_names_site_task_and_server(
     assert kept_objects(tmp_path) == []
 
 
-@pytest.mark.covers("T2")
-def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(tmp_path: Path) -> None:
-    """Two sites, a task each. The tensors of a's answer are at the server, its message is held until b's is taken."""
+def test_tensors_come_before_their_message(tmp_path: Path) -> None:
+    """Tensors of answers come before their messages, and are matched by task.
+
+    Two sites, a task each. The tensors of a's answer are at the server, its message is held until b's is taken.
+    """
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -236,9 +248,11 @@ def answered_after_a_refusal(folder: Path) -> Iterator[tuple[atoll.Server, WireS
     assert kept_objects(folder) == []
 
 
-@pytest.mark.covers("T2")
-def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
-    """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
+def test_an_answer_without_tensors_is_refused(tmp_path: Path) -> None:
+    """An answer that comes before its tensors is refused, and the task stays open.
+
+    The other order does not exist for answers: a message names what is here and whole. No site of ours does this.
+    """
     with answered_after_a_refusal(tmp_path) as (_, site, task):
         sizes = {"head_bytes": 64, "nbytes": 4096, "part_bytes": 2**20}
         _, opened = site.post("/v1/objects", sizes | {"expires_s": 60})
@@ -247,9 +261,11 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
         assert (status, refused["message"]) == (409, f"Object {opened['object'][:8]} is still being uploaded.")
 
 
-@pytest.mark.covers("T2")
-def test_an_answer_with_tensors_of_another_digest_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
-    """The object is whole, but not the one that the site means, as its digest shows. It is removed."""
+def test_an_answer_of_another_digest_is_refused(tmp_path: Path) -> None:
+    """The task stays open.
+
+    The object is whole, but not the one that the site means, as its digest shows. It is removed.
+    """
     with answered_after_a_refusal(tmp_path) as (server, site, task):
         ref = atoll.objects.publish(SECOND, server=server.url)
         key = {"object": ref.object, "secret": ref.secret, "digest": "0" * 64, "expires_at": ref.expires_at}

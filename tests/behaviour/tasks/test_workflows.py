@@ -42,8 +42,11 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 
 @pytest.mark.covers("T1", "T4", "T7", "T9", "T11", "T14")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
-def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors."""
+def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> None:
+    """A payload leaves nothing behind.
+
+    5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors.
+    """
     long, small = "x" * (24 * 2**10 + 1), (None, 0.1, [b"b", ()])
 
     def workflow(controller: Any) -> Any:
@@ -63,8 +66,11 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, 
 
 
 @pytest.mark.covers("T9", "T14")
-def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. No site has a handler for `unknown`."""
+def test_a_failing_handler_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    """A handler that raises is a result that names it, and the others go on.
+
+    validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. No site has a handler for `unknown`.
+    """
 
     def workflow(controller: Any) -> tuple[list[Any], str, str]:
         (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)
@@ -87,9 +93,7 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
 
 @pytest.mark.covers("T14", "T7")
 @pytest.mark.parametrize("stream", [(), ("hang",)], ids=["inline", "streamed"])
-def test_a_site_that_is_killed_gets_its_open_task_again(
-    nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
-) -> None:
+def test_a_killed_site_gets_its_task_again(nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]) -> None:
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -109,7 +113,8 @@ def test_a_site_that_is_killed_gets_its_open_task_again(
 
 
 @pytest.mark.covers("T14")
-def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_dead_site_is_missing(nursery: Nursery, tmp_path: Path) -> None:
+    """`min_responses` decides whether it is missed."""
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -135,7 +140,8 @@ def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_
 
 
 @pytest.mark.covers("T7", "T14")
-def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_answer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it is kept."""
     over, come = threading.Event(), threading.Event()
 
     def main(controller: Any) -> None:
@@ -155,9 +161,8 @@ def test_a_late_answer_is_refused_and_nothing_of_it_is_kept(tmp_path: Path, capl
         assert "is not open for site a: it is over" in caplog.text
 
 
-def test_the_address_is_that_of_the_environment_or_missed_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_address_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is missing, the error names the variable."""
     monkeypatch.delenv("ATOLL_SERVER", raising=False)
     with pytest.raises(UsageError, match="set ATOLL_SERVER"):
         atoll.tasks()
@@ -169,8 +174,11 @@ def test_the_address_is_that_of_the_environment_or_missed_by_name(
 
 
 @pytest.mark.covers("T12")
-def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nursery, tmp_path: Path) -> None:
-    """From a to b, 1 MB: what passes the server on the way is text, and no object comes to it or leaves it."""
+def test_a_reference_is_followed_where_used(nursery: Nursery, tmp_path: Path) -> None:
+    """A reference in a payload is followed where it is used, and there alone.
+
+    From a to b, 1 MB: what passes the server on the way is text, and no object comes to it or leaves it.
+    """
     elements = 250_000
 
     def workflow(controller: Any) -> dict[str, Any]:
@@ -186,7 +194,8 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
 
 
 @pytest.mark.covers("T14")
-def test_a_server_that_is_started_again_begins_its_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
+    """A server that is started again begins its workflow again."""
     begun: list[int] = []
     sent = threading.Event()
 
@@ -231,7 +240,8 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T14")
-def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_path: Path) -> None:
+def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
+    """Sites that were there before a restart get the new tasks."""
     came: list[Any] = []
 
     def before(controller: Any) -> None:
@@ -280,8 +290,11 @@ def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("T7", "T14")
-def test_a_site_cannot_end_the_payload_that_others_still_need(tmp_path: Path) -> None:
-    """Nor hand it in as its own answer. Its answer is then refused, and the next one is taken."""
+def test_a_shared_payload_cannot_be_ended(tmp_path: Path) -> None:
+    """A site can neither end the payload that others still need, nor hand it in as its own answer.
+
+    Such an answer is refused, and the next one is taken.
+    """
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -341,8 +354,11 @@ def test_the_example_trains_across_two_sites(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nursery: Nursery, tmp_path: Path) -> None:
-    """The path in the run file is relative to it, not to the folder where the command is started."""
+def test_a_run_file_names_the_workflow(nursery: Nursery, tmp_path: Path) -> None:
+    """Workers are processes of their own.
+
+    The path in the run file is relative to it, not to the folder where the command is started.
+    """
     folder, names = tmp_path / "run", ("clinic-a", "clinic-b")
     folder.mkdir()
     shutil.copy(EXAMPLE, folder / "flow.py")
@@ -373,10 +389,10 @@ def shown(url: str) -> list[str]:
 
 
 @pytest.mark.covers("T11")
-def test_each_task_says_how_it_and_its_answers_travelled(
-    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing to
+def test_each_task_says_how_it_travelled(nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So do its answers.
+
+    train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing to
     be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 without tensors.
     """
 
@@ -414,10 +430,11 @@ def test_each_task_says_how_it_and_its_answers_travelled(
 
 
 @pytest.mark.covers("T11")
-def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two rounds of train, streamed; the site's answers are None: said once, and taken."""
+def test_an_open_task_names_awaited_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The status warns of answers without tensors.
+
+    Two rounds of train, streamed; the site's answers are None: said once, and taken.
+    """
     answers: list[Any] = []
 
     def main(controller: Any) -> None:
@@ -442,7 +459,9 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
 
 
 @pytest.mark.covers("T14", "X3")
-def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nursery: Nursery, tmp_path: Path) -> None:
+def test_workflows_alone_show_no_training(nursery: Nursery, tmp_path: Path) -> None:
+    """A run that has workflows alone exports nothing."""
+
     def main(controller: Any) -> None:
         controller.send("a", "echo", 1, timeout_s=30)
 
@@ -468,8 +487,11 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
 
 
 @pytest.mark.covers("T11")
-def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> None:
-    """23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer."""
+def test_the_status_counts_all_tasks(tmp_path: Path) -> None:
+    """The status counts all tasks, and shows the last ones.
+
+    23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer.
+    """
 
     lines: list[str] = []
 

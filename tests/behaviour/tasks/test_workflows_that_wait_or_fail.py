@@ -54,7 +54,9 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.covers("T14", "X3")
-def test_an_argument_that_means_nothing_is_refused_and_no_site_awaited(tmp_path: Path) -> None:
+def test_refuses_arguments_that_mean_nothing(tmp_path: Path) -> None:
+    """No site is awaited."""
+
     def workflow(controller: Any) -> None:
         for arguments, what in ARGUMENTS:
             with pytest.raises(UsageError, match=what):
@@ -71,8 +73,7 @@ def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> Usa
             ask(controller)
         return raised.value
 
-    found: UsageError = run_workflow(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
-    return found
+    return run_workflow(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
 
 
 @pytest.mark.parametrize(
@@ -85,19 +86,21 @@ def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> Usa
     ids=["one of several", "with min_responses", "without a timeout"],
 )
 @pytest.mark.covers("T14")
-def test_refuses_a_task_for_an_unknown_site_and_names_the_nearest(tmp_path: Path, ask: Callable[[Any], object]) -> None:
+def test_a_task_names_the_nearest_site(tmp_path: Path, ask: Callable[[Any], object]) -> None:
+    """A task for an unknown site is refused, and the error has the nearest name."""
     error = refusal(tmp_path, ask, ["clinic-a", "clinic-b"])
     assert "'clinc-b'" in error.message
     assert "'clinic-b'" in error.remedy
 
 
-def test_waits_for_a_named_site_that_has_not_joined_yet_and_refuses_it_at_the_timeout(tmp_path: Path) -> None:
+def test_a_late_site_is_refused_at_the_timeout(tmp_path: Path) -> None:
+    """A named site that has not joined yet is waited for."""
     error = refusal(tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ["a"])
     assert "'late'" in error.message
     assert "a" in error.remedy
 
 
-def test_a_named_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
+def test_a_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
     came: list[Any] = []
 
     def main(controller: Any) -> None:
@@ -110,7 +113,8 @@ def test_a_named_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
     assert [(each.site, each.payload) for each in came] == [("a", 7), ("b", 7)]
 
 
-def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_name(tmp_path: Path) -> None:
+def test_an_unknown_site_is_warned_of(tmp_path: Path) -> None:
+    """A wait for a site that has never joined is reported with the nearest name."""
     told: list[list[str]] = []
 
     def main(controller: Any) -> None:
@@ -134,7 +138,9 @@ def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_na
 
 @pytest.mark.covers("T14")
 @pytest.mark.parametrize("end", [KeyError, SystemExit, asyncio.CancelledError])
-def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path, end: type[BaseException]) -> None:
+def test_a_failing_workflow_ends_the_run(tmp_path: Path, end: type[BaseException]) -> None:
+    """The run has its error."""
+
     def main(controller: Any) -> None:
         raise end(3)
 
@@ -148,10 +154,10 @@ def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path, end:
 
 @pytest.mark.covers("T14", "X3")
 @pytest.mark.parametrize(("bug", "state"), [("progress_of_run", "failed"), ("TaskQueue.finish", "done")])
-def test_a_bug_beside_a_workflow_ends_the_run_and_is_told_once(
+def test_a_bug_beside_a_workflow_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bug: str, state: str
 ) -> None:
-    """It is in the server's own code: what watches the workflow, or what comes behind it."""
+    """A bug in the server's own code, which watches the workflow or comes after it, ends the run."""
 
     def raises(_: Any) -> None:
         raise KeyError("w")
@@ -171,10 +177,11 @@ def test_a_bug_beside_a_workflow_ends_the_run_and_is_told_once(
 
 
 @pytest.mark.covers("T14", "X3")
-def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An error with a file's name that is no UTF-8; an answer larger than all that the server keeps."""
+def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A site tells what its server would not take, and goes on.
+
+    An error with a file's name that is no UTF-8; an answer larger than all that the server keeps.
+    """
     caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
 
     def named(_: Any) -> None:
@@ -193,7 +200,8 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
 
 
 @pytest.mark.covers("T14", "X3")
-def test_a_site_with_a_full_disk_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_with_a_full_disk_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The site says that its disk is full, and goes on."""
     pwrite = os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:
@@ -217,7 +225,8 @@ class Slow:
 
 
 @pytest.mark.covers("T14")
-def test_a_payload_that_two_threads_ask_for_is_made_once(tmp_path: Path) -> None:
+def test_a_payload_is_made_once(tmp_path: Path) -> None:
+    """Two threads ask for it."""
     made: list[Slow] = []
     asked = threading.Barrier(2)
 
@@ -266,10 +275,10 @@ class LowDisk:
 
 
 @pytest.mark.covers("T2", "X3")
-def test_a_payload_waits_for_space_and_is_sent(
+def test_a_payload_waits_for_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """256 MB are to be kept free. Less is, then more; status says so meanwhile."""
+    """Then it is sent. 256 MB are to be kept free. Less is, then more; status says so meanwhile."""
     disk = LowDisk(monkeypatch)
     disk.low.set()
     came: list[Any] = []
@@ -297,10 +306,8 @@ def test_a_payload_waits_for_space_and_is_sent(
 
 
 @pytest.mark.covers("T2", "X3")
-def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A payload without tensors takes no disk."""
+def test_a_full_disk_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that stays full is waited for no longer than the task. A payload without tensors takes no disk."""
     disk = LowDisk(monkeypatch)
 
     def workflow(controller: Any) -> Any:
@@ -334,7 +341,9 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("T8")
-def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_filters_for_unknown_sites_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning has the nearest name."""
+
     def workflow(controller: Any) -> None:
         for _ in range(2):
             controller.broadcast("train", TREE, timeout_s=30)
@@ -354,8 +363,11 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
 
 
 @pytest.mark.covers("F19", "T14")
-def test_a_process_that_another_has_replaced_is_given_no_task(tmp_path: Path) -> None:
-    """The first one waits for a task when the second one joins under its name; the task is the second one's."""
+def test_a_replaced_process_gets_no_task(tmp_path: Path) -> None:
+    """A process that another one has replaced is given no task.
+
+    The first one waits for a task when the second one joins under its name; the task is the second one's.
+    """
     go = threading.Event()
 
     def main(controller: Any) -> None:

@@ -18,6 +18,8 @@ import atoll
 from atoll import integrations
 from atoll.errors import UsageError
 
+pytestmark = pytest.mark.covers("X3")
+
 MODEL = nn.Linear(2, 1)
 FEDAVG = {"algorithm.name": "fedavg", "rounds.total": 1, "rounds.sites": 1}
 
@@ -26,7 +28,6 @@ def loop(**options: Any) -> atoll.DiLoCo:
     return atoll.DiLoCo(MODEL, SGD(MODEL.parameters(), lr=0.1), **options)
 
 
-@pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -72,8 +73,7 @@ def test_an_argument_of_another_type_is_named(call: Callable[[], object], told: 
     assert told in str(refused.value)
 
 
-@pytest.mark.covers("X3")
-def test_the_hooks_of_a_round_refuse_text_for_a_boolean(tmp_path: Path) -> None:
+def test_hooks_refuse_text_for_a_boolean(tmp_path: Path) -> None:
     """An `allow_partial` that is text is refused, and the round goes on."""
     model = nn.Linear(2, 1)
     with atoll.join(site="a", folder=tmp_path) as worker:
@@ -84,7 +84,6 @@ def test_the_hooks_of_a_round_refuse_text_for_a_boolean(tmp_path: Path) -> None:
             fl_round.submit(model)
 
 
-@pytest.mark.covers("X3")
 @pytest.mark.parametrize("function", [False, True])
 def test_diloco_ends_at_a_weight_above_the_limit(tmp_path: Path, function: bool) -> None:
     """A constant weight is refused before a step, and that of a function at the first synchronisation."""

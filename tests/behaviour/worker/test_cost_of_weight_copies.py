@@ -22,6 +22,8 @@ from torch.optim import SGD
 
 from atoll.algorithms.copies_in_optimizers import SAMPLED_ELEMENTS, SAMPLED_TENSORS, Sample, Weights
 
+pytestmark = pytest.mark.covers("X11")
+
 HALF = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
 MANY = 3 * SAMPLED_TENSORS
 """Tensors of a model of which not all are sampled."""
@@ -41,7 +43,7 @@ class WithMoment(Masters):
     """Keeps one tensor for each parameter, which is no copy, in its state."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.weights:
             if value not in self.state:
                 self.state[value] = State()
@@ -74,7 +76,7 @@ class EverySecondHidden(WithMoment):
     """Steps copies of every second weight, which have the other sign, so that they are not found."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for number, value in enumerate(self.weights):
             if number % 2:
                 value -= value.grad
@@ -121,17 +123,21 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
     return made
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("make", [WithMoment, OneGroupEach, ByName])
-def test_a_load_costs_as_much_for_each_of_many_tensors(tmp_path: Path, make: Any) -> None:
-    """Four times as many tensors make at most four times as many calls, and a few for chance."""
+def test_a_load_costs_alike_for_many_tensors(tmp_path: Path, make: Any) -> None:
+    """A load costs as much for each of many tensors.
+
+    Four times as many tensors make at most four times as many calls, and a few for chance.
+    """
     few, many = (calls_of_loads(tmp_path / str(tensors), make, tensors) for tensors in (50, 200))
     assert many <= 4.5 * few
 
 
-@pytest.mark.covers("X11")
-def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
-    """Then at one parameter's, as long as nothing there equals the weights."""
+def test_scaffold_looks_at_the_state_twice() -> None:
+    """SCAFFOLD looks at the whole state in its first two steps.
+
+    Then at one parameter's, as long as nothing there equals the weights.
+    """
     model = build(40)
     optimizer = WithMoment(model.parameters())
     zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
@@ -141,9 +147,11 @@ def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
     assert 2 * 40 <= State.looks <= 2 * 40 + 70
 
 
-@pytest.mark.covers("X11")
-def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) -> None:
-    """A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps."""
+def test_looks_at_several_parameters_after_a_load(tmp_path: Path) -> None:
+    """Few steps after a load look at more than one parameter.
+
+    A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps.
+    """
     model = build(40)
     optimizer = WithMoment(model.parameters())
     step(model, optimizer)
@@ -153,7 +161,6 @@ def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) 
         assert 5 * 8 <= State.looks <= 2 * 40 + 5 * 8 + 16 + 8
 
 
-@pytest.mark.covers("X11")
 def test_fedprox_calls_few_functions_for_each_gradient() -> None:
     """Beyond the optimizer's own: two to find the gradient, two to form the term and to add it, and a few a step."""
     model = build(100)
@@ -164,7 +171,6 @@ def test_fedprox_calls_few_functions_for_each_gradient() -> None:
         assert calls(lambda: step(model, optimizer, 10)) <= own + 10 * (4 * 100 + 100)
 
 
-@pytest.mark.covers("X11")
 def test_samples_of_large_models_are_bounded() -> None:
     """The sampled tensors are spread over the model, and are those that are trained."""
     tensors = [torch.ones(100) for _ in range(20 * SAMPLED_TENSORS)]
@@ -176,7 +182,6 @@ def test_samples_of_large_models_are_bounded() -> None:
     assert sampled <= set(map(id, tensors[:300]))
 
 
-@pytest.mark.covers("X11")
 def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> None:
     """H = 2, and the outer step is half the mean: 3 rounds of 1."""
     model = build(MANY)
@@ -186,11 +191,9 @@ def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> 
     assert {value for each in world.result.values() for value in each.tolist()} == {4.0}
 
 
-@pytest.mark.covers("X11")
 @pytest.mark.parametrize("make", [EverySecondHidden, WithMoment])
-def test_reports_an_undone_load_of_every_second_of_many_tensors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
-) -> None:
+def test_reports_an_undone_load_of_many_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
+    """Reports an undone load of every second of many tensors."""
     model = build(MANY)
     optimizer = make(model.parameters())
     world = World(tmp_path, build(MANY), "a", rounds=3, H=6, **HALF)

@@ -56,7 +56,7 @@ def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nurs
 
 @pytest.mark.covers("L9", "P6")
 def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
-    """It takes the site out of the run."""
+    """`atoll worker` takes the site out of the run when its script was killed."""
     with serve(tmp_path, **TWO) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
         with atoll_worker(tmp_path, server.url, JOINS.format(round=2, then=DIES)) as process:
@@ -69,7 +69,8 @@ def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L13")
-def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_path: Path) -> None:
+def test_a_hanging_training_thread_is_reported(tmp_path: Path) -> None:
+    """A training thread that hangs while heartbeats go on is reported."""
     gate = Gate(3, "a")
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with serve(tmp_path, algorithm="diloco", H=2, **beats) as server:
@@ -86,7 +87,8 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
 
 
 @pytest.mark.covers("L9")
-def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_needs_no_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site takes part though its lease cannot be noted."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "file" / "leases"))
     with serve(tmp_path, **AT_ONCE) as server:
@@ -96,7 +98,8 @@ def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monk
 
 
 @pytest.mark.covers("L9")
-def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nursery: Nursery) -> None:
+def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None:
+    """Heartbeats go on when a new lease cannot be noted."""
     leases = tmp_path / "made" / "leases"
     leases.parent.mkdir()
     ages: list[float] = []
@@ -121,7 +124,7 @@ def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nurse
         site.wait()
 
 
-def test_the_note_of_a_lease_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_notes_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the incomplete note nor the complete one, nor through a link in place of the folder."""
     leases, victim = tmp_path / "leases", tmp_path / "victim"
     leases.mkdir()
@@ -139,8 +142,10 @@ def test_the_note_of_a_lease_is_not_written_through_a_link(tmp_path: Path, monke
     assert victim.read_text() == "mine"
 
 
-def test_leaving_keeps_the_lease_note_of_a_newer_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the user can read the note.
+def test_a_newer_process_keeps_its_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older one that leaves does not remove it.
+
+    Only the user can read the note.
 
     The older one leaves the run of another server: both are of one script, under one name.
     """
@@ -175,7 +180,6 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
     with serve(tmp_path, **AT_ONCE) as server:
         script, temporary = JOINS.format(round=1, then=WAITS), {"TMPDIR": str(tmp_path / "temporary")}
         with atoll_worker(tmp_path, server.url, script, env=temporary) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "trains\n"  # before, a signal can end the script by itself
             process.kill()
             wait_until(lambda: state_of(server) == "failed", "its script has left")
@@ -183,8 +187,8 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4")
-def test_atoll_worker_removes_the_lease_of_a_killed_one(tmp_path: Path) -> None:
-    """The earlier one was killed together with its script."""
+def test_atoll_worker_removes_a_killed_lease(tmp_path: Path) -> None:
+    """Atoll worker removes the lease of a killed one. The earlier one was killed together with its script."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     kills = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGKILL); {DIES}"
@@ -214,7 +218,6 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     """The command may go on for hours, and its exit code is not that of the process."""
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, BEHIND) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == "ended\n"
             assert state_of(server) == "left"
 
@@ -226,7 +229,7 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ids=["token", "folder"],
 )
 def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
-    """Also where it cannot leave the run in the script's place."""
+    """So it ends, too, where it cannot leave the run in the script's place."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)
@@ -250,7 +253,7 @@ def told(server: atoll.Server) -> tuple[str, str, int]:
 @pytest.mark.covers("L9", "F22")
 @pytest.mark.parametrize("action", ["reset", pytest.param("close", marks=pytest.mark.long)])
 def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, action: Literal["reset", "close"]) -> None:
-    """Not after the interval, which is ten minutes here: the server may take the worker for dead before."""
+    """The next one does not wait for the interval, ten minutes here: the server may take the worker for dead before."""
     with serve(tmp_path, **SILENT) as server, Proxy(server.port) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
         proxy.faults += faults
@@ -261,7 +264,8 @@ def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, act
 
 
 @pytest.mark.covers("L13")
-def test_a_change_of_state_is_told_without_waiting_for_the_interval(tmp_path: Path) -> None:
+def test_a_new_state_is_told_at_once(tmp_path: Path) -> None:
+    """A change of state is told without waiting for the interval."""
     with serve(tmp_path, **SILENT) as server, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
         fl_round = worker.next_round()
         model = fl_round.load_into(build_model())

@@ -83,9 +83,7 @@ main(make(torch.optim.SGD(model.parameters(), lr=0.1)))
 @pytest.mark.parametrize(
     ("script", "times"), [("drops", 1), ("stays", 1), ("error", 0), ("start", 0), ("constructor", 0)]
 )
-def test_an_object_that_was_never_started_is_told_once(
-    nursery: Nursery, tmp_path: Path, script: str, times: int
-) -> None:
+def test_an_unstarted_loop_is_told_once(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
     (tmp_path / "train.py").write_text(UNSTARTED)
     ended = command(nursery, tmp_path, script, program=str(tmp_path / "train.py"))
     told = "atoll: atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().\n"
@@ -105,7 +103,8 @@ class HooksFail(SGD):
 
 
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
-def test_a_start_that_fails_after_the_join_leaves_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_failed_start_leaves_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A start that fails after the join leaves the run."""
     model = build_model()
     optimizer = HooksFail(model.parameters(), lr=0.05)
     with serve(tmp_path, **DILOCO | settings | {"sites": 2}) as server:
@@ -128,7 +127,8 @@ def test_a_start_that_fails_after_the_join_leaves_the_run(tmp_path: Path, settin
 
 @pytest.mark.covers("L2")
 @pytest.mark.parametrize("same", ["optimizer", "model"])
-def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, same: str) -> None:
+def test_refuses_a_second_loop_over_training(tmp_path: Path, same: str) -> None:
+    """A loop may not train what an active one trains."""
     model = build_model()
     optimizer = SGD(model.parameters(), lr=0.05)
     with serve(tmp_path, **DILOCO) as server:
@@ -141,7 +141,7 @@ def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, sa
             assert alive(server) == {"b"}
 
 
-def test_loops_with_a_common_frozen_part_run_at_once(tmp_path: Path) -> None:
+def test_loops_may_share_a_frozen_part(tmp_path: Path) -> None:
     shared = nn.Linear(4, 4).requires_grad_(False)
 
     def loop(site: str) -> atoll.DiLoCo:
@@ -153,7 +153,7 @@ def test_loops_with_a_common_frozen_part_run_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tries", [-1, 2.5])
-def test_refuses_a_number_of_retries_that_no_synchronisation_can_have(tmp_path: Path, tries: Any) -> None:
+def test_refuses_an_impossible_number_of_retries(tmp_path: Path, tries: Any) -> None:
     with pytest.raises(UsageError, match=f"max_sync_retries is {tries}"):
         diloco("", tmp_path, max_sync_retries=tries)
 
@@ -170,7 +170,8 @@ def train(loop: atoll.DiLoCo, steps: int) -> dict[str, Any]:
         return loop.state_dict()
 
 
-def test_resumes_where_the_folder_has_come_as_far_as_the_checkpoint(tmp_path: Path) -> None:
+def test_resumes_from_a_checkpoint_of_its_folder(tmp_path: Path) -> None:
+    """The folder has come as far as the checkpoint."""
     with serve(tmp_path, **RESUMED) as server:
         early, late = (train(diloco(server, tmp_path), 1) for _ in range(2))
         assert (early["versions"], late["versions"]) == ([1], [2])
@@ -197,7 +198,8 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
         assert server.status().fragments[0].version == 2
 
 
-def test_refuses_what_is_no_state_and_has_none_without_a_server(tmp_path: Path) -> None:
+def test_refuses_what_is_no_state(tmp_path: Path) -> None:
+    """Refuses what is no state and has none without a server."""
     with serve(tmp_path, **RESUMED) as server:
         loop = diloco(server, tmp_path)
         with pytest.raises(UsageError, match="state_dict was not written by Atoll: it has the keys 'epoch'"):
@@ -225,10 +227,8 @@ def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
-def test_warns_once_of_an_outage_and_unsent_steps(
-    tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]
-) -> None:
-    """It counts every step since the last synchronisation that counted.
+def test_warns_once_of_an_outage(tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]) -> None:
+    """The warning counts every step since the last synchronisation that counted.
 
     Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too.
     """
@@ -240,7 +240,7 @@ def test_warns_once_of_an_outage_and_unsent_steps(
     assert len([line for line in lines if "skipped" in line]) == 1
 
 
-def test_does_not_warn_where_no_turn_was_skipped(
+def test_warns_of_no_outage_without_skipped_turns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, warned: Callable[[], list[str]]
 ) -> None:
     """Of 11 steps 8 are in two updates."""
@@ -254,10 +254,10 @@ def test_does_not_warn_where_no_turn_was_skipped(
 @pytest.mark.parametrize(
     ("settings", "first", "of"), [({}, 4, ""), ({"K": 2}, 2, ", 2 fragments")], ids=["whole", "fragments"]
 )
-def test_warns_where_training_ends_before_the_first_synchronisation(
+def test_warns_of_training_without_a_synchronisation(
     tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any], first: int, of: str
 ) -> None:
-    """Not where an error ended it."""
+    """Where an error ended the training, there is no warning."""
     with serve(tmp_path, **ENDLESS | settings) as server:
         failed = diloco(server, tmp_path).start()
         take_steps(failed, 1)
@@ -272,8 +272,8 @@ def test_warns_where_training_ends_before_the_first_synchronisation(
 
 
 @pytest.mark.covers("X4")
-def test_an_update_that_does_not_arrive_has_no_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The line of a short transfer comes at DEBUG."""
+def test_an_update_that_fails_has_no_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An update that does not arrive has no rate. The line of a short transfer comes at DEBUG."""
     caplog.set_level("DEBUG", "atoll")
     with serve(tmp_path, **ENDLESS) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, max_sync_retries=0) as loop:
@@ -337,10 +337,10 @@ def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("interval_s", [0.0, 0.5])
 @pytest.mark.parametrize(("steps", "said"), [(0, "nothing was trained"), (1, "this worker never synchronised")])
-def test_status_and_log_name_training_outside_the_run(
+def test_status_names_training_outside_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, said: str, interval_s: float
 ) -> None:
-    """With and without heartbeats."""
+    """Status and log name training outside the run. With and without heartbeats."""
     caplog.set_level(logging.WARNING)
     beats = {"network.heartbeat_interval_s": interval_s, "network.heartbeat_timeout_s": 100 * interval_s}
     with serve(tmp_path, **DILOCO, **beats) as server:

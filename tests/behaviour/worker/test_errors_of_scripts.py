@@ -64,7 +64,7 @@ def test_names_the_argument_that_overrules_the_command(
     join: Callable[[atoll.Server, Path], None],
     by_command: bool,
 ) -> None:
-    """Not where the shell has set the variables: there an argument is meant to overrule them."""
+    """Where the shell has set the variables, nothing is said: there an argument is meant to overrule them."""
     if by_command:
         monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "leases"))
     monkeypatch.setenv("ATOLL_SERVER", f"{server.url}/")
@@ -118,7 +118,7 @@ CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
 @pytest.mark.covers("X3")
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(("script", "kind"), CASES)
-def test_a_caught_error_has_no_frames_inside_atoll(
+def test_a_caught_error_shows_no_atoll_frames(
     server: atoll.Server, tmp_path: Path, script: Callable[..., object], kind: type[AtollError]
 ) -> None:
     with pytest.raises(kind) as raised:
@@ -152,10 +152,10 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
         ("", 4, 1, "ValueError: this is the script's own error"),
     ],
 )
-def test_atoll_worker_ends_with_one_line_and_exit_code(
+def test_atoll_worker_ends_with_one_line(
     server: atoll.Server, nursery: Nursery, tmp_path: Path, address: str, width: int, code: int, last: str
 ) -> None:
-    """Of the error that ended its script."""
+    """The line and the exit code are those of the error that ended its script."""
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
     outcome = command(nursery, tmp_path, *words)
@@ -167,10 +167,10 @@ def test_atoll_worker_ends_with_one_line_and_exit_code(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_error_in_an_optimizer_hook_names_the_scripts_line(
+def test_an_error_in_a_hook_names_the_line(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not a line of torch."""
+    """The line that is named is one of the script, not of torch."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=lambda: -1.0) as loop:
         with pytest.raises(UsageError, match="The weight is -1") as raised:
@@ -190,12 +190,13 @@ def test_an_error_in_an_optimizer_hook_names_the_scripts_line(
     ],
     ids=["exit stack", "thread pool"],
 )
-def test_an_error_below_pythons_code_names_the_scripts_line(
+def test_an_error_below_python_names_the_line(
     tmp_path: Path,
     enter: Callable[[ExitStack, atoll.DiLoCo], object],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The line of the script, where Python's own code calls Atoll."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     model = nn.Linear(8, 4)
     loop = atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), server=NO_SERVER, site="a", folder=tmp_path)
@@ -255,7 +256,7 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("address", ANSWERS, indirect=True)
-def test_scripts_name_the_address_where_no_atoll_server_is(address: str, tmp_path: Path) -> None:
+def test_scripts_name_an_address_without_a_server(address: str, tmp_path: Path) -> None:
     for take_part in (
         lambda: atoll.join(address, site="a", folder=tmp_path),
         lambda: diloco(address, tmp_path).start(),
@@ -307,8 +308,11 @@ def test_refuses_another_run_at_the_same_address(tmp_path: Path, way: str) -> No
     assert raised.value.exit_code == 5
 
 
-def test_a_server_refuses_a_join_that_means_another_run(server: atoll.Server) -> None:
-    """The run may change between the worker's question, which run there is, and its joining."""
+def test_a_join_may_mean_one_run(server: atoll.Server) -> None:
+    """A server refuses a join that means another run.
+
+    The run may change between the worker's question, which run there is, and its joining.
+    """
     code, reply = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "run": "0" * 32})
     assert (code, reply["code"]) == (409, "server_lost")
     assert server.status().run in reply["message"]
@@ -365,7 +369,7 @@ ALONE = [by_join, by_functions, by_diloco]
     ("misspelt", "meant"),
     [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
 )
-def test_refuses_a_misspelt_variable_and_names_the_nearest(
+def test_a_misspelt_variable_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str
 ) -> None:
     monkeypatch.setenv(misspelt, NO_SERVER)
@@ -375,7 +379,7 @@ def test_refuses_a_misspelt_variable_and_names_the_nearest(
 
 @pytest.mark.parametrize("take_part", ALONE)
 def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
-    """Also settings of the server, and variables that only look alike."""
+    """Settings of the server are known variables, and those that only look like Atoll's are left alone."""
     for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
     take_part()
@@ -383,7 +387,8 @@ def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, ta
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("take_part", [*ALONE, by_lightning])
-def test_a_script_that_requires_a_server_does_not_train_alone(take_part: Callable[..., None]) -> None:
+def test_a_required_server_is_required(take_part: Callable[..., None]) -> None:
+    """A script that requires a server does not train alone."""
     with pytest.raises(ConfigError, match="Set ATOLL_SERVER"):
         take_part(require_server=True)
 
@@ -403,10 +408,8 @@ SCRIPT_ALONE = "import atoll\nwith atoll.join():\n    print('trained alone')\n"
     ],
     ids=lambda words: words[0],
 )
-def test_scripts_and_commands_end_with_the_exit_code_of_a_wrong_setting(
-    nursery: Nursery, tmp_path: Path, words: tuple[str, ...]
-) -> None:
-    """And `atoll worker` before it starts the script."""
+def test_a_wrong_setting_is_an_exit_code(nursery: Nursery, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """Scripts end with the exit code of a wrong setting, and `atoll worker` before it starts the script."""
     program = "atoll"
     if words == ("train.py",):
         (tmp_path / "train.py").write_text(SCRIPT_ALONE)
@@ -448,7 +451,7 @@ LOG.warning("a warning")
     [("", ["a line", "a warning"]), ("logging.getLogger('atoll').setLevel(logging.WARNING)", ["a warning"])],
     ids=["usual", "the level that the program has set stays"],
 )
-def test_loops_that_begin_in_several_threads_print_every_line_once(before: str, said: list[str]) -> None:
+def test_loops_in_threads_print_lines_once(before: str, said: list[str]) -> None:
     program = EIGHT_LOOPS.format(before=before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.partition(" atoll: ")[2] for line in done.stderr.splitlines()] == said
@@ -467,9 +470,10 @@ def test_loops_that_begin_in_several_threads_print_every_line_once(before: str, 
     ],
     ids=["diloco", "fedavg", "evaluation"],
 )
-def test_a_diloco_loop_names_the_runs_algorithm_and_warns_of_another_one(
+def test_a_diloco_loop_names_its_algorithm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: list[str]
 ) -> None:
+    """A loop of DiLoCo warns where the run has another algorithm."""
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, **settings) as server, diloco(server, tmp_path, sync_every=500) as loop:
         assert f"joined run atoll ({settings['algorithm']}) at " in caplog.text

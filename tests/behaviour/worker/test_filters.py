@@ -46,8 +46,11 @@ def sent(folder: Path, filters: Any, *states: State, **settings: Any) -> State:
 
 
 @pytest.mark.covers("T8")
-def test_what_is_dropped_stays_as_the_version_has_it(tmp_path: Path) -> None:
-    """Also of a generator, which is read once: a second reading would find no filters."""
+def test_a_dropped_tensor_stays_unchanged(tmp_path: Path) -> None:
+    """What is dropped stays as the version has it.
+
+    Also of a generator, which is read once: a second reading would find no filters.
+    """
     filters = (each for each in [Drop("w", "*.running_mean", "n")])
     found = sent(tmp_path, filters, START, LOCAL | {"head": torch.tensor([0.5, 1.0])})
     assert found["w"].tolist() == [0.0, 0.0]
@@ -115,7 +118,9 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
 
 
 @pytest.mark.covers("T8")
-def test_every_element_passes_once_and_few_at_a_time(tmp_path: Path) -> None:
+def test_every_element_passes_once(tmp_path: Path) -> None:
+    """Every element passes once and few at a time."""
+
     class Spy(Filter):
         def __init__(self) -> None:
             self.seen: list[tuple[str, int, int]] = []
@@ -131,7 +136,9 @@ def test_every_element_passes_once_and_few_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_a_filter_may_ask_for_the_whole_and_its_metadata(tmp_path: Path) -> None:
+def test_a_filter_may_ask_for_the_whole(tmp_path: Path) -> None:
+    """A filter may ask for the whole and its metadata."""
+
     class Curious(Filter):
         def begin(self, update: Outgoing) -> None:
             self.about, self.names = update.about, list(update.tensors)
@@ -146,8 +153,11 @@ def test_a_filter_may_ask_for_the_whole_and_its_metadata(tmp_path: Path) -> None
     assert sorted(curious.runs) == [("bn.running_mean", 0, [-12.0]), ("head", 0, [0.0, 0.0]), ("w", 0, [-3.0, -4.0])]
 
 
-def test_noise_has_its_size_and_is_another_in_every_place_and_round(tmp_path: Path) -> None:
-    """z·C = 2 · 1.5 = 3; the standard deviation of so many draws is within 1 % of it (more than 6 standard errors)."""
+def test_noise_differs_by_place_and_round(tmp_path: Path) -> None:
+    """Noise has its size and is another in every place and round.
+
+    z·C = 2 · 1.5 = 3; the standard deviation of so many draws is within 1 % of it (more than 6 standard errors).
+    """
     numel = 2 * CHUNK_ELEMENTS  # two runs of each tensor
     start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
     filters = [NormClip(1.5, noise=2.0, seed=bytes(range(32)))]
@@ -175,15 +185,18 @@ class Spoils(Filter):
         return values * math.nan if len(self.seen) == 1 else values
 
 
-def test_two_updates_of_one_round_do_not_share_their_noise(tmp_path: Path) -> None:
+def test_updates_of_a_round_share_no_noise(tmp_path: Path) -> None:
     """The difference of both would show the change without any noise."""
     spoils = Spoils()
     assert len(versions(tmp_path, [NormClip(1.0, noise=1.0), spoils])) == 3  # the first round is given twice
     assert not torch.equal(*spoils.seen)
 
 
-def test_two_filters_without_a_seed_have_noise_of_their_own(tmp_path: Path) -> None:
-    """Two sites with the same noise could cancel it in each other's updates."""
+def test_filters_without_a_seed_differ(tmp_path: Path) -> None:
+    """Two filters without a seed have noise of their own.
+
+    Two sites with the same noise could cancel it in each other's updates.
+    """
     found = [sent(tmp_path / name, [NormClip(1.0, noise=1.0)])["w"] for name in ("a", "b")]
     assert not torch.equal(*found)
 
@@ -195,7 +208,7 @@ class Applies(Filter):
         self.change = change
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        return self.change(values)  # type: ignore[no-any-return]
+        return self.change(values)
 
 
 class Undecided(Filter):
@@ -221,7 +234,7 @@ class Undecided(Filter):
     ],
     ids=["undecided", "shorter", "wider", "forgetful", "broken", "unknown name", "function", "alone"],
 )
-def test_what_does_not_keep_to_the_contract_of_filters_is_named(tmp_path: Path, filters: Any, told: str) -> None:
+def test_a_filter_that_breaks_its_contract_is_named(tmp_path: Path, filters: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         sent(tmp_path, filters)
 
@@ -242,7 +255,9 @@ def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None
         make()
 
 
-def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:
+def test_integers_may_be_kept(tmp_path: Path) -> None:
+    """Integers are kept or not and never asked for."""
+
     class OnlyFloats(Filter):
         def keeps(self, spec: Any) -> bool:
             return spec.name != "n"

@@ -27,12 +27,15 @@ DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 3, "sites": 2
 
 def step(loop: atoll.DiLoCo, site: str) -> None:
     assert loop.optimizer is not None
-    local_step(loop.model, loop.optimizer, site, loop.step)  # type: ignore[arg-type]
+    local_step(loop.model, loop.optimizer, site, loop.step)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
-def test_two_loops_of_one_run_in_one_thread_are_refused_by_name(tmp_path: Path, in_turns: bool) -> None:
-    """In turns at the first step of the second; else where the first one would wait for the second to begin."""
+def test_two_loops_in_a_thread_are_refused(tmp_path: Path, in_turns: bool) -> None:
+    """Two loops of one run in one thread are refused by name.
+
+    In turns at the first step of the second; else where the first one would wait for the second to begin.
+    """
     with serve(tmp_path, **DILOCO) as server, ExitStack() as opened:
         one, two = (opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab")
         step(one, "a")
@@ -40,8 +43,11 @@ def test_two_loops_of_one_run_in_one_thread_are_refused_by_name(tmp_path: Path, 
             step(two if in_turns else one, "a")
 
 
-def test_two_loops_in_one_thread_take_turns_where_none_waits(tmp_path: Path) -> None:
-    """With τ = 1, both updates are at the server before a result is merged."""
+def test_loops_that_never_wait_take_turns(tmp_path: Path) -> None:
+    """Two loops in one thread take turns where none waits.
+
+    With τ = 1, both updates are at the server before a result is merged.
+    """
     with serve(tmp_path, **DILOCO, tau=1, alpha=0.5) as server:
         with ExitStack() as opened:
             loops = [opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab"]
@@ -52,7 +58,8 @@ def test_two_loops_in_one_thread_take_turns_where_none_waits(tmp_path: Path) -> 
     assert [loop.rounds for loop in loops] == [3, 3]
 
 
-def test_loops_of_two_runs_in_one_thread_take_turns(tmp_path: Path) -> None:
+def test_loops_of_two_runs_take_turns(tmp_path: Path) -> None:
+    """Loops of two runs in one thread take turns."""
     folders = [tmp_path / "one", tmp_path / "two"]
     with ExitStack() as opened:
         servers = [opened.enter_context(serve(folder, **DILOCO | {"sites": 1})) for folder in folders]
@@ -105,8 +112,11 @@ def refusal_of_a_fork(text: str, site: str = "a") -> bool:
 
 
 @pytest.mark.covers("L2")
-def test_a_fork_that_steps_through_a_synchronisation_is_refused_by_its_pid(tmp_path: Path) -> None:
-    """The process that joined goes on, with the result of a run without a fork."""
+def test_a_fork_that_synchronises_is_refused(tmp_path: Path) -> None:
+    """A fork that steps through a synchronisation is refused by its pid.
+
+    The process that joined goes on, with the result of a run without a fork.
+    """
 
     def forks(number: int) -> bool:
         return number % 2 == 1
@@ -126,7 +136,8 @@ def test_a_fork_that_steps_through_a_synchronisation_is_refused_by_its_pid(tmp_p
     assert trained(tmp_path / "forked", forked=True) == trained(tmp_path / "plain", forked=False)
 
 
-def test_a_fork_that_trains_a_round_is_refused_by_its_pid(tmp_path: Path) -> None:
+def test_a_fork_that_trains_is_refused(tmp_path: Path) -> None:
+    """A fork that trains a round is refused by its pid."""
     model = build_model()
     with (
         plain_server(tmp_path, build_model(), sites=1, rounds=1) as server,
@@ -134,7 +145,6 @@ def test_a_fork_that_trains_a_round_is_refused_by_its_pid(tmp_path: Path) -> Non
     ):
         assert refusal_of_a_fork(in_a_fork(worker.next_round))
         fl_round = worker.next_round()
-        assert fl_round is not None
         assert refusal_of_a_fork(in_a_fork(lambda: fl_round.load_into(model)))
         fl_round.load_into(model)
         train_(model, "a", 1)

@@ -71,10 +71,11 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 @pytest.mark.covers("P15")
-def test_the_loop_runs_every_round_with_settings_from_the_environment(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each round adds 1 to what was received: 1, then 2, then 3 in the end."""
+def test_the_loop_runs_every_round(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop runs every round with settings from the environment.
+
+    Each round adds 1 to what was received: 1, then 2, then 3 in the end.
+    """
     monkeypatch.setenv("ATOLL_SERVER", server.url)
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
@@ -83,7 +84,6 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
     while atoll.functional.is_running():
         assert atoll.functional.is_running()  # asking does not take a round
         received = atoll.functional.receive()
-        assert received is not None
         assert atoll.functional.receive() is received
         seen.append((received.number, received.params["weight"][0, 0].item()))
         changed = {name: value + 1 for name, value in received.params.items()}
@@ -101,7 +101,8 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
 @pytest.mark.covers("P15", "P6", "T6")
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_what_was_sent_and_received_is_forgotten_on_request(take_part: Callable[..., None], clear_cache: bool) -> None:
+def test_sent_tensors_are_forgotten_on_request(take_part: Callable[..., None], clear_cache: bool) -> None:
+    """What was sent and received is forgotten on request."""
     take_part()
     received = atoll.functional.receive()
     assert received is not None
@@ -120,7 +121,7 @@ def test_what_was_sent_and_received_is_forgotten_on_request(take_part: Callable[
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("filters", [[], [Drop("bias")]], ids=["plain", "filtered"])
 @pytest.mark.parametrize("call", ["send", "submit"])
-def test_memory_of_what_was_sent_is_free_at_once(
+def test_sent_memory_is_free_at_once(
     server: atoll.Server, tmp_path: Path, request: pytest.FixtureRequest, call: str, filters: list[Drop]
 ) -> None:
     """The memory itself: no view of it is left either."""
@@ -159,10 +160,10 @@ def test_what_is_sent_passes_the_sites_filters(take_part: Callable[..., None]) -
 
 
 @pytest.mark.covers("P15")
-def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callable[..., None]) -> None:
+def test_an_error_keeps_the_round(take_part: Callable[..., None]) -> None:
+    """An error keeps the round so that it can be sent again."""
     take_part()
     received = atoll.functional.receive()
-    assert received is not None
     with pytest.raises(UsageError, match="'weight' is of type str"):
         atoll.functional.send({**received.params, "weight": "ones"})
     atoll.functional.send(received.params)
@@ -211,7 +212,7 @@ def test_calls_out_of_order_say_what_to_call(take_part: Callable[..., None]) -> 
     with pytest.raises(UsageError, match="twice"):
         take_part()
     with pytest.raises(UsageError, match="'jax'"):
-        atoll.functional.receive(framework="jax")  # type: ignore[arg-type]
+        atoll.functional.receive(framework="jax")
 
 
 SCRIPT = """
@@ -229,7 +230,8 @@ while atoll.functional.is_running():
 @pytest.mark.slow
 @pytest.mark.covers("P6", "P15")
 @pytest.mark.parametrize("last", ["", "raise ValueError('no more records')"], ids=["well", "fails"])
-def test_a_script_under_atoll_worker_says_why_it_fails(server: atoll.Server, tmp_path: Path, last: str) -> None:
+def test_a_script_says_why_it_fails(server: atoll.Server, tmp_path: Path, last: str) -> None:
+    """A script under `atoll worker` says why it fails."""
     with atoll_worker(tmp_path, server.url, SCRIPT.replace("LAST", last)) as process:
         out, said = process.communicate(timeout=100)
     assert process.returncode == bool(last), said
@@ -257,7 +259,6 @@ def test_without_a_server_there_is_one_round() -> None:
     model, rounds = ones(), 0
     while atoll.functional.is_running():
         received = atoll.functional.receive(into=model)
-        assert received is not None
         optimizer = sgd(model)
         with received.correct(model, optimizer):
             model(torch.ones(1, 3)).sum().backward()
@@ -269,9 +270,10 @@ def test_without_a_server_there_is_one_round() -> None:
 
 
 @pytest.mark.covers("P6")
-def test_join_gives_one_round_and_says_that_nothing_was_sent(
+def test_join_alone_gives_one_round(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At the end it says that nothing was sent."""
     caplog.set_level(logging.INFO, "atoll")
     monkeypatch.chdir(tmp_path)
     model, numbers = ones(), []
@@ -294,7 +296,7 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
     [("north", "south", "north"), (None, "south", "south"), (None, None, "alone")],
     ids=["argument", "variable", "neither"],
 )
-def test_a_script_alone_has_the_name_of_its_site(
+def test_a_script_alone_has_its_sites_name(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     given: str | None,
@@ -314,13 +316,17 @@ def test_a_script_alone_has_the_name_of_its_site(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("start", [atoll.join, atoll.functional.init, lambda site: diloco("", Path(), site).start()])
-def test_a_script_alone_is_refused_a_name_that_no_server_accepts(start: Callable[..., object]) -> None:
+def test_alone_refuses_an_impossible_name(start: Callable[..., object]) -> None:
+    """A script alone is refused a name that no server accepts."""
     with pytest.raises(ConfigError, match="'ward 7' is not a site name"):
         start(site="ward 7")
 
 
-def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
-    """So that a script that is tried without a server does not fail in its first run."""
+def test_alone_refuses_what_runs_refuse() -> None:
+    """A script that is tried alone is refused what a run refuses, and gives tied tensors.
+
+    It does not fail only in its first run.
+    """
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     model[1].weight = model[0].weight
     with atoll.join() as worker:
@@ -359,7 +365,7 @@ SPOILT: dict[str, tuple[Callable[[nn.Linear, atoll.Round], object], type[AtollEr
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(("spoil", "kind", "words"), SPOILT.values(), ids=SPOILT)
-def test_an_error_of_a_run_is_raised_alone_too(
+def test_errors_of_a_run_come_alone_too(
     tmp_path: Path, spoil: Callable[..., object], kind: type[AtollError], words: str, alone: bool
 ) -> None:
     """At a server, an update that is not finite is refused five times before the script ends."""
@@ -373,7 +379,8 @@ def test_an_error_of_a_run_is_raised_alone_too(
         train("" if alone else server.url)
 
 
-def test_a_model_that_was_not_loaded_is_refused_alone_too() -> None:
+def test_alone_needs_a_loaded_model() -> None:
+    """A model that was not loaded is refused alone too."""
     with atoll.join() as worker, pytest.raises(UsageError, match="The global model of round 1 was not downloaded"):
         next(iter(worker)).submit(ones())
 
@@ -402,7 +409,8 @@ def test_alone_loads_a_mapping_and_submits_a_module() -> None:
 
 
 @pytest.mark.covers("L14", "X3")
-def test_diloco_alone_refuses_another_optimizer_and_a_model_that_is_not_finite(tmp_path: Path) -> None:
+def test_diloco_alone_refuses_broken_models(tmp_path: Path) -> None:
+    """DiLoCo alone refuses another optimizer and a model that is not finite."""
     model = ones()
     with pytest.raises(UsageError, match="holds none of the model's parameters"):
         atoll.DiLoCo(model, sgd(ones()), server="").start()
@@ -413,7 +421,7 @@ def test_diloco_alone_refuses_another_optimizer_and_a_model_that_is_not_finite(t
 
 @pytest.mark.covers("L14", "X3")
 def test_alone_refuses_an_initial_model_with_nan() -> None:
-    """Before the script trains."""
+    """Such a model is refused before the script trains."""
     model = ones()
     model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
     with atoll.join() as worker:  # a constant mask is only copied
@@ -427,7 +435,8 @@ def test_alone_refuses_an_initial_model_with_nan() -> None:
 
 
 @pytest.mark.covers("L2")
-def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_diloco_alone_changes_no_loop(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """DiLoCo alone leaves the loop as it is and says so."""
     caplog.set_level(logging.INFO, "atoll")
     with diloco("", tmp_path) as loop:
         take_steps(loop, 1)
@@ -435,7 +444,8 @@ def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so(caplog: pytest.LogCap
     assert logged(caplog) == [BEGIN, END]
 
 
-def test_after_an_error_the_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_an_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A site that ends with an error logs no ending of its own."""
     caplog.set_level(logging.INFO, "atoll")
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:

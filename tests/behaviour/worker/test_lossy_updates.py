@@ -24,8 +24,10 @@ FOUR_ROUNDS: dict[str, Any] = {"rounds": 4, "codec": "int8"}
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["undisturbed", "a version is lost"])
-def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, loses: bool) -> None:
-    """Each round moves by (127, 0.28), so the scale is 1, and 0.28 alone would be rounded to 0 for ever.
+def test_small_changes_arrive_in_the_end(tmp_path: Path, loses: bool) -> None:
+    """What is too small for the scale arrives later.
+
+    Each round moves by (127, 0.28), so the scale is 1, and 0.28 alone would be rounded to 0 for ever.
 
     With what was left over 0.28, 0.56, −0.16 and 0.12 are rounded: to 0, 1, 0 and 0. Where the server loses version 2
     after its update had counted, the same bytes count again, and what they left stays: the third would be −0.6 or 0.28
@@ -46,7 +48,7 @@ def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, lose
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
-    """Of several tensors, none of them whole blocks or tiles; a half-precision one among them.
+    """The tensors are no whole blocks or tiles, and one is of half precision.
 
     Four rounds train; in ten more only what is left over is sent.
     """
@@ -74,8 +76,11 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
         torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
 
 
-def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
-    """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
+def test_a_refused_update_leaves_nothing(tmp_path: Path) -> None:
+    """What a refused update would have left is forgotten.
+
+    The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1.
+    """
     with World(tmp_path, START, "a", **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as world:
         world.move("a", 1, -torch.tensor([127.0, 0.4]))
         world.move("a", 2, -torch.tensor([12700.0, 49.0]))
@@ -136,7 +141,8 @@ def moved_by(model: dict[str, Tensor], change: dict[str, Tensor]) -> dict[str, T
 
 
 @pytest.mark.covers("L14")
-def test_warns_once_of_a_change_too_small_for_its_codec(tmp_path: Path, warned: Warned) -> None:
+def test_a_too_small_change_is_warned_of(tmp_path: Path, warned: Warned) -> None:
+    """Warns once of a change too small for its codec."""
     start = {"big": torch.zeros(9000), "still": torch.zeros(3)}
     change = {"big": torch.full((9000,), 1e-4), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)
@@ -158,14 +164,19 @@ def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, warned: Warned) -> No
 
 
 @pytest.mark.covers("L14")
-def test_a_change_too_large_for_its_codec_is_not_told_as_lost(tmp_path: Path) -> None:
-    """Near the end of fp32, bf16 rounds to infinity: the server refuses it, and a larger rate is no remedy."""
+def test_too_large_changes_are_not_called_lost(tmp_path: Path) -> None:
+    """A change that is too large for its codec is refused in another way.
+
+    Near the end of fp32, bf16 rounds to infinity: the server refuses it, and a larger rate is no remedy.
+    """
     assert rounds_of(tmp_path, "bf16", {"w": torch.zeros(64)}, [{"w": torch.full((64,), 3.4e38)}]) == [[]]
 
 
 @pytest.mark.covers("L14")
-def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, warned: Warned) -> None:
-    """One share over all tensors: of a hundred 0.0004 and one 0.0006, the last arrives, as 0.001.
+def test_a_lost_change_is_told(tmp_path: Path, warned: Warned) -> None:
+    """More than a hundredth arrives, or it is told.
+
+    One share over all tensors: of a hundred 0.0004 and one 0.0006, the last arrives, as 0.001.
 
     So √(101·16) of √(100·16 + 36) is lost, 99.4 %. The larger tensor is encoded in two pieces.
     """
@@ -181,8 +192,10 @@ def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, warned: War
 
 
 @pytest.mark.covers("L14")
-def test_with_error_feedback_warns_when_nothing_arrives_three_times_in_a_row(tmp_path: Path, warned: Warned) -> None:
-    """0.3, 0.6 and 0.9 thousandths: the second arrives. 0.1, 0.2, 0.3 and 0.4: nothing ever does.
+def test_feedback_warns_after_three_losses(tmp_path: Path, warned: Warned) -> None:
+    """With error feedback, nothing has arrived three times in a row.
+
+    0.3, 0.6 and 0.9 thousandths: the second arrives. 0.1, 0.2, 0.3 and 0.4: nothing ever does.
 
     If something of one tensor arrives, the site does not train for nothing.
     """
@@ -213,8 +226,11 @@ def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, warned: Warned, 
 
 
 @pytest.mark.covers("L14")
-def test_weights_that_steps_do_not_move_are_shown_until_they_move(tmp_path: Path, warned: Warned) -> None:
-    """1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256."""
+def test_unmoved_weights_are_shown(tmp_path: Path, warned: Warned) -> None:
+    """Weights that steps do not move are shown until they move.
+
+    1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256.
+    """
     start = {"w": torch.ones(4, dtype=torch.bfloat16)}
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
@@ -233,7 +249,7 @@ class Silence(Filter):
 
 
 @pytest.mark.covers("L14")
-def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, warned: Warned) -> None:
+def test_filters_that_leave_nothing_are_named(tmp_path: Path, warned: Warned) -> None:
     with World(tmp_path, START, "a", rounds=1) as world:
         world.join(filters=[Silence()])
         world.rounds(-1.0, 1)
@@ -258,7 +274,8 @@ class Noted(NoneCodec):
     ],
     ids=["text", "number"],
 )
-def test_a_codec_option_that_sites_cannot_get_is_named(tmp_path: Path, note: Any, told: str) -> None:
+def test_a_codec_option_must_be_sendable(tmp_path: Path, note: Any, told: str) -> None:
+    """A codec option that sites cannot get is named."""
     codec = {"path": f"{__name__}:Noted", "note": note}
     with pytest.raises(ConfigError, match=rf"^aggregation\.upload_codec\.note is .*, which sites cannot get: {told}"):
         World(tmp_path, START, "a", **{"aggregation.upload_codec": codec}).start()

@@ -45,10 +45,13 @@ def train(url: str, folder: Path, reports: dict[int, dict[str, float]], site: st
     ],
     ids=["whole", "streaming"],
 )
-def test_counts_a_reported_value_in_one_round(
+def test_a_reported_value_counts_once(
     tmp_path: Path, streaming: dict[str, int], expected: list[dict[str, float]]
 ) -> None:
-    """Of two reports before one synchronisation the last counts; what is reported later comes later."""
+    """Counts a reported value in one round.
+
+    Of two reports before one synchronisation the last counts; what is reported later comes later.
+    """
     with serve(tmp_path, **DILOCO, **streaming) as server:
         train(server.url, tmp_path, {1: {"loss": 9.0, "acc": 0.5}, 2: {"loss": 5.0}, 3: {"loss": 4.0}})
         server.run()
@@ -57,8 +60,11 @@ def test_counts_a_reported_value_in_one_round(
     assert streaming or metrics_of(tmp_path) == expected
 
 
-def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) -> None:
-    """The worker does not hear that its first update is in, trains on, and finds out at its next turn."""
+def test_a_value_counts_once_after_an_outage(tmp_path: Path) -> None:
+    """Counts a value once where the acknowledgement was lost.
+
+    The worker does not hear that its first update is in, trains on, and finds out at its next turn.
+    """
     with serve(tmp_path, **DILOCO) as server, Proxy(server.port) as proxy:
         fault = Fault("PUT .*/parts/0 ", "down", at=BEFORE_HEADER, action="reset", wait=proxy.cut)
         proxy.faults.append(fault)
@@ -77,8 +83,11 @@ def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("later", [{}, {"loss": 4.0}], ids=["alone", "and a newer one"])
-def test_counts_a_value_with_the_next_update_if_the_first_was_refused(tmp_path: Path, later: dict[str, float]) -> None:
-    """A newer report of the same name takes its place."""
+def test_a_refused_value_counts_later(tmp_path: Path, later: dict[str, float]) -> None:
+    """A reported value counts with the next update if the first was refused.
+
+    A newer report of the same name takes its place.
+    """
     with serve(tmp_path, **DILOCO | {"rounds": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
         with diloco(server, tmp_path) as loop:
             loop.report(loss=5.0, acc=0.5)
@@ -89,8 +98,11 @@ def test_counts_a_value_with_the_next_update_if_the_first_was_refused(tmp_path: 
     assert metrics_of(tmp_path) == [{"loss": 5.0, "acc": 0.5} | later, {}]
 
 
-def test_averages_a_round_over_the_sites_that_reported_in_it(tmp_path: Path) -> None:
-    """Site a reports in the first round alone: from then on the mean is that of b."""
+def test_a_round_averages_its_reports(tmp_path: Path) -> None:
+    """Averages a round over the sites that reported in it.
+
+    Site a reports in the first round alone: from then on the mean is that of b.
+    """
     reports = {"a": {1: {"loss": 1.0}}, "b": {1: {"loss": 3.0}, 3: {"loss": 3.0}}}
     with serve(tmp_path, **DILOCO | {"sites": 2, "rounds": 2}) as server:
         together(*(lambda site=site: train(server.url, tmp_path, reports[site], site) for site in "ab"))
@@ -124,7 +136,7 @@ class Strict(torch.Tensor):
 
 @pytest.mark.covers("L15")
 def test_leaves_out_metrics_that_are_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning; the others are as the script has them.
+    """The site warns of them; the others are as the script has them.
 
     Guards against a NaN that is passed on: the server refused the update for its loss.
     """
@@ -182,7 +194,8 @@ class Run:
 @pytest.mark.parametrize(
     "settings", [{}, {"tau": 1, "alpha": 0.0}, {"tau": 1, "alpha": 0.5}], ids=["whole", "overlap", "mixed"]
 )
-def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_metrics_belong_to_the_measured_version(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Metrics are credited to the version that was measured."""
     run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
     a, b = (run.seen[site] for site in SITES)
     assert a == b  # both saw the same global versions
@@ -192,12 +205,14 @@ def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, s
     values = run.values["a"]
     assert [metrics["norm"] for metrics in metrics_of(tmp_path)] == pytest.approx(values, rel=1e-12)
     best = run.status.best
-    assert best is not None
     assert (best.version, best.value) == (values.index(max(values)), pytest.approx(max(values), rel=1e-12))
 
 
-def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp_path: Path) -> None:
-    """With the hook the run comes to the bits that it has without."""
+def test_fragments_are_measured_globally(tmp_path: Path) -> None:
+    """Fragments are measured as the global model, and local progress stays.
+
+    With the hook the run comes to the bits that it has without.
+    """
     settings: dict[str, Any] = {"K": 3, "tau": 0, "alpha": 0.5}
     run = Run(tmp_path / "measured", **settings)
     a, b = (run.seen[site] for site in SITES)
@@ -206,8 +221,11 @@ def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp
     assert Run(tmp_path / "plain", measures=False, **settings).result == run.result
 
 
-def test_no_metric_travels_where_local_progress_was_carried_to_another_version(tmp_path: Path) -> None:
-    """A site that missed rounds never had the newer version alone: what it measured before is not of that one."""
+def test_carried_progress_has_no_metric(tmp_path: Path) -> None:
+    """No metric travels where local progress was carried to another version.
+
+    A site that missed rounds never had the newer version alone: what it measured before is not of that one.
+    """
     settings = DILOCO | {"sites": 2, "rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with serve(tmp_path, **settings) as server:
         late, early = (diloco(server, tmp_path, site, metrics=lambda site=site: {f"of_{site}": 1.0}) for site in "ba")

@@ -47,7 +47,7 @@ class Both(Optimizer):
         super().__init__([each for one in inner for group in one.param_groups for each in group["params"]], {})
         self.inner = inner
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.inner:
             each.step()
 
@@ -84,14 +84,18 @@ def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, warne
 
 
 @pytest.mark.covers("X11")
-def test_synchronises_after_the_last_optimizer_whatever_their_order_in_the_list(tmp_path: Path) -> None:
+def test_the_last_optimizer_may_stand_first(tmp_path: Path) -> None:
+    """The loop synchronises after the last optimizer, whatever their order in the list."""
     run = trained(tmp_path / "one", Both)
     assert trained(tmp_path / "reversed", lambda optimizers: optimizers[::-1]) == run
 
 
 @pytest.mark.covers("X11")
-def test_synchronises_optimizers_of_single_parameters_that_step_in_the_backward_pass(tmp_path: Path) -> None:
-    """The last parameter's optimizer steps first; the result is that of one optimizer that steps behind the pass."""
+def test_optimizers_may_step_in_the_backward_pass(tmp_path: Path) -> None:
+    """Synchronises optimizers of single parameters that step in the backward pass.
+
+    The last parameter's optimizer steps first; the result is that of one optimizer that steps behind the pass.
+    """
 
     def run(folder: Path, *, in_hooks: bool) -> set[str]:
         def inner(model: nn.Module) -> Any:
@@ -123,8 +127,11 @@ def test_synchronises_optimizers_of_single_parameters_that_step_in_the_backward_
 
 
 @pytest.mark.covers("X11")
-def test_counts_a_local_step_when_the_rarer_of_two_optimizers_has_stepped(tmp_path: Path) -> None:
-    """Two steps of one before each of the other, with H = 2: 12 steps of the first are the 6 local steps of the run."""
+def test_the_rarer_of_two_optimizers_counts(tmp_path: Path) -> None:
+    """A local step is made when both have stepped.
+
+    Two steps of one before each of the other, with H = 2: 12 steps of the first are the 6 local steps of the run.
+    """
     for order in (1, -1):
         model, made = build_model(), []
         often, rarely = two(model)
@@ -149,7 +156,8 @@ PART = r"only 2 of the model's 6 trainable parameters; for example, '0.bias'.*re
 
 
 @pytest.mark.covers("X11")
-def test_refuses_optimizers_that_hold_a_part_of_the_parameters_unless_told(tmp_path: Path) -> None:
+def test_refuses_a_part_of_the_parameters(tmp_path: Path) -> None:
+    """Refuses optimizers that hold a part of the parameters unless told."""
     model = build_model()
     with serve(tmp_path, **DILOCO) as server:
         with pytest.raises(UsageError, match=PART):
@@ -165,16 +173,14 @@ def test_refuses_optimizers_that_hold_a_part_of_the_parameters_unless_told(tmp_p
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(("algorithm", "corrects"), [("fedprox", True), ("scaffold", True), ("fedavg", False)])
-def test_refuses_a_correction_that_misses_a_part_of_the_parameters(
-    tmp_path: Path, algorithm: str, corrects: bool
-) -> None:
+def test_a_correction_needs_all_parameters(tmp_path: Path, algorithm: str, corrects: bool) -> None:
+    """A correction that misses a part of the parameters is refused."""
     model = build_model()
     with (
         plain_server(tmp_path, build_model(), algorithm=algorithm, sites=1, rounds=1) as server,
         atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
     ):
         fl_round = worker.next_round()
-        assert fl_round is not None
         fl_round.load_into(model)
         advice = "Put all parameters into one" if algorithm == "scaffold" else "as a list"  # SCAFFOLD takes only one
         refusal = pytest.raises(UsageError, match=f"{PART[:60]}.*{advice}") if corrects else contextlib.nullcontext()
@@ -194,7 +200,8 @@ def test_refuses_what_is_no_optimizer_or_given_twice(given: Any) -> None:
         atoll.DiLoCo(model, 2 * [SGD(model.parameters(), lr=0.1)] if given == "twice" else given)
 
 
-def test_refuses_one_of_several_optimizers_that_trains_another_model(tmp_path: Path) -> None:
+def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
+    """Refuses one of several optimizers that trains another model."""
     model = build_model()
     of_another = SGD(build_model().parameters(), lr=0.1)
     with serve(tmp_path, **DILOCO) as server:
@@ -240,7 +247,7 @@ def changed(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -
                 change(loop.model)
             for parameter in loop.model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.1)
-            loop.optimizer.step()  # type: ignore[union-attr]
+            loop.optimizer.step()
     assert loop.finished
     return loop.model
 
@@ -256,9 +263,10 @@ def changed(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -
         (shrink, "2.bias"),
     ],
 )
-def test_refuses_a_model_with_tensors_that_are_no_longer_trained(
+def test_refuses_tensors_that_are_not_trained(
     tmp_path: Path, settings: dict[str, Any], change: Callable[[Any], None], named: str
 ) -> None:
+    """Refuses a model with tensors that are no longer trained."""
     with serve(tmp_path, **DILOCO | settings) as server:
         with pytest.raises(UsageError, match=named):
             changed(server, tmp_path, change)
@@ -344,7 +352,7 @@ def test_takes_the_warning_of_moments_back(tmp_path: Path) -> None:
 
 
 def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the parameters broke: the site goes on from the global model."""
+    """Where only the parameters broke, the site goes on from the global model."""
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
         local_step(model, optimizer, site, number)

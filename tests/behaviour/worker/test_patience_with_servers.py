@@ -68,7 +68,6 @@ def train(url: str, folder: Path) -> int:
 
 def train_once(worker: Worker) -> None:
     fl_round = worker.next_round()
-    assert fl_round is not None
     fl_round.submit(fl_round.load_into(build()))
 
 
@@ -206,9 +205,8 @@ LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_a_server_that_never_answers_well_ends_the_site_by_its_patience(
-    lying: LyingServer, tmp_path: Path, case: str
-) -> None:
+def test_a_lying_server_costs_a_sites_patience(lying: LyingServer, tmp_path: Path, case: str) -> None:
+    """A server that never answers well ends the site."""
     lying.lie, kind, text = LIES[case]
     with pytest.raises(AtollError, match=text) as caught:
         train(lying.url, tmp_path / "site")
@@ -229,10 +227,11 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", [ServerFailed, Superseded, ServerLost], ids=lambda error: error.code)
-def test_an_answer_that_ends_a_site_counts_whichever_request_gets_it(
-    lying: LyingServer, tmp_path: Path, way: str, error: type[AtollError]
-) -> None:
-    """One answer says so, and all others are good: each later call raises the error, and asks no more."""
+def test_any_answer_may_end_a_site(lying: LyingServer, tmp_path: Path, way: str, error: type[AtollError]) -> None:
+    """An answer that ends a site counts whichever request gets it.
+
+    One answer says so, and all others are good: each later call raises the error, and asks no more.
+    """
     told = threading.Event()
 
     def lie(_: Connection, request: Request, answer: Answer) -> Answer:
@@ -274,9 +273,7 @@ def test_one_damaged_answer_costs_one_more_request(lying: LyingServer, tmp_path:
     assert not once
 
 
-def test_eight_damaged_answers_in_a_row_end_a_site(
-    lying: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eight_damaged_answers_end_a_site(lying: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server has answered well before, and the site's patience would last for a minute."""
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "60")
     monkeypatch.setattr(session, "FIRST_BACKOFF_S", 0.01)
@@ -295,7 +292,8 @@ def test_eight_damaged_answers_in_a_row_end_a_site(
     assert lying.count("/v1/tickets") == 8
 
 
-def test_a_status_without_fragments_ends_a_site_by_its_patience(lying: LyingServer, tmp_path: Path) -> None:
+def test_a_status_needs_fragments(lying: LyingServer, tmp_path: Path) -> None:
+    """A status without fragments ends a site by its patience."""
     lying.lie = changed("/v1/status", fragments=[])
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         with pytest.raises(ServerLost, match=r"could not pull a version, although .* does not have fragment 0"):
@@ -330,7 +328,7 @@ def test_pauses_where_a_task_comes_again(lying: LyingServer) -> None:
 
 
 @pytest.mark.parametrize("status", ["wait", "rounds"])
-def test_a_server_without_tasks_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path, status: str) -> None:
+def test_servers_without_tasks_are_asked_seldom(lying: LyingServer, tmp_path: Path, status: str) -> None:
     calls = 0
 
     def lie(_: Connection, request: Request, answer: Answer) -> Answer:
@@ -364,13 +362,10 @@ FIRST_LINES = {
 
 @pytest.mark.parametrize("case", FIRST_LINES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_ends_with_one_line_and_its_code(
-    command: str,
-    case: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_command_ends_with_one_line(
+    command: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A command ends with one line and its code."""
     line, code = FIRST_LINES[case]
 
     def serve(connection: Connection) -> None:

@@ -71,10 +71,13 @@ def parts_in(lines: list[str]) -> set[str]:
     return {line.split(" ")[1].rpartition("/")[2] for line in lines if line.startswith("PUT ")}
 
 
-def test_messages_and_parts_go_through_the_proxy_with_its_password(
+def test_a_proxy_gets_its_password(
     tmp_path: Path, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The address of the proxy is in the site's log once; the password is nowhere, and the server does not get it."""
+    """Messages and parts go through the proxy with its password.
+
+    The address of the proxy is in the site's log once; the password is nowhere, and the server does not get it.
+    """
     caplog.set_level(logging.INFO, "atoll")
     with one_round(tmp_path) as server, HttpProxy(server.port, login="me@here:p/ss") as proxy:
         environment.setenv("http_proxy", f"http://me%40here:p%2Fss@127.0.0.1:{proxy.port}")
@@ -86,9 +89,8 @@ def test_messages_and_parts_go_through_the_proxy_with_its_password(
     assert not any("p%2Fss" in each or "p/ss" in each for each in caplog.messages)
 
 
-def test_a_server_with_tls_is_reached_through_tunnels_that_hide_the_token(
-    tmp_path: Path, environment: pytest.MonkeyPatch
-) -> None:
+def test_tunnels_hide_the_token(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """A server with TLS is reached through tunnels."""
     tls = write_certificate(tmp_path, "fl.example")
     environment.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
     with one_round(tmp_path, **tls) as server, HttpProxy(server.port, login="me:secret") as proxy:
@@ -157,15 +159,13 @@ def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
     """Its password is not shown."""
     environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
     proxy = Http("http://fl.example:8512").proxy
-    assert proxy is not None
     assert proxy.headers == {"Proxy-Authorization": "Basic bWU6cC9zcw=="}  # me:p/ss
     assert str(proxy) == "the proxy http://proxy.example:80 of HTTP_PROXY"
     assert "bWU6cC9zcw" not in repr(proxy)
 
 
-def test_lower_case_comes_first_and_this_machine_is_never_behind_a_proxy(
-    tmp_path: Path, environment: pytest.MonkeyPatch
-) -> None:
+def test_lower_case_variables_come_first(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """Lower case comes first and this machine is never behind a proxy."""
     away = f"http://127.0.0.1:{free_port()}"
     with one_round(tmp_path) as server, HttpProxy(server.port) as proxy:
         for name in VARIABLES[:3]:
@@ -201,7 +201,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize(("refuses", "login", "said", "remedy"), REFUSALS)
-def test_a_proxy_that_refuses_is_named_with_the_remedy(
+def test_a_refusing_proxy_is_named(
     environment: pytest.MonkeyPatch, scheme: str, refuses: int, login: str, said: str, remedy: str
 ) -> None:
     name = f"{scheme.upper()}_PROXY"
@@ -215,10 +215,11 @@ def test_a_proxy_that_refuses_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize("refuses", [403, 407, 502])
-def test_a_site_ends_with_one_line_that_names_the_proxy(
-    tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int
-) -> None:
-    """At once where waiting does not help; else within its own patience."""
+def test_a_site_names_its_proxy_in_a_line(tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int) -> None:
+    """A site ends with one line that names the proxy.
+
+    At once where waiting does not help; else within its own patience.
+    """
     environment.setenv("ATOLL_GIVE_UP_S", "0.5")
     with HttpProxy(free_port(), refuses=refuses) as proxy:
         environment.setenv("HTTP_PROXY", proxy.url)
@@ -228,10 +229,11 @@ def test_a_site_ends_with_one_line_that_names_the_proxy(
     assert "\n" not in str(refused.value)
 
 
-def test_a_site_that_gives_up_repeats_the_last_cause_and_its_remedy(
-    tmp_path: Path, environment: pytest.MonkeyPatch
-) -> None:
-    """Behind a proxy that is away, to start the server does not help."""
+def test_giving_up_repeats_the_last_cause(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """A site that gives up repeats the last cause and its remedy.
+
+    Behind a proxy that is away, to start the server does not help.
+    """
     environment.setenv("ATOLL_GIVE_UP_S", "0.2")
     proxy = f"http://127.0.0.1:{free_port()}"
     environment.setenv("HTTP_PROXY", proxy)
@@ -245,7 +247,8 @@ def test_a_site_that_gives_up_repeats_the_last_cause_and_its_remedy(
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_proxy_that_is_away_cuts_or_speaks_no_http_is_named(environment: pytest.MonkeyPatch, scheme: str) -> None:
+def test_a_broken_proxy_is_named(environment: pytest.MonkeyPatch, scheme: str) -> None:
+    """A proxy that is away, cuts connections or speaks no HTTP is named."""
     name = f"{scheme.upper()}_PROXY"
 
     def said(port: int) -> str:
@@ -281,7 +284,7 @@ def _say(sock: socket.socket, answer: bytes) -> None:
         ("http://proxy.example/path", "is not the address of a proxy: 'proxy.example/path'"),
     ],
 )
-def test_a_proxy_that_cannot_be_used_is_refused_by_name(environment: pytest.MonkeyPatch, proxy: str, said: str) -> None:
+def test_an_unusable_proxy_is_refused(environment: pytest.MonkeyPatch, proxy: str, said: str) -> None:
     environment.setenv("HTTPS_PROXY", proxy)
     with pytest.raises(ConfigError, match=f"HTTPS_PROXY {said}") as refused:
         status("https://fl.example")
@@ -292,8 +295,11 @@ def test_a_proxy_that_cannot_be_used_is_refused_by_name(environment: pytest.Monk
 # -- a server under a path
 
 
-def test_a_run_behind_a_gateway_keeps_the_path_of_the_address(tmp_path: Path) -> None:
-    """Messages, all parts of the update, objects and their references."""
+def test_a_gateway_keeps_the_path(tmp_path: Path) -> None:
+    """A run behind a gateway keeps the path of the address.
+
+    Messages, all parts of the update, objects and their references.
+    """
     with one_round(tmp_path) as server, HttpProxy(server.port, prefix=PREFIX) as gateway:
         url = f"{gateway.url}{PREFIX}"
         ref = atoll.objects.publish({"w": torch.arange(50_000.0)}, server=url + "/", chunk_bytes=2**16)
@@ -307,7 +313,7 @@ def test_a_run_behind_a_gateway_keeps_the_path_of_the_address(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["proxy", "gateway"])
-def test_commands_go_the_same_way_as_sites(
+def test_commands_go_the_way_of_sites(
     tmp_path: Path, environment: pytest.MonkeyPatch, nursery: Nursery, way: str
 ) -> None:
     """`atoll worker` with its script, `atoll status` and `atoll export`."""
@@ -355,7 +361,7 @@ def test_commands_go_the_same_way_as_sites(
         (f"http://fl.example/{'a' * 128}", "The path of the server address .* is not valid: it has 129 characters"),
     ],
 )
-def test_what_no_server_address_can_have_is_refused_by_name(tmp_path: Path, address: str, said: str) -> None:
+def test_refuses_impossible_addresses(tmp_path: Path, address: str, said: str) -> None:
     for ask in (status, lambda url: atoll.join(url, site="a", folder=tmp_path)):
         with pytest.raises(UsageError, match=said) as refused:
             ask(address)
@@ -369,7 +375,8 @@ def test_a_gateway_that_redirects_says_where_to(tmp_path: Path) -> None:
                 ask(f"{gateway.url}{PREFIX}")
 
 
-def test_a_wrong_path_is_named_with_the_whole_address() -> None:
+def test_a_wrong_path_has_its_address() -> None:
+    """A wrong path is named with the whole address."""
     with HttpProxy(free_port(), prefix=PREFIX) as gateway, pytest.raises(AtollError) as refused:
         status(f"{gateway.url}/fl/run2")
     assert f"There is no Atoll server at {gateway.url}/fl/run2: " in str(refused.value)

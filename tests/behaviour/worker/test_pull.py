@@ -47,7 +47,7 @@ def pulled_once(world: World) -> Path:
 
 @pytest.mark.covers("F1", "P8")
 def test_a_resumed_pull_fills_the_model_too(world: World, tmp_path: Path) -> None:
-    """Guards against a resumed pull that leaves the model what it had for the parts that were there."""
+    """Parts that were there before the pull was interrupted reach the model, too."""
     base = pulled_once(world)
     rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
     with base.open("r+b") as file:
@@ -70,8 +70,11 @@ class HalfFrozen(nn.Module):
 @pytest.mark.covers("F1", "P8")
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
 @pytest.mark.usefixtures("pulled_apart")
-def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -> None:
-    """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
+def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
+    """An unchanged part is loaded into a new model.
+
+    The base file has it of the version before, so a look at the file would leave it out behind a broken attempt.
+    """
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
         fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")
@@ -88,8 +91,11 @@ def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -
 
 
 @pytest.mark.covers("P8")
-def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> None:
-    """Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not."""
+def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
+    """A pull fills large small and turned tensors alike.
+
+    Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not.
+    """
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
     with World(tmp_path, source, "a", part_bytes=2**20) as world:
@@ -104,7 +110,7 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     [(1, 1, 0.5, 0, 7.0), (300, 2, 1.0, 1, 4.0)],  # 8 − 0.5·2, and 8 − 2 − 2: the second model has six parts
     ids=["of the result", "in the middle"],
 )
-def test_begins_a_pull_anew_after_gone(
+def test_a_pull_begins_anew_after_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
     """No local step is lost. DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
@@ -162,13 +168,10 @@ DAMAGES = [(nothing, []), (Path.unlink, [0, 1, 2]), (shorten, [0, 1, 2]), (zero,
 
 @pytest.mark.covers("F41", "F1")
 @pytest.mark.parametrize(("damage", "parts"), DAMAGES)
-def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
-    world: World,
-    tmp_path: Path,
-    damage: Callable[[Path], None],
-    parts: list[int],
-    warned: Callable[[], list[str]],
+def test_a_damaged_base_is_pulled_again(
+    world: World, tmp_path: Path, damage: Callable[[Path], None], parts: list[int], warned: Callable[[], list[str]]
 ) -> None:
+    """A base that is not what its note says is pulled again."""
     base = pulled_once(world)
     content = base.read_bytes()
     damage(base)
@@ -204,10 +207,13 @@ def test_forms_no_update_against_another_base(world: World, tmp_path: Path, chan
 
 @pytest.mark.covers("F41", "F3")
 @pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[1:]])
-def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
+def test_a_damaged_outbox_is_trained_again(
     world: World, tmp_path: Path, damage: Callable[[Path], None], warned: Callable[[], list[str]]
 ) -> None:
-    """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
+    """A damaged outbox is said once and the round is trained again.
+
+    Guards against an outbox with parts that the server refuses at every start of the worker, for ever.
+    """
     with Proxy(world.server.port) as proxy, world.worker(server=proxy.url) as worker:
         proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
         fl_round = worker.next_round()
@@ -243,8 +249,11 @@ class Fails(Filter):
 
 
 @pytest.mark.covers("F3")
-def test_while_an_update_is_formed_no_note_names_the_one_before(world: World, tmp_path: Path) -> None:
-    """Guards against a kill in the middle that leaves half of a new update under an old note."""
+def test_forming_an_update_removes_its_note(world: World, tmp_path: Path) -> None:
+    """While an update is formed, no note names the one before.
+
+    Guards against a kill in the middle that leaves half of a new update under an old note.
+    """
     with world.worker(filters=[Fails()]) as worker:
         fl_round = worker.next_round()
         fl_round.submit(fl_round.load_into(model()))
@@ -257,10 +266,11 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(world: World, tm
 
 
 @pytest.mark.covers("P8", "F41")
-def test_a_version_of_other_parts_than_its_digest_says_is_refused(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest names the announced version, but lists the parts of another one, which arrive intact."""
+def test_a_version_must_have_its_parts(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of other parts than its digest says is refused.
+
+    The manifest names the announced version, but lists the parts of another one, which arrive intact.
+    """
     (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
     content = bytearray(slot.read_bytes())
     content[-1] ^= 1

@@ -132,8 +132,11 @@ def test_diloco_refuses_one_of_several_that_was_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("X11")
-def test_diloco_goes_on_with_a_replacement_that_follow_gets(tmp_path: Path) -> None:
-    """3 rounds of 2 steps of 1: the step of the first optimizer counts, too."""
+def test_diloco_follows_a_given_replacement(tmp_path: Path) -> None:
+    """DiLoCo goes on with an optimizer that `follow` gets.
+
+    3 rounds of 2 steps of 1: the step of the first optimizer counts, too.
+    """
     model = two()
     with diloco(tmp_path, model, first := sgd(model)) as loop:
         loop.follow(second := sgd(model))
@@ -154,7 +157,7 @@ class Wrapper:
 
 
 @pytest.mark.covers("X11")
-def test_diloco_refuses_an_optimizer_that_was_replaced_in_its_wrapper(tmp_path: Path) -> None:
+def test_diloco_refuses_a_replacement_in_a_wrapper(tmp_path: Path) -> None:
     model = two()
     with diloco(tmp_path, model, wrapper := Wrapper(sgd(model))):
         wrapper.optimizer = sgd(model)
@@ -167,7 +170,8 @@ def masters(model: nn.Module) -> Outside:
 
 
 @pytest.mark.covers("X11")
-def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: Path) -> None:
+def test_diloco_refuses_replaced_copies(tmp_path: Path) -> None:
+    """DiLoCo refuses an optimizer of copies that replaces another."""
     model = two()
     nn.init.ones_(model.w)  # zeros alone are not taken for copies
     with diloco(tmp_path, model, masters(model)):
@@ -176,7 +180,8 @@ def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: P
 
 
 @pytest.mark.covers("X11")
-def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp_path: Path) -> None:
+def test_a_partial_diloco_lets_the_rest_train(tmp_path: Path) -> None:
+    """A partial DiLoCo refuses a replacement and not what trains the rest."""
     model = two()
     with diloco(tmp_path, model, SGD([model.w], lr=1.0), allow_partial=True):
         step(model, SGD([model.b], lr=1.0))
@@ -189,9 +194,7 @@ def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp
 @pytest.mark.parametrize(
     ("algorithm", "told"), [("fedprox", NOT_CORRECTED), ("scaffold", NOT_CORRECTED), ("fednova", NOT_COUNTED)]
 )
-def test_a_round_refuses_an_optimizer_that_replaces_another(
-    tmp_path: Path, algorithm: str, told: str, replace: Any
-) -> None:
+def test_a_round_refuses_a_replacement(tmp_path: Path, algorithm: str, told: str, replace: Any) -> None:
     """After `correct` got it, the round goes on: 2 steps of 1, since all corrections of the first round are zero."""
     model = two()
     with federated(tmp_path, model, algorithm) as fl_round:
@@ -247,7 +250,7 @@ class Outer(Optimizer):
         super().__init__(inner.param_groups, {})
         self.inner = [inner]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for each in self.inner:
             each.step()
 
@@ -348,8 +351,11 @@ RIGHT = [
 
 @pytest.mark.parametrize("change", RIGHT)
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold"])
-def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: str, change: Any) -> None:
-    """By hand, μ = 1/2: the weights are 1, 1.5, 1.75 after the steps; DiLoCo and SCAFFOLD without controls add 1."""
+def test_lets_other_optimizers_train_on(tmp_path: Path, kind: str, change: Any) -> None:
+    """Goes on with an optimizer that is not replaced.
+
+    By hand, μ = 1/2: the weights are 1, 1.5, 1.75 after the steps; DiLoCo and SCAFFOLD without controls add 1.
+    """
     model = two()
     if kind == "diloco":
         with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
@@ -370,7 +376,8 @@ def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: st
     step(model, sgd(model))  # the block has ended
 
 
-def test_a_federated_site_that_has_left_trains_on_with_any_optimizer(tmp_path: Path) -> None:
+def test_a_site_that_has_left_is_free(tmp_path: Path) -> None:
+    """A federated site that has left trains on with any optimizer."""
     model = two()
     with federated(tmp_path, model) as fl_round:
         step(model, sgd(model))  # before correct()
@@ -403,8 +410,10 @@ class Watched(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", ["diloco", "fedavg"])
-def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: Path, kind: str) -> None:
-    """A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process.
+def test_no_thread_reads_anothers_gradients(tmp_path: Path, kind: str) -> None:
+    """No thread reads gradients of a model that another one trains.
+
+    A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process.
 
     The other thread trains an equal model with masters in fp64, which only gradients tell from those of this model.
     """
@@ -444,7 +453,7 @@ class ZeroOrder(Optimizer):
         super().__init__(model.parameters(), {"lr": 1.0})
 
     @torch.no_grad()
-    def step(self, length: Any = 1.0) -> None:  # type: ignore[override]
+    def step(self, length: Any = 1.0) -> None:
         random = torch.Generator().manual_seed(0)
         for value in self.param_groups[0]["params"]:
             value.add_(torch.randn(value.shape, generator=random), alpha=length)
@@ -453,7 +462,7 @@ class ZeroOrder(Optimizer):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
 def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, kind: str) -> None:
-    """It has no gradients: its first step shows that it trains the model, and its second one is refused."""
+    """Such an optimizer has no gradients: its first step shows that it trains the model, its second one is refused."""
     model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
     with contextlib.ExitStack() as stack:

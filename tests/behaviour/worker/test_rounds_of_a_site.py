@@ -132,7 +132,8 @@ def test_what_is_no_array_is_refused_by_name(round_of: Any, entry: Any, words: s
 
 
 @pytest.mark.covers("P16")
-def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> None:
+def test_another_dtype_or_shape_is_named(round_of: Any) -> None:
+    """Another dtype or shape is refused with both named."""
     state = round_of.state_dict("numpy")
     for spoilt in (state["wide"].astype(np.float64), state["wide"][:1]):
         with pytest.raises(SchemaMismatch, match="wide"):
@@ -201,7 +202,7 @@ def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
             round_of.submit(other)
     round_of.submit(model)
     with pytest.raises(UsageError, match="The model is of type OrderedDict"):
-        atoll.DiLoCo(model.state_dict(), optimizer)  # type: ignore[arg-type]
+        atoll.DiLoCo(model.state_dict(), optimizer)
 
 
 # -- a worker that has left its run: every call says so at once, and a new worker can join
@@ -218,7 +219,7 @@ LATER: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(
     ("join", "call"), [*(("join", call) for call in LATER), *(("tasks", call) for call in ("enter", "run", "tasks"))]
 )
-def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, join: str, call: str) -> None:
+def test_a_worker_that_left_refuses_calls(tmp_path: Path, join: str, call: str) -> None:
     how = {"folder": tmp_path / "workers"} if join == "join" else {}
     with World(tmp_path, build_model(), "a") as world:
         with getattr(atoll, join)(world.url, site="a", **how) as worker:
@@ -230,7 +231,8 @@ def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, join: str,
 
 
 @pytest.mark.parametrize("call", ["load_into", "submit", "state_dict"])
-def test_refuses_the_round_of_a_worker_that_has_left(client: ManualSite, round_of: Any, call: str) -> None:
+def test_a_round_refuses_calls_after_leaving(client: ManualSite, round_of: Any, call: str) -> None:
+    """Refuses the round of a worker that has left."""
     model = round_of.load_into(Mixed())
     client.close()
     with pytest.raises(UsageError):
@@ -240,8 +242,11 @@ def test_refuses_the_round_of_a_worker_that_has_left(client: ManualSite, round_o
 # -- missed rounds
 
 
-def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) -> None:
-    """Site b trains in round 1 while two rounds are closed without it."""
+def test_a_late_site_goes_on(tmp_path: Path) -> None:
+    """A late site may look at the newest model and goes on.
+
+    Site b trains in round 1 while two rounds are closed without it.
+    """
     settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
     model, seen = build_model(), build_model()
     with World(tmp_path, build_model(), **settings) as world:
@@ -261,9 +266,8 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.covers("X4")
-def test_a_restarted_site_knows_that_the_server_has_its_update(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_restarted_site_knows_its_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A restarted site knows that the server has its update."""
     caplog.set_level("INFO", "atoll")
     with World(tmp_path, build_model(), "a", rounds=2) as world:
         for number in (1, 2):
@@ -285,8 +289,11 @@ def test_a_round_can_start_from_the_newest_model(tmp_path: Path) -> None:
         world.server.run()
 
 
-def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
-    """Site b left a round without an update: nothing did not count."""
+def test_an_unformed_update_is_not_missed(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    """Does not warn about an update that was never formed.
+
+    Site b left a round without an update: nothing did not count.
+    """
     with World(tmp_path, build_model(), **{"rounds.min_sites": 1}) as world:
         world.ask(number=1)
         world.sites.pop("b").close()  # as a script that breaks off while it trains
@@ -298,8 +305,11 @@ def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, war
     assert warned() == []
 
 
-def test_a_sites_calls_and_heartbeats_draw_no_random_numbers(tmp_path: Path) -> None:
-    """A script that seeds gets the same numbers with a server as alone."""
+def test_a_site_draws_no_random_numbers(tmp_path: Path) -> None:
+    """A site's calls and heartbeats draw no random numbers.
+
+    A script that seeds gets the same numbers with a server as alone.
+    """
 
     def await_a_heartbeat() -> None:
         for is_silent in (True, False):

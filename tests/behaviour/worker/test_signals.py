@@ -87,8 +87,11 @@ assert handlers() == before
 """
 
 
-def test_signals_do_what_they_did_once_all_have_left(start: Start) -> None:
-    """In a process of its own: other tests may have workers in this one."""
+def test_signals_are_restored_after_leaving(start: Start) -> None:
+    """Signals do what they did before, once all workers have left.
+
+    In a process of its own: other tests may have workers in this one.
+    """
     script = start(LEAVES)
     assert script.wait(60) == 0, script.output()
 
@@ -118,9 +121,8 @@ def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, numbe
     ],
     ids=["sigterm", "exit", "end of the block", "error in the block", "DiLoCo", "tasks"],
 )
-def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
-    server: atoll.Server, start: Start, join: str, child: str, code: int
-) -> None:
+def test_a_forked_child_leaves_nothing(server: atoll.Server, start: Start, join: str, child: str, code: int) -> None:
+    """When it ends, it does not leave in its parent's name."""
     site = start(FORKS.format(join=join, child=child))
     wait_until(lambda: f"\n{code}\n" in site.output(), "the child's end")
     assert state_of(server) == "alive"
@@ -132,7 +134,7 @@ def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
     ("in_leave", "at_exit", "why"),
     [("pass", "atexit.register(upload)", "ended by SIGTERM"), ("os.kill(os.getpid(), signal.SIGTERM)", "", "None")],
 )
-def test_a_worker_leaves_though_sigterm_comes_at_exit(
+def test_a_worker_leaves_despite_late_signals(
     server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
     """The signal comes while Python ends."""
@@ -194,9 +196,10 @@ def require_one_line(process: Process) -> None:
     [(WAITING, 2, "waiting"), (FUNCTIONS, 2, "waiting"), (DILOCO, 2, "waiting"), (TRAINING, 1, "training")],
     ids=["rounds", "functions", "diloco", "training"],
 )
-def test_a_script_that_waits_for_others_or_trains_ends_with_one_line(
+def test_waiting_scripts_end_with_one_line(
     nursery: Nursery, tmp_path: Path, script: str, sites: int, doing: str
 ) -> None:
+    """A script that waits for others or trains ends with one line."""
     with serve(tmp_path, algorithm="diloco" if script == DILOCO else "fedavg", H=2, sites=sites) as server:
         process = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
         wait_until(lambda: any(doing in each.doing for each in server.status().workers), f"that it is {doing}")
@@ -205,7 +208,8 @@ def test_a_script_that_waits_for_others_or_trains_ends_with_one_line(
 
 
 @pytest.mark.covers("X3")
-def test_a_script_that_waits_for_its_server_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_serverless_script_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    """A script that waits for its server ends with one line."""
     url = f"http://127.0.0.1:{free_port()}"
     process = ForkedSite(nursery, tmp_path, url, "a", "import atoll; atoll.join()").start()
     wait_until(lambda: "does not answer" in process.output(), "it to wait")
@@ -213,7 +217,8 @@ def test_a_script_that_waits_for_its_server_ends_with_one_line(nursery: Nursery,
 
 
 @pytest.mark.covers("X3")
-def test_the_worker_command_ends_with_130_while_it_waits_for_its_server(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_waiting_worker_ends_with_130(nursery: Nursery, tmp_path: Path) -> None:
+    """The worker command ends with 130 while it waits for its server."""
     argv = ("atoll", "worker", "--server", f"http://127.0.0.1:{free_port()}", "--", "true")
     command = nursery.start(*argv, cwd=tmp_path)
     wait_until(lambda: "waiting" in command.output(), "the command to wait")
@@ -260,10 +265,13 @@ def train(worker):
     [(LOCAL, TRAINING, "out/site-2.log"), (SIMULATED, VIRTUAL, "trains")],
     ids=["local environment", "simulation"],
 )
-def test_a_script_that_trains_in_other_processes_ends_with_one_line(
+def test_other_processes_end_with_one_line(
     nursery: Nursery, tmp_path: Path, script: str, client: str, file: str
 ) -> None:
-    """And so do these. The file says `ready` once one of them trains."""
+    """A script that trains in other processes ends with one line, and so do these.
+
+    The file says `ready` once one of them trains.
+    """
     (tmp_path / "client.py").write_text(client)
     (tmp_path / "script.py").write_text(script)
     process = nursery.start(str(tmp_path / "script.py"), cwd=tmp_path)
@@ -273,8 +281,8 @@ def test_a_script_that_trains_in_other_processes_ends_with_one_line(
 
 @pytest.mark.covers("X3")
 @pytest.mark.timeout(400)
-def test_the_simulate_command_ends_with_130_and_no_traceback(nursery: Nursery, tmp_path: Path) -> None:
-    """A terminal interrupts the processes that train, too."""
+def test_a_simulation_ends_with_130(nursery: Nursery, tmp_path: Path) -> None:
+    """The simulate command ends with 130 and no traceback. A terminal interrupts the processes that train, too."""
     (tmp_path / "client.py").write_text(VIRTUAL)
     write_run_file(tmp_path, **{"model.source": "client:Model", "run.script": "client.py:train"})
     process = nursery.start("atoll", "simulate", "run.toml", "--processes", "1", cwd=tmp_path)

@@ -52,7 +52,7 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
         ("local.safetensors", {"workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]}),
     ],
 )
-def test_joining_a_run_removes_files_of_a_finished_one(
+def test_joining_removes_files_of_finished_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str, settings: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
@@ -66,8 +66,11 @@ def test_joining_a_run_removes_files_of_a_finished_one(
 
 
 @pytest.mark.covers("D4", "X3")
-def test_code_that_changes_the_current_folder_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both folders are relative to the one that the processes were started in."""
+def test_changed_folders_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that changes the current folder does no harm.
+
+    Both folders are relative to the one that the processes were started in.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     world = World(Path(), nn.Linear(8, 4), "a", rounds=2)
@@ -100,7 +103,8 @@ def not_a_workers_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     "change", [unsent, note_of_another_version_of_atoll, damaged_note, a_file_of_the_user, not_a_workers_folder]
 )
-def test_what_may_still_be_needed_or_is_not_ours_stays(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_needed_and_foreign_files_stay(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    """What may still be needed, or is not Atoll's, stays."""
     first = one_run(tmp_path, "first")
     change(first)
     before = sorted(first.iterdir())
@@ -118,8 +122,11 @@ def moved_away(folder: Path) -> Path:
 
 @pytest.mark.covers("D4")
 @pytest.mark.parametrize("name", ["", "lock", "base.safetensors", "outbox.json"])
-def test_nothing_is_removed_or_written_by_way_of_a_link(tmp_path: Path, name: str) -> None:
-    """Guards against a link to a folder, or in one: its target was emptied: it is not in the site's folder."""
+def test_nothing_is_changed_through_a_link(tmp_path: Path, name: str) -> None:
+    """Nothing is removed or written by way of a link.
+
+    Guards against a link to a folder, or in one: its target was emptied: it is not in the site's folder.
+    """
     first = one_run(tmp_path, "first")
     target = moved_away(first / name) if name else moved_away(first)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
@@ -129,7 +136,8 @@ def test_nothing_is_removed_or_written_by_way_of_a_link(tmp_path: Path, name: st
     assert (first / name).is_symlink()
 
 
-def test_a_link_in_place_of_ones_own_lock_is_refused(tmp_path: Path) -> None:
+def test_a_linked_lock_is_refused(tmp_path: Path) -> None:
+    """A link in place of one's own lock is refused."""
     (tmp_path / "other.csv").write_text("a row")
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         folder = tmp_path / "w" / "a" / server.status().run
@@ -141,7 +149,8 @@ def test_a_link_in_place_of_ones_own_lock_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_named(tmp_path: Path) -> None:
+    """A folder that cannot be made is named with the remedy."""
     (tmp_path / "w").write_text("a file, in which no folder can be made")
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         folder = tmp_path / "w" / "a" / server.status().run
@@ -153,8 +162,11 @@ def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
-def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(tmp_path: Path, run: str) -> None:
-    """The id comes from the server, and names the folder beside which others are removed."""
+def test_refuses_run_ids_that_lead_out(tmp_path: Path, run: str) -> None:
+    """A run id that leads out of the site's folder is refused.
+
+    The id comes from the server, and names the folder beside which others are removed.
+    """
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         answers = {path: get(server.url, path)[1] for path in ("/v1/run", "/v1/schema")}
     answers["/v1/run"]["run"] = run
@@ -182,7 +194,8 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_refuses_a_second_process_of_a_site_on_its_folder(tmp_path: Path, lock: str) -> None:
+def test_a_folder_has_one_process(tmp_path: Path, lock: str) -> None:
+    """Refuses a second process of a site on its folder."""
     where = tmp_path / "workers"
     with serve(tmp_path) as server:
         with atoll.join(server.url, site="a", folder=where):
@@ -207,8 +220,8 @@ with atoll.join() as worker:
 """
 
 
-def test_joins_again_beside_a_child_of_its_killed_script(tmp_path: Path, nursery: Nursery) -> None:
-    """The child, which the script has forked, still runs."""
+def test_a_site_joins_beside_an_orphan(tmp_path: Path, nursery: Nursery) -> None:
+    """A site joins again beside a child of its killed script. The child, which the script has forked, still runs."""
     with serve(tmp_path) as server:
         script = ForkedSite(nursery, tmp_path, server.url, "a", FORKS).start()
         child = int(wait_for_words(script, r"child (\d+)")[1])

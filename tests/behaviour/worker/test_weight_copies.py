@@ -132,7 +132,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """They may have the same values: both models were built alike."""
+    """Its parameters may have the values of the run's model: both models were built alike."""
     model = two()
     with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
@@ -155,8 +155,11 @@ def test_masters_follow_merges_and_fragments(tmp_path: Path, settings: dict[str,
     assert in_state == in_list == without
 
 
-def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
-    """It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2."""
+def test_another_model_is_no_copy(tmp_path: Path) -> None:
+    """Another model in the same optimizer is no copy.
+
+    It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2.
+    """
     model, other = two(), two()
     optimizer = plain([*model.parameters(), *other.parameters()])
 
@@ -212,7 +215,7 @@ class WithAverage(SGD):
     """Keeps an average for evaluation, which equals the weights after the first step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step()
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("ema", value.clone()).lerp_(value, 0.5)
@@ -249,7 +252,7 @@ class WithPlainName(SGD):
     """An average with a name that does not say what it is, and momentum."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         super().step(closure)
         for value in self.param_groups[0]["params"]:
             self.state[value].setdefault("slow", value.clone() - 1).lerp_(value, 0.25)
@@ -258,8 +261,11 @@ class WithPlainName(SGD):
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("make", [ScheduleFree, WithPlainName], ids=["schedule-free", "average"])
-def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Path, make: Any) -> None:
-    """Its z does not equal the weights at any step of the run. An average is no such case."""
+def test_refuses_a_used_schedule_free_optimizer(tmp_path: Path, make: Any) -> None:
+    """Refuses a schedule free optimizer that has stepped before.
+
+    Its z does not equal the weights at any step of the run. An average is no such case.
+    """
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.ones(16), torch.ones(4, 4)])
@@ -281,7 +287,7 @@ def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Pat
                 train()
 
 
-def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
+def test_an_average_of_weights_stays(tmp_path: Path) -> None:
     """One site: its steps from 0 give 1, 2, 3, 4; the average 1, 1.5, 2.25, 3.125, whatever is loaded in between."""
     model = two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
@@ -300,7 +306,7 @@ class Hidden(Masters):
         return [self.state[value].setdefault("minus", -fp32(value)) for value in self.weights]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value, minus in zip(self.weights, self.copies(), strict=True):
             minus += value.grad
             value.copy_(-minus)
@@ -319,9 +325,10 @@ def late_lookahead(parameters: Any) -> Any:
     ],
     ids=["minus", "lookahead"],
 )
-def test_reports_a_synchronisation_that_was_undone_at_both_sides(
+def test_reports_undone_synchronisations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Any], Any], every: int, told: str
 ) -> None:
+    """Reports a synchronisation that was undone at both sides."""
     caplog.set_level(logging.WARNING)
 
     def warned() -> bool:
@@ -347,7 +354,7 @@ class PartlyHidden(Hidden):
     """Copies with the other sign of matrices alone; other weights are stepped themselves."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for value in self.weights:
             if value.dim() == 1:
                 value -= value.grad
@@ -360,10 +367,13 @@ class PartlyHidden(Hidden):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(("make", "is_undone"), [(PartlyHidden, True), (plain, False)])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_reports_that_some_weights_were_undone_among_others(
+def test_reports_partly_undone_synchronisations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, is_undone: bool, noise: float
 ) -> None:
-    """The biases, of which there are as many as weights, follow. The gradients may be noisy."""
+    """Reports that some weights were undone among others.
+
+    The biases, of which there are as many as weights, follow. The gradients may be noisy.
+    """
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.zeros(8, 8), torch.zeros(32), torch.zeros(32)])
@@ -442,8 +452,10 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
 
 @pytest.mark.covers("X11")
-def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Path) -> None:
-    """Atoll knows neither the wrapper nor its optimizer; the gradients show whose masters these are.
+def test_masters_in_wrappers_follow_rounds(tmp_path: Path) -> None:
+    """Masters in a wrapper follow the rounds of a federated run.
+
+    Atoll knows neither the wrapper nor its optimizer; the gradients show whose masters these are.
 
     The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
     """
@@ -461,8 +473,11 @@ def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Pat
 
 
 @pytest.mark.covers("X11")
-def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
-    """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
+def test_masters_of_two_sites_differ(tmp_path: Path) -> None:
+    """Masters of two sites in one process are not confused.
+
+    They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins.
+    """
     models = {site: two() for site in GRADIENTS}
     optimizers = {site: InList(model.parameters()) for site, model in models.items()}
     with World(tmp_path, two(), GRADIENTS, rounds=3) as world, world.worker("a") as worker, world.worker("b") as other:
@@ -511,7 +526,10 @@ class WithNumbers(SGD):
 
 @pytest.mark.covers("X11")
 def test_zeros_and_numbers_are_no_copies() -> None:
-    """They equal a weight that is zero, and one of a single element that is one; 5 is loaded into both weights."""
+    """The state's numbers equal a weight that is zero, and one of a single element that is one.
+
+    5 is loaded into both weights.
+    """
     model = nn.ParameterDict({"zero": torch.zeros(3), "one": torch.ones(1)})
     weights, copies = dict(model.named_parameters()), WeightCopies(pytest.fail)
     for name, weight in weights.items():
@@ -527,8 +545,11 @@ def test_zeros_and_numbers_are_no_copies() -> None:
 
 
 @pytest.mark.covers("X11")
-def test_a_load_begins_with_the_step_that_only_the_masters_have_made() -> None:
-    """The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that."""
+def test_a_load_follows_the_masters_step() -> None:
+    """A load begins with the step that only the masters have made.
+
+    The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that.
+    """
     model = two()
     masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
     optimizer, copies, tensors = SGD(masters, lr=1.0), WeightCopies(pytest.fail), dict(model.named_parameters())
@@ -546,10 +567,11 @@ def test_a_load_begins_with_the_step_that_only_the_masters_have_made() -> None:
 
 
 @pytest.mark.covers("X11")
-def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing was loaded at first that a step could undo. The site adds 2 in each of 3 rounds."""
+def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights that begin at zero have nothing to undo.
+
+    Nothing was loaded at first that a step could undo. The site adds 2 in each of 3 rounds.
+    """
 
     def zeros() -> nn.Module:
         return nn.ParameterList([torch.zeros(4), torch.zeros(4)])
@@ -567,8 +589,11 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("passes", ["nothing", "the inner one"])
-def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passes: str) -> None:
-    """Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ."""
+def test_unknown_slow_weights_are_not_undone(tmp_path: Path, passes: str) -> None:
+    """Slow weights in a wrapper that Atoll does not know are not undone: the submit is refused.
+
+    Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
+    """
     model = two()
     lookahead = Lookahead(model.parameters(), k=2)
 
@@ -620,7 +645,7 @@ def towards_five(model: Any) -> None:
 
 def gently_towards_five(model: Any) -> None:
     model.zero_grad()
-    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()
 
 
 def shifted() -> nn.Module:
@@ -634,9 +659,10 @@ def shifted() -> nn.Module:
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
-def test_reports_loads_that_a_handwritten_optimizer_undoes(
+def test_reports_handwritten_optimizers_with_copies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
 ) -> None:
+    """Reports loads that a handwritten optimizer undoes."""
     model, optimizers = two(), list[Handwritten]()
 
     def train(_: Any) -> None:
@@ -656,10 +682,13 @@ def test_reports_loads_that_a_handwritten_optimizer_undoes(
     ("gradients", "steps"),
     [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
 )
-def test_says_nothing_of_a_handwritten_optimizer_without_copies(
+def test_trusts_handwritten_optimizers_without_copies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
 ) -> None:
-    """A round that ends at the site's own optimum each time has undone nothing."""
+    """Says nothing of a handwritten optimizer without copies.
+
+    A round that ends at the site's own optimum each time has undone nothing.
+    """
     model = two()
 
     def train(_: Any) -> None:

@@ -81,7 +81,7 @@ def replaced(model: nn.Module) -> SGD:
         return loss
 
     optimizer = sgd(model)
-    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.step = MethodType(step, optimizer)
     return optimizer
 
 
@@ -136,7 +136,7 @@ RIGHT = [0.5, 0.75, 0.875, 0.9375, 0.9375]
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("step", [plainly, by_closure], ids=["plain", "closure"])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_sends_the_change_of_the_whole_step(
+def test_sends_the_change_of_whole_steps(
     tmp_path: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]
 ) -> None:
     assert trained(tmp_path, make, step) == RIGHT
@@ -160,8 +160,8 @@ def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_sends_the_change_of_a_step_under_a_schedule_that_began_later(tmp_path: Path) -> None:
-    """And under a compiled one."""
+def test_sends_steps_of_a_later_schedule(tmp_path: Path) -> None:
+    """The change of a step is sent under a schedule that began later, and under a compiled one."""
     compiled: list[Any] = []
 
     def step(model: Any, optimizer: Any) -> None:
@@ -175,8 +175,8 @@ def test_sends_the_change_of_a_step_under_a_schedule_that_began_later(tmp_path: 
 
 
 @pytest.mark.covers("X11")
-def test_a_step_that_fails_behind_its_parents_is_none(tmp_path: Path) -> None:
-    """w = 0 becomes 1 and stays there; then (1 + 1)/2 = 1."""
+def test_a_step_that_fails_is_none(tmp_path: Path) -> None:
+    """A step that fails behind its parent's is none. w = 0 becomes 1 and stays there; then (1 + 1)/2 = 1."""
 
     class Fails(Derived):
         def step(self, closure: Any = None) -> Any:
@@ -241,10 +241,10 @@ class Sharpness(SGD):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("kind", ["diloco", "fedprox"])
-def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
-    tmp_path: Path, kind: str, in_two_calls: bool
-) -> None:
-    """The gradient is −1. By hand, FedProx with μ = 1/2 goes to 1, 3/2, 7/4, 15/8; without it 4 steps add 4.
+def test_counts_steps_of_inner_optimizers(tmp_path: Path, kind: str, in_two_calls: bool) -> None:
+    """Counts steps of an optimizer inside that other methods step.
+
+    The gradient is −1. By hand, FedProx with μ = 1/2 goes to 1, 3/2, 7/4, 15/8; without it 4 steps add 4.
 
     In one call, the closure's gradient is corrected where it was formed, at one more than w: by μ·1 more.
     """

@@ -29,21 +29,17 @@ Build = Callable[[], nn.Module]
 def build_checkpointed() -> nn.Module:
     """Activation checkpointing of some blocks."""
     model = build_model()
-    assert isinstance(model, nn.Sequential)
     model[0], model[1] = checkpoint_wrapper(model[0]), checkpoint_wrapper(model[1])
     return model
 
 
 def build_compiled() -> nn.Module:
-    compiled = torch.compile(build_model(), backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return torch.compile(build_model(), backend="eager")
 
 
 def build_with_compiled_blocks() -> nn.Module:
     """One block is compiled, one compiled and checkpointed in both orders."""
     model = build_model()
-    assert isinstance(model, nn.Sequential)
     model[0] = torch.compile(model[0], backend="eager")
     model[1] = checkpoint_wrapper(torch.compile(model[1], backend="eager"))
     model[2] = torch.compile(checkpoint_wrapper(model[2]), backend="eager")
@@ -55,9 +51,7 @@ def build_compiled_in_ddp() -> nn.Module:
 
 
 def build_compiled_ddp() -> nn.Module:
-    compiled = torch.compile(DistributedDataParallel(build_with_compiled_blocks()), backend="eager")
-    assert isinstance(compiled, nn.Module)
-    return compiled
+    return torch.compile(DistributedDataParallel(build_with_compiled_blocks()), backend="eager")
 
 
 def sgd(model: nn.Module) -> Any:
@@ -85,7 +79,7 @@ def accelerated(model: nn.Module) -> Any:
 
 def step_(model: nn.Module, optimizer: Any, site: str, number: int) -> None:
     """A local step, by the wrapper of an optimizer's step where there is one."""
-    local_step(model, SimpleNamespace(step=getattr(optimizer, "followed", optimizer.step)), site, number)  # type: ignore[arg-type]
+    local_step(model, SimpleNamespace(step=getattr(optimizer, "followed", optimizer.step)), site, number)
 
 
 def result(
@@ -147,9 +141,10 @@ def test_compiled_ddp_models_train_to_the_same_bits(tmp_path: Path, plain: Calla
     [(name, inner) for name in ("diloco", "scaffold") for inner in (compiled, accelerated)]
     + [("diloco", compiled_around)],
 )
-def test_follows_compiled_and_wrapped_steps(
+def test_follows_wrapped_steps(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, inner: Callable[[nn.Module], Any]
 ) -> None:
+    """Follows compiled and wrapped steps."""
     assert result(tmp_path, algorithm, inner=inner) == plain(algorithm)
 
 
@@ -158,10 +153,12 @@ def test_follows_compiled_and_wrapped_steps(
 def test_corrections_follow_wrapped_parameters(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, build: Build
 ) -> None:
+    """Corrections follow wrapped parameters."""
     assert result(tmp_path, algorithm, build, build) == plain(algorithm)
 
 
-def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: Path) -> None:
+def test_published_names_are_not_the_wrappers(tmp_path: Path) -> None:
+    """Names of tensors are those of the model that is not compiled."""
     names = set(build_model().state_dict())
     compiled = build_with_compiled_blocks()
     with serve(tmp_path) as server:
@@ -173,8 +170,8 @@ def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: 
 class Detached(nn.Linear):
     """Its state holds other tensors than its own, of the same memory."""
 
-    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}  # type: ignore[arg-type]
+    def state_dict(self, *args: object, **options: object) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}
 
 
 def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
@@ -187,7 +184,7 @@ def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) 
     assert result(tmp_path / "detached", "diloco", detached, detached) == result(tmp_path, "diloco", plain, plain)
 
 
-def test_a_submodule_that_is_named_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
+def test_a_submodule_keeps_a_wrappers_name(tmp_path: Path) -> None:
     build = partial(seeded, lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)}))
     result(tmp_path, "diloco", build, build)
     assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
@@ -214,9 +211,10 @@ STATES = {
 
 @pytest.mark.parametrize("given", ["mapping", "file", "function"])
 @pytest.mark.parametrize("wrapper", list(STATES))
-def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
+def test_a_server_takes_wrapped_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: str, given: str
 ) -> None:
+    """A server takes tensors that are named by a wrapper."""
     state, name = STATES[wrapper]
     tensors = state()
     assert any(name in each for each in tensors)
@@ -235,7 +233,8 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
     assert tensors_digest(loaded) == tensors_digest(build_model().state_dict())
 
 
-def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
+def test_a_site_submits_wrapped_names(tmp_path: Path) -> None:
+    """A site submits tensors that are named by a wrapper."""
     with plain_server(tmp_path, build_model(), sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:

@@ -165,8 +165,11 @@ BOTH = [["1", "2"]] * 2
 
 
 @pytest.mark.covers("P12", "T14")
-def test_tasks_before_and_behind_the_rounds_reach_the_same_processes(nursery: Nursery, tmp_path: Path) -> None:
-    """Two rounds, each of which adds 1 to a model of 0; what a task is answered tells how many the site has had."""
+def test_tasks_and_rounds_reach_the_same_processes(nursery: Nursery, tmp_path: Path) -> None:
+    """Tasks before and behind the rounds reach the same processes.
+
+    Two rounds, each of which adds 1 to a model of 0; what a task is answered tells how many the site has had.
+    """
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     server, sites = run.start_server(), run.start_sites()
     said = require_end(server)
@@ -178,7 +181,8 @@ def test_tasks_before_and_behind_the_rounds_reach_the_same_processes(nursery: Nu
 
 
 @pytest.mark.covers("P12", "T14")
-def test_a_loop_of_ones_own_over_tasks_may_follow_that_over_rounds(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_loop_over_tasks_may_follow_rounds(nursery: Nursery, tmp_path: Path) -> None:
+    """A loop of one's own over tasks may follow that over rounds."""
     run = Run(nursery, tmp_path, TRAIN, step("ask"))
     server, sites = run.start_server(), run.start_sites("by hand")
     require_end(server)
@@ -209,10 +213,11 @@ def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> N
 
 @pytest.mark.covers("P12")
 @pytest.mark.parametrize("point", ["head.after", "workflow.ended"])
-def test_a_server_that_is_killed_goes_on_with_the_workflow_that_it_was_at(
-    nursery: Nursery, tmp_path: Path, point: str
-) -> None:
-    """Killed behind the first version, and between two workflows: nothing that has ended is done again."""
+def test_a_killed_server_continues_its_workflow(nursery: Nursery, tmp_path: Path, point: str) -> None:
+    """A server that is killed goes on with the workflow that it was at.
+
+    Killed behind the first version, and between two workflows: nothing that has ended is done again.
+    """
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     # head.after: the first is that of the initial model, the second that of round 1
     server, sites = run.start_server(f"{point}=kill@2"), run.start_sites()
@@ -224,9 +229,8 @@ def test_a_server_that_is_killed_goes_on_with_the_workflow_that_it_was_at(
 
 
 @pytest.mark.covers("P12")
-def test_a_workflow_of_tasks_that_is_interrupted_begins_again_and_those_before_it_do_not(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_an_interrupted_workflow_begins_again(nursery: Nursery, tmp_path: Path) -> None:
+    """A workflow of tasks that is interrupted begins again and those before it do not."""
     run = Run(nursery, tmp_path, BEFORE, TRAIN, step("hold"))
     server, sites = run.start_server(), run.start_sites()
     run.until_held()
@@ -243,7 +247,8 @@ def test_a_workflow_of_tasks_that_is_interrupted_begins_again_and_those_before_i
 
 
 @pytest.mark.covers("P12")
-def test_more_rounds_are_trained_and_what_comes_behind_is_done_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_more_rounds_repeat_what_follows(nursery: Nursery, tmp_path: Path) -> None:
+    """More rounds are trained and what comes behind is done again."""
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     server, sites = run.start_server(), run.start_sites()
     require_end(server)
@@ -260,8 +265,11 @@ def test_more_rounds_are_trained_and_what_comes_behind_is_done_again(nursery: Nu
 
 
 @pytest.mark.covers("P12")
-def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
-    """Before the rounds it answers that it has none; an evaluation of another site finds none in its time."""
+def test_a_site_without_handlers_trains(nursery: Nursery, tmp_path: Path) -> None:
+    """A site without handlers trains and leaves and says why.
+
+    Before the rounds it answers that it has none; an evaluation of another site finds none in its time.
+    """
     evaluation = {"kind": "cross_site_evaluation", "sites": ["c"], "start_timeout_s": 1}
     run = Run(nursery, tmp_path, step("ask", name="before"), TRAIN, evaluation)
     flow = tmp_path / "flow.py"
@@ -276,8 +284,11 @@ def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery
 
 
 @pytest.mark.covers("P12")
-def test_components_are_made_once_and_referred_to_by_id(nursery: Nursery, tmp_path: Path) -> None:
-    """`long` has `short` in it, and so has the workflow: it is made once. `@@` stands for an @."""
+def test_components_are_made_once(nursery: Nursery, tmp_path: Path) -> None:
+    """Components are made once and referred to by id.
+
+    `long` has `short` in it, and so has the workflow: it is made once. `@@` stands for an @.
+    """
     components = [
         {"id": "short", "path": "flow.py:Schedule", "args": {"first": 0.1}},
         {"id": "long", "path": "flow.py:Schedule", "args": {"first": 0.5, "more": ["@short"]}},
@@ -297,7 +308,8 @@ def test_components_are_made_once_and_referred_to_by_id(nursery: Nursery, tmp_pa
 
 
 @pytest.mark.covers("P12", "X3")
-def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_failed_workflow_is_done_again(nursery: Nursery, tmp_path: Path) -> None:
+    """A workflow that raises ends the run and is all that is done again."""
     run = Run(nursery, tmp_path, TRAIN, step("fail"))
     server, sites = run.start_server(), run.start_sites()
     said = require_end(server, RunFailed.exit_code)
@@ -313,9 +325,8 @@ def test_a_workflow_that_raises_ends_the_run_and_is_all_that_is_done_again(nurse
 @pytest.mark.parametrize(
     ("asked", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["interrupted", "terminated"]
 )
-def test_a_workflow_that_never_returns_is_shown_and_can_be_stopped(
-    nursery: Nursery, tmp_path: Path, asked: signal.Signals, code: int
-) -> None:
+def test_an_endless_workflow_can_be_stopped(nursery: Nursery, tmp_path: Path, asked: signal.Signals, code: int) -> None:
+    """A workflow that never returns is shown and can be stopped."""
     run = Run(nursery, tmp_path, step("never"), **{"rounds.total": None})
     server = run.start_server()
     url_of(server)
@@ -327,8 +338,11 @@ def test_a_workflow_that_never_returns_is_shown_and_can_be_stopped(
 
 
 @pytest.mark.covers("P12")
-def test_a_progress_limit_ends_a_workflow_and_notes_are_progress(nursery: Nursery, tmp_path: Path) -> None:
-    """`noted` takes two seconds, and says something every quarter of one."""
+def test_notes_are_progress(nursery: Nursery, tmp_path: Path) -> None:
+    """A progress limit ends a workflow and notes are progress.
+
+    `noted` takes two seconds, and says something every quarter of one.
+    """
     limit = {"progress_timeout_s": 1}
     run = Run(nursery, tmp_path, step("noted", **limit), step("never", **limit), **{"rounds.total": None})
     said = require_end(run.start_server(), RunFailed.exit_code)
@@ -337,14 +351,16 @@ def test_a_progress_limit_ends_a_workflow_and_notes_are_progress(nursery: Nurser
 
 
 @pytest.mark.covers("P12")
-def test_training_without_any_site_fails_after_its_start_limit(nursery: Nursery, tmp_path: Path) -> None:
+def test_training_without_sites_fails(nursery: Nursery, tmp_path: Path) -> None:
+    """Training without any site fails after its start limit."""
     run = Run(nursery, tmp_path, TRAIN | {"start_timeout_s": 0.5})
     said = require_end(run.start_server(), RunFailed.exit_code)
     assert "The workflow train waited 0.5 s for 2 sites, but only 0 take part: none." in said
 
 
 @pytest.mark.covers("P12")
-def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+def test_refuses_other_workflows_after_the_first(nursery: Nursery, tmp_path: Path) -> None:
+    """Other workflows than those that have ended are refused."""
     run = Run(nursery, tmp_path, step("quick"), **{"rounds.total": None})
     require_end(run.start_server())
     run.write(step("never"), **{"rounds.total": None})
@@ -356,7 +372,8 @@ def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery
 
 
 @pytest.mark.covers("P12")
-def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
+def test_training_that_stands_still_fails(tmp_path: Path) -> None:
+    """Training in which nothing moves fails after its limit."""
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 1}], "rounds.total": 1}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings, **{"network.heartbeat_interval_s": 0.2})
     with server, ManualSite(server.url, "a", folder=tmp_path) as client:
@@ -369,8 +386,11 @@ def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -
 
 
 @pytest.mark.covers("P12")
-def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(tmp_path: Path) -> None:
-    """How long they are waited for is another limit, and here there is none."""
+def test_waiting_for_sites_is_no_standstill(tmp_path: Path) -> None:
+    """Time in which sites are awaited is none in which training stands still.
+
+    How long they are waited for is another limit, and here there is none.
+    """
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 0.5}], "rounds.total": 1, "rounds.sites": 2}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
 
@@ -390,8 +410,11 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
 
 
 @pytest.mark.covers("P12", "T14")
-def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is_not(tmp_path: Path) -> None:
-    """Both work for twice the limit or longer; b says so, and its heartbeats carry it."""
+def test_a_silent_site_is_given_up(tmp_path: Path) -> None:
+    """A site that shows nothing is given up and one that says what it does is not.
+
+    Both work for twice the limit or longer; b says so, and its heartbeats carry it.
+    """
     came: dict[str, Any] = {}
     over = threading.Event()
 
@@ -429,9 +452,8 @@ def test_a_site_that_shows_nothing_is_given_up_and_one_that_says_what_it_does_is
 
 
 @pytest.mark.parametrize("target", ["flow.py:quick", "parts/flow.py:quick"])
-def test_a_moved_run_folder_goes_on_behind_the_workflow_that_has_ended(
-    tmp_path: Path, nursery: Nursery, target: str
-) -> None:
+def test_a_moved_folder_goes_on(tmp_path: Path, nursery: Nursery, target: str) -> None:
+    """A moved run folder goes on behind the workflow that has ended."""
     port, before, after = free_port(), tmp_path / "before", tmp_path / "elsewhere" / "after"
     flow = before / target.partition(":")[0]
     flow.parent.mkdir(parents=True)
@@ -474,7 +496,8 @@ def looks(controller):
 """
 
 
-def test_a_thread_that_a_workflow_has_left_running_sends_nothing_during_the_next_one(tmp_path: Path) -> None:
+def test_old_threads_send_nothing(tmp_path: Path) -> None:
+    """A thread that a workflow has left running sends nothing during the next one."""
     (tmp_path / "given.py").write_text(GIVEN)
     steps = [{"path": f"{tmp_path / 'given.py'}:{name}", "name": name} for name in ("leaves", "looks")]
     settings = {"workflow.steps": steps, "disk.state_dir": tmp_path / "state", "network.port": 0}

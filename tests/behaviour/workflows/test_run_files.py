@@ -72,7 +72,7 @@ def refused(words: list[str], build: Callable[[], object], error: type[AtollErro
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
 )
-def test_what_is_wrong_in_a_run_file_is_named(settings: dict[str, Any], words: list[str]) -> None:
+def test_names_what_is_wrong_in_run_files(settings: dict[str, Any], words: list[str]) -> None:
     refused(words, lambda: atoll.Settings.build(settings))
 
 
@@ -89,15 +89,15 @@ def test_what_is_wrong_in_a_run_file_is_named(settings: dict[str, Any], words: l
     ],
     ids=["word", "no list", "number", "sites", "time", "nothing"],
 )
-def test_an_evaluation_that_means_nothing_is_refused_before_training(
-    tmp_path: Path, options: dict[str, Any], words: list[str]
-) -> None:
+def test_refuses_senseless_evaluations_first(tmp_path: Path, options: dict[str, Any], words: list[str]) -> None:
+    """An evaluation that means nothing is refused before training."""
     settings = steps(TRAINING, EVALUATION | options) | {"rounds.total": 1}
     refused(words, lambda: plain_server(tmp_path, {"w": torch.ones(1)}, **settings).run())
 
 
 @pytest.mark.covers("P12")
-def test_filters_aggregator_and_persistor_take_what_a_component_names() -> None:
+def test_components_name_filters_and_more() -> None:
+    """Filters aggregator and persistor take what a component names."""
     settings = atoll.Settings.build(
         {
             "workflow.components": [
@@ -183,10 +183,8 @@ def gives(controller: Any) -> Any:
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
 )
-def test_functions_are_looked_at_before_the_server_starts(
-    tmp_path: Path, settings: dict[str, Any], words: list[str]
-) -> None:
-    """But for what a plain function gives: that shows when it has been called."""
+def test_functions_are_looked_at_first(tmp_path: Path, settings: dict[str, Any], words: list[str]) -> None:
+    """Functions are looked at before the server starts; what a plain function gives shows when it is called."""
     given = {"disk.state_dir": tmp_path, "network.port": 0}
     refused(words, lambda: new_server(**given, **settings).run(), AtollError)
 

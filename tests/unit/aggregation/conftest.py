@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pass_world
@@ -12,5 +11,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
     yield
-    while pass_world.OPENED:
-        os.close(pass_world.OPENED.pop())
+    pass_world.close_opened()

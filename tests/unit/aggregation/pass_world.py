@@ -1,28 +1,37 @@
-"""A small run on real files, and the same run written down plainly: whole tensors, one torch optimizer kept alive."""
+"""A small run on real files, and the same run by the specification."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import specification as spec
 import torch
 
 from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import state_layout, version_regions
 from atoll.aggregation.plan import AggregationPlan, FragmentPlan
 from atoll.aggregation.user_aggregator import Accumulated
-from atoll.codecs import Bf16Codec, NoneCodec
+from atoll.codecs import Bf16Codec, Int4Codec, Int8Codec, NoneCodec, TopKCodec, encoded_layout
+from atoll.codecs.plain import WideCodec
+from atoll.codecs.version_difference import Downlink
 from atoll.outer_optimizers import build_outer
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers import WeightedMean
 from atoll.registry import OwnName
 from atoll.store.file_slots import region_digest
-from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import update_layout, version_header, version_layout
-from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.layout import version_header, version_layout
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec, extra_name
 
-CODECS = {"none": NoneCodec(), "bf16": Bf16Codec()}
+CODECS = {each.name: each for each in (NoneCodec(), WideCodec(), Bf16Codec(), Int8Codec(), Int4Codec(), TopKCodec())}
+UP = {"none": spec.none, "bf16": spec.bf16, "int8": spec.quantized(127), "int4": spec.quantized(7), "topk": spec.topk()}
+"""Codec of updates → the same by the specification."""
+DOWN = {name: (C, {}) for name, C in UP.items() if name != "none"} | {"topk of all": (spec.topk(1.0), {"density": 1.0})}
+"""Codec of versions → the same by the specification, and its options."""
+MEAN = spec.Reducer()
 REDUCERS = {"params": WeightedMean(), "buffers": WeightedMean()}
 PART_BYTES = 2**16
 
@@ -59,6 +68,11 @@ OPENED: list[int] = []
 """Descriptors that the worlds of a test use; closed when it is over."""
 
 
+def close_opened() -> None:
+    while OPENED:
+        os.close(OPENED.pop())
+
+
 @dataclass
 class World:
     """Files of a run in `folder`; `round` closes one and moves on."""
@@ -69,20 +83,23 @@ class World:
     options: dict = field(default_factory=lambda: {"lr": 0.7, "momentum": 0.9, "nesterov": True})
     codec: str = "none"
     weights: tuple[float, ...] = (1.0, 2.5, 0.3)
+    down: str = ""
+    part_bytes: int = PART_BYTES
 
     def __post_init__(self):
         self.folder.mkdir(exist_ok=True)
         self.rule = build_outer(OwnName(self.target) if isinstance(self.target, str) else self.target, self.options)
-        self.version_layout = version_layout(self.schema, PART_BYTES)
-        self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES)
-        self.update_layout = update_layout(
-            self.schema.tensors, lambda spec: CODECS[self.codec if spec.group == "params" else "none"], PART_BYTES
-        )
+        self.version_layout = version_layout(self.schema, self.part_bytes)
+        down = OwnName(self.down.partition(" ")[0] or "none")
+        self.downlink = Downlink.of(self.version_layout, down, DOWN[self.down][1] if self.down else {})
+        self.state = state_layout(self.schema.tensors, self.rule, self.part_bytes, masters=bool(self.down))
+        self.update_layout = encoded_layout(self.schema, self.codec, CODECS, self.part_bytes)
         self.number = 0
         self.base = self.open("v0")
         os.pwrite(self.base, version_header(self.schema), 0)
         for segment in self.version_layout.segments:
-            os.pwrite(self.base, raw(values(segment.spec, 0)), segment.offset)
+            value = values(segment.spec, 0)
+            os.pwrite(self.base, raw(value.zero_() if segment.spec.is_extra else value), segment.offset)
         self.state_fd = None
         self.result: ClosedRound | None = None
         self.planned = self.plan_of_fragment()
@@ -97,17 +114,45 @@ class World:
         seed = 100 * (number + 1) + site
         return {spec.name: values(spec, seed, 0.1) for spec in self.schema.tensors}
 
-    def plan_of_fragment(self, downlink=None) -> FragmentPlan:
+    def updates(self) -> list[spec.Update]:
+        """What arrives in the round that comes next, by the specification."""
+        updates = []
+        for site, weight in enumerate(self.weights):
+            found, submitted = (
+                spec.Update(f"site-{site}", {}, {}, {}, float(weight), 1 + site % 3),
+                self.submitted(site, self.number),
+            )
+            for each in self.schema.tensors:
+                x = submitted[each.name]
+                if each.is_extra:
+                    found.controls[each.name.removeprefix(extra_name(each.group, ""))] = x
+                elif each.is_stepped:
+                    found.params[each.name] = UP[self.codec](spec.wide(x), x.dtype)
+                else:  # torch has no maximum of uint16
+                    found.buffers[each.name] = x if each.is_float else x.to(torch.int64)
+            updates.append(found)
+        return updates
+
+    def plan_of_fragment(self) -> FragmentPlan:
         """The layouts; kept from round to round, with the tables that follow from them."""
         header = version_header(self.schema)
-        return FragmentPlan(self.schema, header, self.version_layout, self.update_layout, self.state, downlink)
+        return FragmentPlan(self.schema, header, self.version_layout, self.update_layout, self.state, self.downlink)
 
-    def frozen(self, **population: float) -> FrozenRound:
+    def frozen(self, norms: Sequence[float] = (), scales: Sequence[float] = (), **population: float) -> FrozenRound:
+        count = len(self.weights)
         updates = [
             FrozenUpdate(
-                ticket=site, site=f"site-{site}", digest="00" * 32, weight=float(weight), steps=1, norm=0.0, scale=1.0
+                ticket=site,
+                site=f"site-{site}",
+                digest="00" * 32,
+                weight=weight,
+                steps=1 + site % 3,
+                norm=norm,
+                scale=scale,
             )
-            for site, weight in enumerate(self.weights)
+            for site, (weight, norm, scale) in enumerate(
+                zip(self.weights, norms or [0.0] * count, scales or [1.0] * count, strict=True)
+            )
         ]
         number = self.number
         return FrozenRound(
@@ -136,7 +181,12 @@ class World:
 
     def out(self) -> NextFiles:
         number = self.number + 1
-        return NextFiles(self.open(f"v{number}"), self.open(f"s{number}") if self.state is not None else None)
+        version, state = self.open(f"v{number}"), self.open(f"s{number}") if self.state is not None else None
+        if self.downlink is None:
+            return NextFiles(version, state)
+        delta = self.open(f"d{number}")
+        os.ftruncate(delta, self.downlink.layout.nbytes)  # a slot is made of zeros
+        return NextFiles(version, state, delta)
 
     def close(self, files=None, out=None, frozen=None, *, threads=1, reducers=None, **how) -> ClosedRound:
         """Run the pass; by default over new updates, into the files of the next version."""
@@ -164,52 +214,17 @@ class World:
         return self.folder / f"{kind}{self.number}"
 
 
-class Reference:
-    """The same run on whole tensors: architecture §7's expression, and optimizers over fp32 or fp64 masters."""
-
-    def __init__(self, world: World):
-        self.world = world
-        self.version = {spec.name: values(spec, 0) for spec in world.schema.tensors}
-        self.params = [spec for spec in world.schema.tensors if spec.group == "params"]
-        self.masters = {
-            spec.name: torch.nn.Parameter(self.version[spec.name].to(accumulate_dtype(spec.dtype)))
-            for spec in self.params
-        }
-        dtypes = {master.dtype for master in self.masters.values()}
-        # One per dtype: Adafactor of torch 2.13 takes the default eps of the first parameter's dtype for all.
-        self.optimizers = {
-            dtype: world.rule.make([m for m in self.masters.values() if m.dtype == dtype and m.numel()])
-            for dtype in dtypes
-        }
-
-    def state(self, spec: TensorSpec) -> dict:
-        """What torch keeps for a tensor."""
-        master = self.masters[spec.name]
-        return self.optimizers[master.dtype].state[master]
-
-    def round(self, number: int) -> None:
-        total = sum(self.world.weights)
-        weights = [weight / total for weight in self.world.weights]
-        updates = [self.world.submitted(site, number) for site in range(len(weights))]
-        for spec in self.world.schema.tensors:
-            rows = [update[spec.name] for update in updates]
-            if not spec.is_float:
-                self.version[spec.name] = torch.stack([row.to(torch.int64) for row in rows]).amax(0)
-                continue
-            if spec.group == "params" and self.world.codec == "bf16":
-                rows = [row.to(torch.bfloat16) for row in rows]
-            rows = [row.to(accumulate_dtype(spec.dtype)) for row in rows]
-            acc = rows[0] * weights[0]
-            for row, weight in zip(rows[1:], weights[1:], strict=True):
-                acc.add_(row, alpha=weight)
-            if spec.group == "params":
-                self.masters[spec.name].grad = acc
-            else:
-                self.version[spec.name] = acc.to(torch_dtype(spec.dtype))
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-        for spec in self.params:
-            self.version[spec.name] = self.masters[spec.name].detach().to(torch_dtype(spec.dtype))
+def specified(world: World, outer: spec.Outer, reducer: spec.Reducer = MEAN) -> spec.Fragment:
+    """The same run by the specification."""
+    tensors = world.schema.model.tensors
+    rules = spec.Rules(
+        outer,
+        down=DOWN[world.down][0] if world.down else None,
+        reducer=reducer,
+        buffers={each.name: each.rule for each in tensors if each.is_buffer},
+        controls=any(each.is_extra for each in world.schema.tensors),
+    )
+    return spec.Fragment(rules, {each.name: values(each, 0) for each in tensors})
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -6,44 +6,76 @@ import dataclasses
 import gc
 import math
 import os
+import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import specification as spec
 import torch
 from blake3 import blake3
-from pass_world import MIXED, OPENED, PART_BYTES, REDUCERS, Reference, World, raw, values
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pass_world import (
+    DOWN,
+    MEAN,
+    MIXED,
+    OPENED,
+    PART_BYTES,
+    REDUCERS,
+    UP,
+    World,
+    close_opened,
+    specified,
+    values,
+)
 from safetensors import safe_open
 
 from atoll.aggregation.make_version import ClosedRound, NextFiles
 from atoll.aggregation.outer_state import is_whole, state_layout, state_regions, version_regions
 from atoll.aggregation.user_aggregator import result_layout, write_result
-from atoll.codecs.version_difference import Downlink
 from atoll.errors import StateCorrupt, UsageError
-from atoll.outer_optimizers import build_outer
-from atoll.reducers import Median, Share
+from atoll.outer_optimizers import DelayedNesterov, build_outer
+from atoll.reducers import Share, build_reducers
 from atoll.registry import OwnName
 from atoll.store.file_slots import region_digest
 from atoll.tensors.chunks import Scratch
-from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
+from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import ALIGN_BYTES, TILE, version_layout
-from atoll.tensors.schema import Schema, TensorSpec
+from atoll.tensors.schema import BUFFERS, Schema, TensorSpec, extra_name
 
-OUTER = [
-    ("sgd", {"lr": 1.0}),
-    ("sgd", {"lr": 0.7, "momentum": 0.9}),
-    ("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
-    ("adam", {"lr": 0.01}),
-    ("adamw", {"lr": 0.01}),
-    ("adagrad", {"lr": 0.1, "initial_accumulator_value": 0.1}),
-    ("rmsprop", {"lr": 0.01, "momentum": 0.5}),
-    (torch.optim.NAdam, {}),
-    (torch.optim.Rprop, {}),
-    (torch.optim.Adafactor, {"lr": 0.1}),
-]
+
+def of_torch(target: object, kind: type[torch.optim.Optimizer], **options: Any) -> tuple[object, dict, spec.Outer]:
+    return target, options, spec.of_torch(kind, **options)
+
+
+OUTERS = {
+    "plain": of_torch("sgd", torch.optim.SGD, lr=1.0),
+    "momentum": of_torch("sgd", torch.optim.SGD, lr=0.7, momentum=0.9),
+    "nesterov": of_torch("sgd", torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True),
+    "adam": of_torch("adam", torch.optim.Adam, lr=0.01),
+    "adamw": of_torch("adamw", torch.optim.AdamW, lr=0.01),
+    "adagrad": of_torch("adagrad", torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.1),
+    "rmsprop": of_torch("rmsprop", torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "nadam": of_torch(torch.optim.NAdam, torch.optim.NAdam),
+    "rprop": of_torch(torch.optim.Rprop, torch.optim.Rprop),
+    "adafactor": of_torch(torch.optim.Adafactor, torch.optim.Adafactor, lr=0.1),
+    "yogi": ("yogi", {"lr": 0.02}, spec.yogi(lr=0.02)),
+    "delayed": (DelayedNesterov, {"lr": 0.7, "momentum": 0.9, "delay": 2}, spec.delayed_nesterov(0.7, 0.9, 2)),
+}
+"""Outer optimizer, its options, and the same by the specification."""
+REDUCED = {
+    "mean": ({}, MEAN),
+    "normalised_mean": ({}, spec.Reducer(spec.fednova)),
+    "median": ({}, spec.Reducer(combine=spec.median, of_buffers=True)),
+    "trimmed_mean": ({"trim": 0.3}, spec.Reducer(combine=spec.trimmed_mean(0.3), of_buffers=True)),
+    "clipped_mean": ({}, spec.Reducer(spec.clipped())),
+}
+"""Reducer → its options, and the same by the specification."""
 
 
 def tensors_of(path):
@@ -56,28 +88,96 @@ def same(one, two):
     return torch.equal(one, two)
 
 
+def compare(world: World, fragment: spec.Fragment, scales: Sequence[float] = (), **how: Any) -> None:
+    """Make three versions, each by the pass and by the specification."""
+    for number in range(3):
+        before, updates = fragment.W, world.updates()
+        fragment.close(updates, stale=scales)
+        after = fragment.W
+        population = {"population_weight": after, "population_scale": (before or after) / after} if after else {}
+        world.round(frozen=world.frozen(list(map(spec.norm_of, updates)), scales, **population), **how)
+        written = tensors_of(world.file("v"))
+        expected = fragment.b | {extra_name("control", name): c for name, c in fragment.c.items()}
+        assert written.keys() == expected.keys()
+        assert not [
+            (number, name) for name, x in written.items() if not same(x, expected[name].to(x.dtype).view(x.shape))
+        ]
+
+
 @pytest.mark.covers("L1")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-@pytest.mark.parametrize(("target", "options"), OUTER, ids=lambda value: str(getattr(value, "__name__", value)))
-def test_it_is_the_same_optimizer_on_whole_tensors_bit_for_bit(tmp_path, target, options, codec):
+@pytest.mark.parametrize("outer", OUTERS)
+def test_the_pass_has_the_specified_bits(tmp_path, outer, codec):
+    target, options, specified_outer = OUTERS[outer]
     world = World(tmp_path, target=target, options=options, codec=codec)
-    reference = Reference(world)
-    for number in range(3):
-        world.round(run_elements=2 * TILE, threads=2)
-        reference.round(number)
-        written = tensors_of(world.file("v"))
-        assert written.keys() == reference.version.keys()
-        for name, expected in reference.version.items():
-            assert same(written[name], expected.to(written[name].dtype)), (number, name)
+    fragment = specified(world, specified_outer)
+    compare(world, fragment, run_elements=2 * TILE, threads=2)
+    if world.state is None:
+        return
     kept = tensors_of(world.file("s"))
-    for spec in reference.params:
-        if not spec.numel:
+    for each in world.schema.tensors:
+        if not (each.is_stepped and each.numel):
             continue
-        for key, expected in reference.state(spec).items():
+        theta = fragment.theta[each.name]
+        optimizer = fragment.state[each.name].get("optimizer")
+        for key, expected in optimizer.state[theta].items() if optimizer else ():
             if expected is not None:
-                assert same(kept[f"{spec.name}.{key}"], expected), (spec.name, key)
-        if spec.item_bytes < 4:
-            assert same(kept[f"{spec.name}.master"], reference.masters[spec.name].detach())
+                assert same(kept[f"{each.name}.{key}"], expected), (each.name, key)
+        if each.item_bytes < 4:
+            assert same(kept[f"{each.name}.master"], theta)
+
+
+@st.composite
+def drawn(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str, str, list[float]]:
+    """Arguments of a world with odd tensors, how its versions are made, outer optimizer, reducer, staleness."""
+    one = lambda values: draw(st.sampled_from(tuple(values)))  # noqa: E731
+    kinds = [("F32", "params")] * 4 + [(dtype, "params") for dtype in ("F64", "BF16", "F16", "F8_E4M3")]
+    kinds += [("F32", BUFFERS), ("F64", BUFFERS), ("BF16", BUFFERS), ("F32", f"{BUFFERS}.first"), ("I64", BUFFERS)]
+    kinds += [("F32", f"{BUFFERS}.sum"), ("F32", f"{BUFFERS}.max"), ("F32", f"{BUFFERS}.flags")]
+    sizes = (1, 1, 2, 3, 5, 7, 15, 17, 31, 33, 63, 65, 255, 257, 4095, 4097, 20_001)
+    tensors = draw(st.lists(st.tuples(st.sampled_from(kinds), st.sampled_from(sizes)), min_size=2, max_size=12))
+    schema = Schema.build(
+        TensorSpec(f"t{index}", dtype, (numel,), group) for index, ((dtype, group), numel) in enumerate(tensors)
+    )
+    outer, reducer = one(OUTERS), one(REDUCED)
+    if reducer == "mean" and one((False, True)):
+        schema = schema.with_groups(["control"])
+    target, options, _ = OUTERS[outer]
+    weights = tuple(draw(st.lists(st.sampled_from((1.0, 1.0, 2.5, 0.3, 7.0)), min_size=1, max_size=6)))
+    world = {"schema": schema, "target": target, "options": options, "weights": weights, "codec": one(UP)}
+    world |= {"down": one(("", *DOWN)), "part_bytes": one((2**16, 2**24))}
+    how = {"run_elements": TILE * one((1, 2, 3, 64)), "threads": one((1, 2, 3))}
+    scales = [one((1.0, 2**-0.5)) for _ in weights] if one((False, True)) else []
+    return world, how, outer, reducer, scales
+
+
+def compare_drawn(case: tuple[dict[str, Any], dict[str, Any], str, str, list[float]]) -> None:
+    arguments, how, outer, name, scales = case
+    options, reducer = REDUCED[name]
+    own = {group: OwnName(its) for group, its in (("params", "mean"), (BUFFERS, "mean"), ("control", "share"))}
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder), **arguments)
+        reducers = build_reducers(own, OwnName(name), options)
+        try:
+            compare(world, specified(world, OUTERS[outer][2], reducer), scales, reducers=reducers, **how)
+        finally:
+            close_opened()
+
+
+@pytest.mark.covers("D8", "V1")
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
+@given(drawn())
+def test_no_neighbour_chunk_or_thread_changes_a_bit(case) -> None:
+    """Of tensors of any size, next to others: each has the bits of the specification, which knows it alone."""
+    compare_drawn(case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@settings(max_examples=500, suppress_health_check=list(HealthCheck), deadline=None)
+@given(drawn())
+def test_no_neighbour_chunk_or_thread_changes_a_bit_of_many(case) -> None:
+    compare_drawn(case)
 
 
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
@@ -174,16 +274,6 @@ def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
         assert covered[0][0] == 0
         assert sum(covered[-1]) == len(content)
         assert all(sum(one) == two[0] for one, two in pairwise(covered))  # every byte once
-
-
-@pytest.mark.parametrize("chunk", [TILE, 7 * TILE])
-def test_a_reducer_may_ask_for_all_rows_at_once(tmp_path, chunk):
-    world = World(tmp_path, options={"lr": 1.0}, codec="bf16")
-    base = {spec.name: values(spec, 0) for spec in world.schema.tensors}
-    submitted = [world.submitted(site, 0) for site in range(3)]
-    world.close(reducers=REDUCERS | {"params": Median()}, run_elements=chunk)
-    median = torch.stack([update["embed"].bfloat16().float() for update in submitted]).median(0).values
-    assert same(tensors_of(tmp_path / "v1")["embed"], base["embed"] - median)  # SGD, lr 1: one subtraction
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
@@ -340,84 +430,21 @@ def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) ->
 # -- what goes down in place of a version
 
 
-@dataclass
-class DownWorld(World):
-    """Versions go down by a codec; files are v, s and d of each round."""
-
-    down: str = "int8"
-    density: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        found = Downlink.of(self.version_layout, OwnName(self.down), {"density": self.density} if self.density else {})
-        assert found is not None
-        self.downlink = found
-        self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES, masters=True)
-        self.planned = self.plan_of_fragment(found)
-
-    def round(self, **how) -> ClosedRound:
-        version, state, delta = (self.open(f"{kind}{self.number + 1}") for kind in "vsd")
-        os.ftruncate(delta, self.downlink.layout.nbytes)  # a slot is made of zeros
-        self.result = self.close(out=NextFiles(version, state, delta), **how)
-        self.number, self.base, self.state_fd = self.number + 1, version, state
-        return self.result
-
-    def version(self) -> dict[str, torch.Tensor]:
-        """What the last version file has."""
-        found = {}
-        for segment in self.version_layout.segments:
-            data = bytearray(os.pread(self.base, segment.nbytes, segment.offset))
-            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            found[segment.spec.name] = flat.view(torch_dtype(segment.spec.dtype)).view(segment.spec.shape)
-        return found
-
-
-class DownReference(Reference):
-    """b ← b + dec(C(θ − b)) on whole tensors, after the round as it is without."""
-
-    def round(self, number: int) -> None:
-        held = {name: tensor.clone() for name, tensor in self.version.items()}
-        super().round(number)
-        for segment in self.world.downlink.layout.segments:
-            spec, codec = segment.spec, self.world.downlink.codecs[segment.codec]
-            if not spec.is_stepped or not spec.numel:
-                continue
-            theta = self.masters[spec.name].detach()
-            encoded, change = torch.zeros(segment.nbytes, dtype=torch.uint8), torch.empty(theta.numel()).to(theta.dtype)
-            codec.encode_((theta - held[spec.name].to(theta.dtype)).reshape(-1), encoded, spec.dtype)
-            codec.decode_(encoded, change, spec.dtype)
-            self.version[spec.name] = (held[spec.name].to(theta.dtype) + change.view(spec.shape)).to(
-                torch_dtype(spec.dtype)
-            )
-
-
-CODECS_DOWN = [("int8", 0.0), ("int4", 0.0), ("bf16", 0.0), ("topk", 1 / 64), ("topk", 1.0)]
-IDS = ["int8", "int4", "bf16", "topk", "topk-of-all"]
-
-
 @pytest.mark.covers("L16")
-@pytest.mark.parametrize(("down", "density"), CODECS_DOWN, ids=IDS)
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True}), ("sgd", {"lr": 1.0}), ("torch.optim:Adafactor", {})],
-    ids=["momentum", "plain", "whole-tensors"],
-)
-def test_the_bits_are_those_of_whole_tensors(tmp_path, down: str, density: float, target: str, options: dict) -> None:
-    world = DownWorld(tmp_path, target=target, options=options, down=down, density=density)
-    reference = DownReference(world)
-    for number in range(3):
-        world.round(run_elements=4096, threads=2)
-        reference.round(number)
-        for name, tensor in world.version().items():
-            assert raw(tensor) == raw(reference.version[name].to(tensor.dtype)), name
+@pytest.mark.parametrize("down", DOWN)
+@pytest.mark.parametrize("outer", ["momentum", "plain", "adafactor"])
+def test_what_goes_down_has_the_specified_bits(tmp_path, outer: str, down: str) -> None:
+    target, options, specified_outer = OUTERS[outer]
+    world = World(tmp_path, target=target, options=options, down=down)
+    compare(world, specified(world, specified_outer), run_elements=4096, threads=2)
 
 
-@pytest.mark.parametrize(("down", "density"), CODECS_DOWN, ids=IDS)
-def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str, density: float) -> None:
+@pytest.mark.parametrize("down", DOWN)
+def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str) -> None:
     """Neither on chunks nor on threads; and digests are those of the files, every byte of them."""
     contents = []
     for index, how in enumerate([{"run_elements": 4096}, {"threads": 3}, {"run_elements": 8192, "threads": 2}]):
-        world = DownWorld(tmp_path / str(index), down=down, density=density)
+        world = World(tmp_path / str(index), down=down)
         for _ in range(2):
             result = world.round(**how)
         contents.append([world.file(kind).read_bytes() for kind in "vsd"])
@@ -429,7 +456,7 @@ def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str, density: fl
 
 
 def test_a_part_of_a_delta_makes_a_part_of_the_version(tmp_path) -> None:
-    world = DownWorld(tmp_path)
+    world = World(tmp_path, down="int8")
     assert len(world.downlink.parts) == len(world.version_layout.parts) > 3
     end = 0
     for down, part in zip(world.downlink.parts, world.version_layout.parts, strict=True):

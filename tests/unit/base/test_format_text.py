@@ -18,8 +18,11 @@ def test_shows_two_ids_where_they_differ() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_the_error_for_another_blob_shows_where_the_ids_differ() -> None:
-    """Two ids with the same beginning do not look the same in the message."""
+def test_different_ids_show_where_they_differ() -> None:
+    """The error for another blob shows where the ids differ.
+
+    Two ids with the same beginning do not look the same in the message.
+    """
     manifest = Manifest.of_cuts(Cuts(64, 128, 64), [b"0" * 32, b"1" * 32])
     other = manifest.id[:30] + ("0" if manifest.id[30] != "0" else "1") + manifest.id[31:]
     with pytest.raises(PartCorrupt) as refused:

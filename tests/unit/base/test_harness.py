@@ -63,7 +63,8 @@ def test_does_what_a_fresh_process_does(tmp_path: Path, program: str, way: str) 
         assert forked == outcome()
 
 
-def test_is_a_child_with_the_pid_environment_group_and_descriptors_that_were_asked_for(tmp_path: Path) -> None:
+def test_a_forked_child_is_as_asked(tmp_path: Path) -> None:
+    """Is a child with the pid environment group and descriptors that were asked for."""
     code = (
         "import os, sys; os.write(int(sys.argv[1]), b'given'); print(len(sys.modules) > 1000)\n"
         "import torch; print(os.getpid(), os.getppid(), os.getsid(0), torch.get_num_threads(), os.getcwd())"
@@ -79,14 +80,14 @@ def test_is_a_child_with_the_pid_environment_group_and_descriptors_that_were_ask
         text=True,
     ) as process:
         os.close(write)
-        assert process.stdout is not None
         words = process.stdout.read().split()
         assert words == ["True", *map(str, (process.pid, os.getpid(), process.pid)), "3", str(tmp_path)]
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == b"given"
 
 
-def test_descriptors_with_the_numbers_of_the_fork_servers_own_ones_reach_it() -> None:
+def test_high_descriptors_reach_the_child() -> None:
+    """Descriptors with the numbers of the fork server's own ones reach it."""
     read, write = os.pipe()
     numbers = [fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200) for _ in range(12)]
     os.close(write)
@@ -105,14 +106,16 @@ def test_signals_end_it(number: int) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     ) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)
         assert process.wait(20) == -number
 
 
-def test_what_its_own_parent_leaves_behind_is_no_child_of_the_test(tmp_path: Path) -> None:
-    """The test's process adopts orphans only while it asks for a process."""
+def test_grandchildren_are_not_the_tests(tmp_path: Path) -> None:
+    """What its own parent leaves behind is no child of the test.
+
+    The test's process adopts orphans only while it asks for a process.
+    """
     code = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=-3, stderr=-3)\n"
@@ -130,8 +133,11 @@ def test_what_its_own_parent_leaves_behind_is_no_child_of_the_test(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_reaches_what_it_starts_where_it_was_started_to_ignore_it(tmp_path: Path) -> None:
-    """A shell has what it starts in the background ignore SIGINT: tests of Ctrl-C waited there for ever."""
+def test_ctrl_c_reaches_processes_despite_nohup(tmp_path: Path) -> None:
+    """Ctrl-C reaches what the fork server starts where it was started to ignore it.
+
+    A shell has what it starts in the background ignore SIGINT: tests of Ctrl-C waited there for ever.
+    """
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -144,15 +150,19 @@ def test_ctrl_c_reaches_what_it_starts_where_it_was_started_to_ignore_it(tmp_pat
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_what_a_test_makes_interruptible_is_as_before_behind_it() -> None:
+def test_interruptible_tests_restore_signals() -> None:
+    """What a test makes interruptible is as before behind it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interruptible(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_a_free_port_is_not_one_that_a_socket_may_be_given() -> None:
-    """Guards against a silent listener of another test that took the port of a server first."""
+def test_a_free_port_is_not_random() -> None:
+    """A free port is not one that a socket may be given.
+
+    Guards against a silent listener of another test that took the port of a server first.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest < 32_768:
         pytest.skip("this system gives more ports than Linux does by itself")

@@ -39,8 +39,11 @@ def test_a_thread_may_start_processes_too(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X1")
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_while_a_process_is_started_leaves_none_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worst of moments: the process is there, and `Popen` has not returned."""
+def test_an_interrupted_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a process is started leaves none behind.
+
+    The worst of moments: the process is there, and `Popen` has not returned.
+    """
     started: list[subprocess.Popen[bytes]] = []
 
     class Interrupted(subprocess.Popen):
@@ -83,9 +86,8 @@ def taken(channel: ProcessPipe) -> tuple[dict[str, Any], bytes | None]:
     return message, data
 
 
-def test_messages_of_any_length_arrive_with_their_files_and_leave_none(
-    ends: tuple[ProcessPipe, ProcessPipe], tmp_path: Path
-) -> None:
+def test_messages_arrive_with_their_files(ends: tuple[ProcessPipe, ProcessPipe], tmp_path: Path) -> None:
+    """Messages of any length arrive with their files and leave none."""
     one, other = ends
     path = tmp_path / "file"
     path.write_bytes(b"tensors")
@@ -129,8 +131,11 @@ def test_setting_it_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert latch.wait(0.0)
 
 
-def test_an_interrupted_waiter_blocks_neither_the_setter_nor_other_waiters() -> None:
-    """Ctrl-C between two instructions of `wait` leaves what it has taken: here, all that it takes."""
+def test_an_interrupted_waiter_blocks_no_other() -> None:
+    """An interrupted waiter blocks neither the setter nor other waiters.
+
+    Ctrl-C between two instructions of `wait` leaves what it has taken: here, all that it takes.
+    """
     latch = Latch()
     for interrupted in ("before it was set", "behind it"):
         setting = threading.Thread(target=latch.set, name=interrupted, daemon=True)
@@ -182,16 +187,16 @@ def test_kill_ends_the_process_at_the_nth_time(failpoints: str, output: str) -> 
 
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", 28), ("eio", 5)])
-def test_a_disk_error_comes_once_at_the_nth_time(action: str, number: int) -> None:
-    """28 and 5 are ENOSPC and EIO of Linux."""
+def test_a_disk_error_comes_once(action: str, number: int) -> None:
+    """A disk error comes once at the nth time. 28 and 5 are ENOSPC and EIO of Linux."""
     assert run(f"here={action}@2").stdout == f"1 passed\n2 {number}\n3 passed\n"
 
 
-def test_pause_says_that_it_is_there_and_waits_for_the_file(tmp_path: Path) -> None:
+def test_pause_waits_for_its_file(tmp_path: Path) -> None:
+    """Pause says that it is there and waits for the file."""
     gate, reached = tmp_path / "gate", tmp_path / "gate.reached"
     environ = os.environ | {"ATOLL_FAILPOINTS": f"here=pause:{gate}@2"}
     with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "1 passed\n"
         while not reached.exists() and process.poll() is None:
             time.sleep(0.01)
@@ -200,7 +205,8 @@ def test_pause_says_that_it_is_there_and_waits_for_the_file(tmp_path: Path) -> N
         assert process.stdout.read() == "2 passed\n3 passed\n"
 
 
-def test_stop_stops_the_process_each_time_that_is_named() -> None:
+def test_stop_works_each_time() -> None:
+    """Stop stops the process each time that is named."""
     environ = os.environ | {"ATOLL_FAILPOINTS": "here=stop@1,3"}
     output = []
     with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -214,7 +220,7 @@ def test_stop_stops_the_process_each_time_that_is_named() -> None:
     assert output == [[], ["1 passed\n", "2 passed\n"], ["3 passed\n"]]
 
 
-def test_an_unknown_action_is_an_error_that_lists_the_known_ones() -> None:
+def test_unknown_actions_list_the_known() -> None:
     outcome = run("here=explode")
     assert outcome.returncode == 1
     assert "unknown action 'explode' at 'here'; use kill, stop, enospc, emfile, eio or pause:PATH" in outcome.stderr

@@ -46,7 +46,8 @@ def test_every_built_in_name_loads(kind: str) -> None:
         assert registry.load(kind, OwnName(name)) is not None
 
 
-def test_a_plugin_is_found_in_the_group_of_its_kind(plugins: list[EntryPoint]) -> None:
+def test_a_plugin_is_found_by_its_kind(plugins: list[EntryPoint]) -> None:
+    """A plugin is found in the group of its kind."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     assert registry.names("codecs") == [*registry.TABLES["codecs"], "ternary"]
     assert registry.load("codecs", OwnName("ternary"))(1.5) == 1
@@ -73,8 +74,11 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_registered")
 @pytest.mark.parametrize("kind", registry.REGISTRABLE)
 @pytest.mark.parametrize("name", ["mine", "my.pack-age_1", "my_module:Mine", "mine.py:Mine"])
-def test_what_a_program_registers_is_found_by_both_classes_of_names(kind: str, name: str) -> None:
-    """A registered name may look like a path: the object is returned, and nothing is imported."""
+def test_registered_names_are_found_twice(kind: str, name: str) -> None:
+    """What a program registers is found by both classes of names.
+
+    A registered name may look like a path: the object is returned, and nothing is imported.
+    """
     value = SimpleNamespace(name=name) if kind == "algorithms" else Mine
     atoll.register(kind, name, value)
     assert registry.load(kind, OwnName(name)) is value
@@ -127,9 +131,8 @@ def test_what_cannot_be_registered_is_refused(kind: Any, name: Any, value: Any, 
 @pytest.mark.covers("X8")
 @pytest.mark.usefixtures("user_module")
 @pytest.mark.parametrize("name", ["my_models:build", "my_models.py:build", "subprocess:getoutput", "bf61", "json"])
-def test_a_received_name_is_looked_up_and_never_imported(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_received_names_are_never_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A received name is looked up and never imported."""
     sys.modules.pop("my_models", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -140,7 +143,8 @@ def test_a_received_name_is_looked_up_and_never_imported(
     assert "my_models" not in sys.modules
 
 
-def test_a_received_name_finds_a_part_of_atoll_and_an_entry_point(plugins: list[EntryPoint]) -> None:
+def test_received_names_find_known_parts(plugins: list[EntryPoint]) -> None:
+    """A received name finds a part of atoll and an entry point."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     assert registry.resolve_received("codecs", ReceivedName("ternary"))(1.5) == 1
     assert registry.resolve_received("outer", ReceivedName("sgd")).__name__ == "SGD"
@@ -189,8 +193,8 @@ registry.find("codecs", own)
 
 @pytest.mark.covers("X8")
 @pytest.mark.slow
-def test_mypy_sees_a_received_name_that_would_be_imported(tmp_path: Path) -> None:
-    """By the numbers of the snippet's lines."""
+def test_mypy_sees_imported_names(tmp_path: Path) -> None:
+    """Mypy sees a received name that would be imported. By the numbers of the snippet's lines."""
     (tmp_path / "snippet.py").write_text(SNIPPET)
     quick = ["--cache-dir=/dev/null", "--follow-imports=silent", "--no-site-packages", "--config-file="]
     source = str(Path(atoll.__file__).parents[1])
@@ -250,9 +254,10 @@ def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str)
     ids=["raises", "exits", "raises-elsewhere", "lost-name", "syntax"],
 )
 @pytest.mark.parametrize("form", ["{folder}/their.py:build", "their:build"], ids=["file", "module"])
-def test_code_that_raises_as_it_is_imported_is_named_with_its_traceback(
+def test_broken_plugins_show_their_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, form: str
 ) -> None:
+    """Code that raises as it is imported is named with its traceback."""
     file = tmp_path / "their.py"
     file.write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -265,7 +270,9 @@ def test_code_that_raises_as_it_is_imported_is_named_with_its_traceback(
     assert registry.__file__ not in caught.value.trace
 
 
-def test_what_a_users_class_raises_is_told_as_it_is() -> None:
+def test_users_errors_are_told_unchanged() -> None:
+    """What a user's class raises is told as it is."""
+
     def build() -> object:
         raise OSError("no such site")
 
@@ -275,15 +282,17 @@ def test_what_a_users_class_raises_is_told_as_it_is() -> None:
         registry.construct(partial(int, n=1), "It cannot be made", "Give others.")
 
 
-def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
+def test_users_type_errors_are_no_arguments() -> None:
+    """A wrong type within the user's code is no wrong argument."""
+
     def build(width: int) -> object:
-        return width + "1"  # type: ignore[operator]
+        return width + "1"
 
     with pytest.raises(ConfigError, match=rf"TypeError: unsupported operand .*{HERE}, line \d+\)") as caught:
         registry.construct(partial(build, width=3), "It cannot be made", "Give others.")
     assert "in build" in caught.value.trace
     with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'width'\. Give others\."):
-        registry.construct(build, "It cannot be made", "Give others.")  # type: ignore[arg-type]
+        registry.construct(build, "It cannot be made", "Give others.")
 
 
 @pytest.mark.covers("X3")
@@ -297,7 +306,8 @@ def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.covers("X3")
-def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: list[EntryPoint]) -> None:
+def test_unknown_names_list_the_known(plugins: list[EntryPoint]) -> None:
+    """An unknown name lists the known ones and offers the nearest."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     with pytest.raises(ConfigError) as caught:
         registry.load("codecs", OwnName("bf61"))
@@ -336,17 +346,20 @@ def real_tree(root: type[AtollError] = AtollError) -> dict[str, str]:
     }
 
 
-def test_the_tree_at_the_top_of_the_file_is_the_tree() -> None:
+def test_the_error_tree_is_documented() -> None:
+    """The tree at the top of the file is the tree."""
     assert drawn_tree() == {name: base for name, base in real_tree().items() if hasattr(errors, name)}
 
 
-def test_every_error_has_a_wire_code_of_its_own() -> None:
+def test_every_error_has_a_code() -> None:
+    """Every error has a wire code of its own."""
     kinds = [AtollError, *(getattr(errors, name) for name in real_tree() if hasattr(errors, name))]
     assert len({kind.code for kind in kinds}) == len(kinds)
     assert all(BY_CODE[kind.code] is kind for kind in kinds)
 
 
-def test_exit_codes_are_those_of_a_failure_and_of_no_signal() -> None:
+def test_exit_codes_mean_failure() -> None:
+    """Exit codes are those of a failure and of no signal."""
     assert all(1 <= kind.exit_code < 126 for kind in BY_CODE.values())
 
 
@@ -362,7 +375,8 @@ def test_an_error_reads_as_message_and_remedy() -> None:
 
 
 @pytest.mark.parametrize("cause", ["disk I/O error", "Cannot operate on a closed database."])
-def test_a_message_that_quotes_a_cause_ends_with_one_full_stop(cause: str) -> None:
+def test_quotes_end_with_one_full_stop(cause: str) -> None:
+    """A message that quotes a cause ends with one full stop."""
     error = StoreError(f"journal.sqlite: {cause}.", "Check the disk.")
     assert str(error) == f"journal.sqlite: {cause.removesuffix('.')}. Check the disk."
 
@@ -371,7 +385,8 @@ def test_a_message_may_end_with_an_ellipsis() -> None:
     assert StoreError("journal.sqlite: and so on...").message == "journal.sqlite: and so on..."
 
 
-def test_causes_are_told_each_once_where_they_are_a_circle_too() -> None:
+def test_each_cause_is_told_once() -> None:
+    """Causes are told each once where they are a circle too."""
     first, second, third = ValueError("first"), OSError("second"), KeyError("third")
     first.__cause__, second.__cause__, third.__cause__ = second, third, second
     assert list(errors.causes(first)) == [first, second, third]

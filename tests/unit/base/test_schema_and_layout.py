@@ -50,7 +50,8 @@ ANY_SPECS = st.lists(
 
 
 @given(ANY_SPECS)
-def test_storage_order_is_widest_first_and_otherwise_the_models(specs: list[TensorSpec]) -> None:
+def test_storage_order_is_widest_first(specs: list[TensorSpec]) -> None:
+    """Storage order is widest first, and otherwise the model's."""
     ordered = Schema.build(specs).tensors
     assert sorted(ordered, key=str) == sorted(specs, key=str)
     for one, two in itertools.pairwise(ordered):
@@ -73,7 +74,8 @@ def test_the_digest_is_that_of_the_canonical_json() -> None:
     assert schema.digest == blake3(text).hexdigest()
 
 
-def test_sizes_count_a_scalar_as_one_element_and_an_empty_tensor_as_none() -> None:
+def test_scalars_and_empty_tensors_have_sizes() -> None:
+    """Sizes count a scalar as one element and an empty tensor as none."""
     # 6 · 4 bytes + 1 · 8 bytes + 0 · 2 bytes
     specs = [
         TensorSpec("w", "F32", (2, 3)),
@@ -150,7 +152,8 @@ DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("case", DIFFERENCES)
-def test_two_models_that_differ_are_refused_with_both_digests_and_the_first_difference(case: str) -> None:
+def test_different_models_show_their_difference(case: str) -> None:
+    """Two models that differ are refused with both digests and the first difference."""
     mine, theirs, difference = DIFFERENCES[case]
     worker, server = Schema.build(*mine), Schema.build(*theirs)
     with pytest.raises(SchemaMismatch) as caught:
@@ -168,7 +171,8 @@ def test_the_same_model_in_another_order_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(TIED, (BASE,)), ((BASE,), TIED)], ids=["here", "there"])
-def test_a_further_name_of_a_tensor_that_one_side_lacks_is_accepted(mine: Any, theirs: Any) -> None:
+def test_a_missing_further_name_is_accepted(mine: Any, theirs: Any) -> None:
+    """A further name of a tensor that one side lacks is accepted."""
     Schema.build(*mine).require_equal(Schema.build(*theirs), mine="worker clinic-a", theirs="the server")
 
 
@@ -225,7 +229,8 @@ def layouts(specs: list[TensorSpec], part_bytes: int) -> list[Layout]:
 
 
 @given(SPECS, PART_BYTES)
-def test_a_part_has_at_most_its_bytes_or_holds_a_single_tile(specs: list[TensorSpec], part_bytes: int) -> None:
+def test_a_part_has_its_bytes_or_a_tile(specs: list[TensorSpec], part_bytes: int) -> None:
+    """A part has at most its bytes or holds a single tile."""
     for layout in layouts(specs, part_bytes):
         for part in layout.parts:
             tiles = sum(-(-piece.numel // TILE) for piece in part.pieces)
@@ -235,7 +240,8 @@ def test_a_part_has_at_most_its_bytes_or_holds_a_single_tile(specs: list[TensorS
 
 
 @given(SPECS, PART_BYTES)
-def test_pieces_are_whole_tiles_and_lie_where_the_rate_says(specs: list[TensorSpec], part_bytes: int) -> None:
+def test_pieces_are_whole_tiles(specs: list[TensorSpec], part_bytes: int) -> None:
+    """Pieces are whole tiles and lie where the rate says."""
     for layout in layouts(specs, part_bytes):
         pieces = [piece for part in layout.parts for piece in part.pieces]
         for part in layout.parts:
@@ -271,7 +277,8 @@ def test_chunks_cut_every_piece_at_tiles(specs: list[TensorSpec], part_bytes: in
 
 
 @given(SPECS)
-def test_segments_of_an_update_are_aligned_and_those_of_a_file_have_no_gaps(specs: list[TensorSpec]) -> None:
+def test_updates_are_aligned_and_files_dense(specs: list[TensorSpec]) -> None:
+    """Segments of an update are aligned and those of a file have no gaps."""
     update, version = layouts(specs, 16 * TILE)
     assert all(segment.offset % ALIGN_BYTES == 0 for segment in update.segments)
     assert update.nbytes % ALIGN_BYTES == 0
@@ -299,7 +306,8 @@ def test_a_cut_worked_out_by_hand() -> None:
     assert layout.bytes_before(layout.by_name["a"], TILE) == 4160
 
 
-def test_a_model_without_tensors_or_with_empty_ones_has_one_part() -> None:
+def test_empty_models_have_one_part() -> None:
+    """A model without tensors or with empty ones has one part."""
     assert [part.nbytes for part in update_layout([], encoding_of).parts] == [0]
     empty = update_layout([TensorSpec("e", "F32", (3, 0))], encoding_of)
     assert [(part.nbytes, len(part.pieces)) for part in empty.parts] == [(0, 1)]
@@ -356,7 +364,8 @@ def test_the_digest_changes_with_whatever_moves_a_byte() -> None:
     assert update_layout([spec], lambda _: RAW).digest == base.digest
 
 
-def test_an_update_is_named_by_its_layout_and_its_parts_in_order() -> None:
+def test_layout_and_parts_name_an_update() -> None:
+    """An update is named by its layout and its parts in order."""
     layout = update_layout([TensorSpec("w", "F32", (8,))], encoding_of)
     one, two = blake3(b"one").digest(), blake3(b"two").digest()
     assert layout.blob_id([one, two]) == blake3(bytes.fromhex(layout.digest) + one + two).hexdigest()
@@ -364,8 +373,11 @@ def test_an_update_is_named_by_its_layout_and_its_parts_in_order() -> None:
 
 
 @pytest.mark.parametrize("tensors", [50, 5000])
-def test_the_work_of_cutting_grows_with_tensors_and_parts_only(tensors: int) -> None:
-    """Counted, not timed: calls of the codec's rate, for the same total in 50 and in 5,000 tensors."""
+def test_cutting_grows_with_tensors_and_parts(tensors: int) -> None:
+    """The work of cutting grows with tensors and parts only.
+
+    Counted, not timed: calls of the codec's rate, for the same total in 50 and in 5,000 tensors.
+    """
     calls = 0
 
     class Counting(Raw):
@@ -417,7 +429,7 @@ def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
         assert values.reshape(-1)[start:stop].tolist() == (chunks[rank] if rank < len(chunks) else [])
 
 
-def test_a_tile_belongs_to_the_rank_of_its_first_row() -> None:
+def test_a_tiles_rank_has_its_first_row() -> None:
     """301 rows of 97 are 29,197 elements, in 8 tiles; rank 0 has 151 rows, 14,647 elements, which end in tile 3."""
     spec = TensorSpec("w", "F32", (301, 97))
     assert [rows_of(spec, rank, 2) for rank in (0, 1)] == [(0, 14_647), (14_647, 29_197)]
@@ -429,9 +441,8 @@ def test_a_tile_belongs_to_the_rank_of_its_first_row() -> None:
 
 
 @given(SHARED_SPECS, st.integers(1, 5), st.one_of(PART_BYTES, st.sampled_from([2**16, 2**24])))
-def test_parts_cover_every_byte_once_and_are_of_one_rank(
-    specs: tuple[TensorSpec, ...], ranks: int, part_bytes: int
-) -> None:
+def test_parts_cover_every_byte_once(specs: tuple[TensorSpec, ...], ranks: int, part_bytes: int) -> None:
+    """Parts cover every byte once and are of one rank."""
     for layout in layouts_of_ranks(specs, part_bytes, ranks):
         end = 0
         for index, part in enumerate(layout.all_parts):
@@ -456,13 +467,17 @@ def test_the_shares_of_the_ranks_are_the_whole(specs: tuple[TensorSpec, ...], ra
             assert share.all_parts == layout.all_parts
 
 
-def test_the_digest_says_for_how_many_ranks_a_layout_is_cut() -> None:
+def test_the_digest_knows_the_ranks() -> None:
+    """The digest says for how many ranks a layout is cut."""
     specs = (TensorSpec("w", "F32", (300, 97)),)
     assert len({layouts_of_ranks(specs, 2**16, ranks)[0].digest for ranks in (1, 2, 3)}) == 3
 
 
-def test_segments_and_bytes_are_the_same_for_any_number_of_ranks() -> None:
-    """What a server decodes and reduces knows nothing of ranks."""
+def test_ranks_do_not_move_bytes() -> None:
+    """Segments and bytes are the same for any number of ranks.
+
+    What a server decodes and reduces knows nothing of ranks.
+    """
     specs = (TensorSpec("w", "F32", (300, 97)), TensorSpec("b", "F32", (300,)))
 
     def pieces(layout: Layout) -> list[Piece]:

@@ -50,12 +50,13 @@ def test_transactions_inside_another_are_one_with_it(journal: Journal) -> None:
         for name in ("a", "b"):
             with journal.transaction():
                 journal.count(name)
-                journal.after_commit(lambda name=name: seen.append(name))  # type: ignore[misc]
+                journal.after_commit(lambda name=name: seen.append(name))
         assert seen == []
     assert (counted(journal), seen) == ({"a": 1, "b": 1}, ["a", "b"])
 
 
-def test_a_transaction_that_fails_is_undone_with_its_parts(journal: Journal) -> None:
+def test_a_failed_transaction_is_undone(journal: Journal) -> None:
+    """A transaction that fails is undone with its parts."""
     seen: list[str] = []
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         with journal.transaction():
@@ -66,7 +67,8 @@ def test_a_transaction_that_fails_is_undone_with_its_parts(journal: Journal) -> 
     assert (counted(journal), seen) == ({}, ["undone"])
 
 
-def test_a_part_that_fails_before_it_changes_anything_is_forgotten(journal: Journal) -> None:
+def test_a_part_that_fails_first_is_forgotten(journal: Journal) -> None:
+    """A part that fails before it changes anything is forgotten."""
     seen: list[str] = []
     with journal.transaction():
         journal.count("a")
@@ -75,7 +77,8 @@ def test_a_part_that_fails_before_it_changes_anything_is_forgotten(journal: Jour
     assert (counted(journal), seen) == ({"a": 1}, ["undone"])
 
 
-def test_after_a_part_that_failed_later_nothing_is_committed_even_if_its_error_was_caught(journal: Journal) -> None:
+def test_a_part_that_fails_later_commits_nothing(journal: Journal) -> None:
+    """After a part that failed later, nothing is committed, even if its error was caught."""
     seen: list[str] = []
     with pytest.raises(StoreError, match="so the whole transaction was undone"), journal.transaction():  # noqa: PT012
         journal.count("a")
@@ -91,7 +94,8 @@ def test_after_a_part_that_failed_later_nothing_is_committed_even_if_its_error_w
     assert counted(journal) == {"a": 1}
 
 
-def test_a_transaction_of_another_thread_waits_and_is_its_own(journal: Journal) -> None:
+def test_another_threads_transaction_waits(journal: Journal) -> None:
+    """A transaction of another thread waits and is its own."""
     begins, seen = threading.Event(), list[str]()
 
     def count_beside() -> None:
@@ -111,7 +115,8 @@ def test_a_transaction_of_another_thread_waits_and_is_its_own(journal: Journal) 
     assert (seen, counted(journal)) == (["within", "beside"], {"beside": 1})
 
 
-def test_a_disk_that_fails_inside_a_part_is_reported_as_such(journal: Journal) -> None:
+def test_a_failing_disk_is_reported(journal: Journal) -> None:
+    """A disk that fails inside a part is reported as such."""
     with pytest.raises(DiskFull), journal.transaction(), journal.transaction():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(SyncFailed, match="the spool"), journal.transaction():  # noqa: PT012
@@ -121,8 +126,11 @@ def test_a_disk_that_fails_inside_a_part_is_reported_as_such(journal: Journal) -
     assert counted(journal) == {}
 
 
-def test_nothing_is_changed_after_sqlite_has_ended_a_transaction(journal: Journal) -> None:
-    """SQLite does so where the disk is full: what came then would be a transaction of its own, and outlive it."""
+def test_nothing_changes_after_an_ended_transaction(journal: Journal) -> None:
+    """Nothing is changed after SQLite has ended a transaction.
+
+    SQLite does so where the disk is full: what came then would be a transaction of its own, and outlive it.
+    """
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         journal._db.execute("ROLLBACK")
         with pytest.raises(StoreError, match="has rolled this transaction back"), journal.transaction():
@@ -131,7 +139,8 @@ def test_nothing_is_changed_after_sqlite_has_ended_a_transaction(journal: Journa
     assert counted(journal) == {}
 
 
-def test_a_lock_of_another_program_is_reported_with_its_remedy(journal: Journal) -> None:
+def test_a_foreign_lock_is_reported(journal: Journal) -> None:
+    """A lock of another program is reported with its remedy."""
     journal.row("PRAGMA busy_timeout = 0")
     other = sqlite3.connect(journal.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -146,7 +155,8 @@ def test_a_lock_of_another_program_is_reported_with_its_remedy(journal: Journal)
     assert counted(journal) == {"a": 1}
 
 
-def test_the_log_is_emptied_while_a_transaction_is_open(journal: Journal) -> None:
+def test_the_log_is_emptied_meanwhile(journal: Journal) -> None:
+    """The log is emptied while a transaction is open."""
     for empty in (lambda: None, journal.checkpoint):
         with journal.transaction():
             journal.count("a")
@@ -157,7 +167,8 @@ def test_the_log_is_emptied_while_a_transaction_is_open(journal: Journal) -> Non
 
 
 @pytest.mark.covers("F25")
-def test_a_log_that_cannot_be_put_away_for_want_of_descriptors_waits(journal: Journal) -> None:
+def test_a_log_waits_for_descriptors(journal: Journal) -> None:
+    """A log that cannot be put away for want of descriptors waits."""
     with journal.transaction():
         journal.count("a")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -173,8 +184,11 @@ def test_a_log_that_cannot_be_put_away_for_want_of_descriptors_waits(journal: Jo
 
 
 @pytest.mark.covers("F25")
-def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space(store: Store) -> None:
-    """SQLite's own page limit stands for the disk: the same error, from the same place."""
+def test_a_full_disk_loses_nothing(store: Store) -> None:
+    """A full disk loses nothing and goes on when there is space.
+
+    SQLite's own page limit stands for the disk: the same error, from the same place.
+    """
     submit(store, 1, "a", 0)
     pages = store.journal.value("PRAGMA page_count")
     store.journal.value(f"PRAGMA max_page_count = {pages}")
@@ -188,14 +202,16 @@ def test_a_full_disk_loses_nothing_and_goes_on_when_there_is_space(store: Store)
 
 
 @pytest.mark.covers("F29")
-def test_a_second_store_is_refused_and_the_holder_named(store: Store) -> None:
+def test_a_second_store_is_refused(store: Store) -> None:
+    """A second store is refused and the holder named."""
     with pytest.raises(StateLocked, match=rf"process {os.getpid()} on .*another disk\.state_dir"):
         begin(store.directory)
     store.close()
     begin(store.directory)[0].close()
 
 
-def test_every_start_raises_the_epoch_also_after_a_kill(tmp_path: Path) -> None:
+def test_every_start_raises_the_epoch(tmp_path: Path) -> None:
+    """Every start raises the epoch also after a kill."""
     kill_during(tmp_path, "accept.before=kill", "submit(new_run(directory), 1, 'a', 0)")
     for epoch in (2, 3):
         store, _ = begin(tmp_path)
@@ -231,7 +247,8 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -
 @pytest.mark.parametrize(
     ("version", "table"), [(0, "notes"), (0, "versions"), (SCHEMA_VERSION, "notes"), (99, "notes")]
 )
-def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path, version: int, table: str) -> None:
+def test_another_programs_database_is_refused(tmp_path: Path, version: int, table: str) -> None:
+    """A database of another program is refused and unchanged."""
     path = tmp_path / "journal.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.executescript(f"CREATE TABLE {table} (text); PRAGMA user_version = {version};")
@@ -246,7 +263,8 @@ def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path, 
 
 @pytest.mark.covers("F41", "X3")
 @pytest.mark.parametrize("size", [1, 2, 100, 24_000])
-def test_a_file_that_is_no_database_is_refused_and_unchanged(tmp_path: Path, size: int) -> None:
+def test_no_database_is_refused(tmp_path: Path, size: int) -> None:
+    """A file that is no database is refused and unchanged."""
     path = tmp_path / "journal.sqlite"
     path.write_bytes(b"x" * size)
     with pytest.raises(StateCorrupt) as caught:
@@ -257,7 +275,8 @@ def test_a_file_that_is_no_database_is_refused_and_unchanged(tmp_path: Path, siz
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("how", ["emptied", "removed"])
-def test_a_lost_journal_does_not_begin_a_new_run_over_the_files_of_the_old_one(store: Store, how: str) -> None:
+def test_a_lost_journal_begins_no_run(store: Store, how: str) -> None:
+    """A lost journal does not begin a new run over the files of the old one."""
     run_round(store, 0)
     store.close()
     journal, files = store.journal.path, sorted(store.slots.folder.iterdir())
@@ -277,7 +296,8 @@ def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     Store(tmp_path).close()  # the refusal has let go of the directory
 
 
-def test_the_audit_log_lists_each_update_with_its_site_and_outcome(store: Store) -> None:
+def test_the_audit_log_lists_updates(store: Store) -> None:
+    """The audit log lists each update with its site and outcome."""
     run_round(store, 0)
     store.tickets.issue(3, "a", 0, 1)
     store.tickets.refuse(3, "NaN in w")
@@ -308,7 +328,6 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
     write_change(store, {"b": Presence("b")}, EventLog(store), Change(state, state, decided))
     store, _ = reopen(store)
     round_ = store.run_log.round(0, 0)
-    assert round_ is not None
     assert (round_.state, round_.expected) == ("open", ("a",))
     assert {member.site: (member.lease, member.state) for member in store.run_log.members()} == {
         "a": (1, "alive"),

@@ -142,9 +142,10 @@ def test_a_row_that_breaks_a_check_is_refused(journal: sqlite3.Connection, const
 
 @pytest.mark.parametrize(("columns", "statement"), rows_of(UNIQUES))
 @pytest.mark.parametrize("round_state", ["open", "frozen"])
-def test_a_row_that_repeats_what_is_unique_is_refused(
+def test_repeated_unique_values_are_refused(
     journal: sqlite3.Connection, columns: str, statement: str, round_state: str
 ) -> None:
+    """A row that repeats what is unique is refused."""
     journal.execute("UPDATE rounds SET state = ? WHERE base_version = 1", (round_state,))
     with pytest.raises(sqlite3.IntegrityError) as caught:
         journal.execute(statement)
@@ -250,8 +251,11 @@ def test_a_changed_column_is_found(state: Path, column: str, seq: int) -> None:
 
 @pytest.mark.parametrize("column", CHANGES)
 @pytest.mark.parametrize("seq", [1, 3, 6])
-def test_a_changed_column_is_found_where_its_hash_was_made_anew(state: Path, column: str, seq: int) -> None:
-    """The next entry has the hash that was there before; where that is changed too, its own hash covers it."""
+def test_a_changed_column_with_its_hash(state: Path, column: str, seq: int) -> None:
+    """A changed column is found where its hash was made anew.
+
+    The next entry has the hash that was there before; where that is changed too, its own hash covers it.
+    """
     change(state, seq, **{column: CHANGES[column]})
     change(state, seq, hash=right_hash(entry(state, seq)))
     assert re.search(rf"entry {seq}\b", said(state))
@@ -261,8 +265,8 @@ def test_a_changed_column_is_found_where_its_hash_was_made_anew(state: Path, col
 
 @pytest.mark.parametrize("column", ["at", "what", "detail_json"])
 @pytest.mark.parametrize("seq", [1, 3, 7])
-def test_a_changed_column_is_found_where_every_later_hash_was_made_anew(state: Path, column: str, seq: int) -> None:
-    """`audit.head` has the last hash as it was."""
+def test_a_changed_column_with_all_hashes(state: Path, column: str, seq: int) -> None:
+    """A changed column is found where every later hash was made anew. `audit.head` has the last hash as it was."""
     change(state, seq, **{column: CHANGES[column]})
     for later in range(seq, 8):
         if later > 1:
@@ -329,8 +333,11 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         ),
     ],
 )
-def test_a_changed_row_is_found_where_its_checksum_was_made_anew(state: Path, tampering: str, words: str) -> None:
-    """By one that lets the journal's own connection write it: the audit log has it otherwise."""
+def test_a_changed_row_with_its_checksum(state: Path, tampering: str, words: str) -> None:
+    """A changed row is found where its checksum was made anew.
+
+    By one that lets the journal's own connection write it: the audit log has it otherwise.
+    """
     from atoll.store.journal_tables import write_checksums
 
     with closing(sqlite3.connect(state / "journal.sqlite", isolation_level=None)) as journal:
@@ -339,7 +346,8 @@ def test_a_changed_row_is_found_where_its_checksum_was_made_anew(state: Path, ta
     assert words in said(state)
 
 
-def test_what_the_log_tells_of_refused_expired_and_reopened_tickets_agrees_with_them(tmp_path: Path) -> None:
+def test_log_and_tickets_agree(tmp_path: Path) -> None:
+    """What the log tells of refused expired and reopened tickets agrees with them."""
     store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ["a", "b"])
     submit(store, 1, "a", 0)

@@ -102,8 +102,8 @@ def test_reads_a_commit_that_comes_between_the_copies(state: Path, server: Serve
         assert found.rows(BOTH) == [(2, 1)]
 
 
-def test_drops_the_copy_of_a_log_that_is_gone(state: Path, monkeypatch) -> None:
-    """A server that ends during the first copy removes its log."""
+def test_drops_an_old_log(state: Path, monkeypatch) -> None:
+    """Drops the copy of a log that is gone. A server that ends during the first copy removes its log."""
     db = sqlite3.connect(state / "journal.sqlite", isolation_level=None)
     db.execute("PRAGMA locking_mode = EXCLUSIVE")
     db.execute(ALONE)
@@ -158,7 +158,8 @@ def test_removes_what_a_killed_reader_has_left(state: Path, temporary: Path) -> 
         assert not left.exists()
 
 
-def test_a_directory_without_run_has_no_status_and_no_failure(tmp_path: Path) -> None:
+def test_a_folder_without_run_has_nothing(tmp_path: Path) -> None:
+    """A directory without run has no status and no failure."""
     assert saved_status(tmp_path) is None
     assert recorded_failure(tmp_path) == ""
     with pytest.raises(UsageError, match="There is no run in"), open_state(tmp_path):

@@ -84,7 +84,8 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header", "state"])
-def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_head_gives_way(tmp_path: Path, damage: str) -> None:
+    """A damaged head gives way to the version before."""
     store = new_run(tmp_path, 2)
     store.versions.write_durable()
     store.run_log.open_round(0, 2, ("a", "b"))
@@ -119,8 +120,10 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
 
 
 @pytest.mark.covers("F41")
-def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
-    """Two are lost, one after the other: the run has versions 0, 1 and 4, and keeps 1 and 4 as its newest two.
+def test_a_lost_versions_number_stays_used(tmp_path: Path) -> None:
+    """The number of a lost version is not used again.
+
+    Two are lost, one after the other: the run has versions 0, 1 and 4, and keeps 1 and 4 as its newest two.
 
     Guards against windows of numbers, `head − 1` and `head − keep_versions`, where there is a gap.
     """
@@ -143,7 +146,8 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_the_header_of_a_slot_is_verified_where_no_digest_covers_it(tmp_path: Path) -> None:
+def test_a_slots_header_is_verified(tmp_path: Path) -> None:
+    """The header of a slot is verified where no digest covers it."""
     path = tmp_path / "slot"
     path.write_bytes(b"header--data")
     shape = FileShape(12, b"header--", (((8, 4),),))
@@ -155,7 +159,8 @@ def test_the_header_of_a_slot_is_verified_where_no_digest_covers_it(tmp_path: Pa
 
 
 @pytest.mark.covers("F41")
-def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_unverified_run_is_refused(tmp_path: Path) -> None:
+    """A run of which nothing verifies is refused and left alone."""
     store = new_run(tmp_path, 1)
     for version in (0, 1):
         flip(path_of(store, "version", version), 12)
@@ -178,7 +183,8 @@ def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
+def test_a_damaged_part_is_sent_again(tmp_path: Path) -> None:
+    """A damaged part of an open ticket is sent again."""
     store = new_run(tmp_path)
     send_parts(store, 1, "a", 0)
     path = store.tickets.spool(1).slot.path
@@ -191,9 +197,8 @@ def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
-    tmp_path: Path, damage: str, frozen: bool
-) -> None:
+def test_a_damaged_accepted_update_expires(tmp_path: Path, damage: str, frozen: bool) -> None:
+    """A damaged accepted update expires and its round is open again."""
     store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
@@ -240,4 +245,4 @@ def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, comp
     new_run(tmp_path).close()
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):
-        store.slots.shape([shapes])  # type: ignore[list-item]
+        store.slots.shape([shapes])

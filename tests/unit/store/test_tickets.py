@@ -60,7 +60,8 @@ def write_under_way(
     late.join()
 
 
-def test_an_accepted_update_is_counted_by_the_next_version(store: Store) -> None:
+def test_the_next_version_counts_updates(store: Store) -> None:
+    """An accepted update is counted by the next version."""
     tickets = run_round(store, 0, commit=False)
     row = store.tickets.get(1)
     assert (row.state, row.report.weight, row.report.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
@@ -70,7 +71,7 @@ def test_an_accepted_update_is_counted_by_the_next_version(store: Store) -> None
     assert (row.state, row.version) == ("counted", 1)
 
 
-def test_a_ticket_is_as_before_after_a_change_was_undone(store: Store) -> None:
+def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
@@ -116,7 +117,8 @@ def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
     assert store.tickets.get(1).state == "open"
 
 
-def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Store) -> None:
+def test_a_closed_ticket_takes_nothing_more(store: Store) -> None:
+    """A refused or expired ticket takes nothing more and says why."""
     for ticket, site in ((1, "a"), (2, "b")):
         store.tickets.issue(ticket, site, 0, 0)
         send_part(store, ticket, 0, update_of(site, 0))
@@ -132,7 +134,8 @@ def test_a_refused_or_expired_ticket_takes_nothing_more_and_says_why(store: Stor
     assert (store.run_log.totals().refused, store.run_log.totals().expired) == (1, 1)
 
 
-def test_an_acknowledged_update_can_be_neither_refused_nor_expired(store: Store) -> None:
+def test_an_acknowledged_update_stays(store: Store) -> None:
+    """An acknowledged update can be neither refused nor expired."""
     submit(store, 1, "a", 0)
     with pytest.raises(StoreError, match="accepted"):
         store.tickets.expire([1], "too late")
@@ -150,19 +153,20 @@ def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
 def test_what_became_of_the_ticket_before(store: Store) -> None:
     run_round(store, 0)
     before = store.tickets.last_of("a", 0)
-    assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
     store.tickets.issue(3, "a", 0, 1)
     last = store.tickets.last_of("a", 0)
-    assert last is not None
     assert last.ticket == 3
     assert store.tickets.last_of("nobody", 0) is None
     with pytest.raises(Gone):
         store.tickets.get(99)
 
 
-def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old pwrite is held in the middle: begin_part must not return before it is over."""
+def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new writer stops the old one and waits for its write.
+
+    The old pwrite is held in the middle: begin_part must not return before it is over.
+    """
     store.tickets.issue(1, "a", 0, 0)
     held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
     old = held.begin_part(0)
@@ -185,7 +189,8 @@ def test_a_new_writer_stops_the_old_one_and_waits_for_its_write(store: Store, mo
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store: Store) -> None:
+def test_a_superseded_writer_writes_nothing(store: Store) -> None:
+    """A writer that is superseded just before its write writes nothing."""
     store.tickets.issue(1, "a", 0, 0)
     held = store.tickets.spool(1)
 
@@ -206,7 +211,7 @@ def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store:
             self.release()
 
     lock = OvertakenLock()
-    held._locks[0] = lock  # type: ignore[assignment]
+    held._locks[0] = lock
     old = held.begin_part(0)
     lock.armed = True
     with pytest.raises(WriterCancelled):
@@ -214,7 +219,7 @@ def test_a_writer_that_is_superseded_just_before_its_write_writes_nothing(store:
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> None:
+def test_a_part_written_again_is_unrecorded(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, update_of("a", 0))
     assert list(store.tickets.parts(1)) == [0]
@@ -229,7 +234,8 @@ def test_a_part_that_is_written_again_is_no_longer_recorded(store: Store) -> Non
     store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
 
 
-def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store) -> None:
+def test_a_part_stays_in_its_range(store: Store) -> None:
+    """A part takes no more than its bytes and stays in its range."""
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, b"0" * 24)
     writer = store.tickets.spool(1).begin_part(1)
@@ -243,7 +249,7 @@ def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store
 
 
 @pytest.mark.parametrize("use", ["write", "read"])
-def test_a_spool_slot_is_not_reused_while_it_is_in_use(store: Store, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+def test_spools_in_use_are_not_reused(store: Store, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
     store.tickets.issue(1, "a", 0, 0)
     spool = store.tickets.spool(1)
     reading = spool.pool.held(spool.slot, READER)
@@ -256,8 +262,11 @@ def test_a_spool_slot_is_not_reused_while_it_is_in_use(store: Store, monkeypatch
 
 
 @pytest.mark.covers("D4")
-def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> None:
-    """Four tickets in round 1, two of them expired; the next round keeps as many slots as counted."""
+def test_unneeded_spools_are_removed(store: Store) -> None:
+    """Spools that the next round cannot need are removed.
+
+    Four tickets in round 1, two of them expired; the next round keeps as many slots as counted.
+    """
     store.run_log.open_round(0, 0, ("a", "b", "c", "d"))
     for ticket, site in enumerate("abcd", 1):
         store.tickets.issue(ticket, site, 0, 0)
@@ -275,7 +284,8 @@ def test_spools_that_the_next_round_cannot_need_are_removed(store: Store) -> Non
     assert [store.slots.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
 
 
-def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> None:
+def test_a_round_freezes_its_own_tickets(store: Store) -> None:
+    """A round freezes with accepted tickets of its own only."""
     store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
     store.tickets.issue(2, "b", 0, 0)
@@ -293,8 +303,8 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
         write_version(store, 1, ())
 
 
-def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
-    """By site, as the machine decides: the order of the numbers may be another, and gives other bits."""
+def test_a_round_freezes_in_given_order(store: Store) -> None:
+    """The machine orders updates by site: the order of their numbers may be another, and would give other bits."""
     freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 
@@ -310,7 +320,8 @@ def test_an_old_lease_ends_no_member(store: Store) -> None:
     assert [member.site for member in store.run_log.members()] == ["a", "b"]
 
 
-def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
+def test_threads_get_the_same_spool(store: Store) -> None:
+    """Two threads that ask for a spool get the same."""
     store.tickets.issue(1, "a", 0, 0)
     found: list[update_spool.Spool] = []
     threads = [threading.Thread(target=lambda: found.append(store.tickets.spool(1))) for _ in range(8)]
@@ -323,8 +334,11 @@ def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
-    """Also for a restart; another update may come then. What has counted stays so."""
+def test_a_frozen_round_opens_again(store: Store) -> None:
+    """A frozen round and its tickets are open again.
+
+    Also for a restart; another update may come then. What has counted stays so.
+    """
     tickets = run_round(store, 0, commit=False)
     store.tickets.reopen(0, 0, tickets, "it has gone")
     for restarted in (False, True):
@@ -347,8 +361,11 @@ def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
 # -- slots: the lowest free one is taken
 
 
-def test_holders_of_slots_are_as_in_a_plain_mapping(tmp_path: Path) -> None:
-    """Against a plain mapping of files to their holders, over a thousand random steps."""
+def test_slots_are_held_as_in_a_mapping(tmp_path: Path) -> None:
+    """Holders of slots are as in a plain mapping.
+
+    Against a plain mapping of files to their holders, over a thousand random steps.
+    """
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     known: dict[int, list[str]] = {}
@@ -374,7 +391,8 @@ def test_holders_of_slots_are_as_in_a_plain_mapping(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(map(pool.path, known))
 
 
-def test_one_too_many_is_removed_when_it_becomes_free(tmp_path: Path) -> None:
+def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
+    """One too many is removed when it becomes free."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
     slots = [pool.take(WRITER) for _ in range(3)]
     for slot in slots:
@@ -384,7 +402,8 @@ def test_one_too_many_is_removed_when_it_becomes_free(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # made anew
 
 
-def test_a_slot_that_was_removed_says_nothing_of_the_file_that_has_its_number_now(tmp_path: Path) -> None:
+def test_a_removed_slots_number_means_nothing(tmp_path: Path) -> None:
+    """A slot that was removed says nothing of the file that has its number now."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
     before, other = pool.take(WRITER), pool.take(WRITER)
     pool.drop(before, WRITER)  # one too many
@@ -401,7 +420,8 @@ def test_a_slot_that_was_removed_says_nothing_of_the_file_that_has_its_number_no
     assert pool.take(WRITER).number == 0  # it is free
 
 
-def test_a_slot_of_the_journal_is_given_to_no_writer(tmp_path: Path) -> None:
+def test_recorded_slots_have_no_other_writer(tmp_path: Path) -> None:
+    """A slot of the journal is given to no writer."""
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     pool.drop(pool.take(WRITER), WRITER)
     assert pool.adopt(0) is pool[0]
@@ -427,10 +447,11 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 
 
 @pytest.mark.covers("P9", "F25")
-def test_an_object_is_removed_if_its_note_cannot_be_written_and_its_publisher_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restart would not know it: its publisher must not take it for kept."""
+def test_an_object_needs_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object is removed if its note cannot be written and its publisher is told.
+
+    A restart would not know it: its publisher must not take it for kept.
+    """
     objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
     replace = os.replace
 
@@ -449,8 +470,11 @@ def test_an_object_is_removed_if_its_note_cannot_be_written_and_its_publisher_is
 
 
 @pytest.mark.covers("P9")
-def test_an_object_of_its_own_counts_no_more_does_not_expire_and_ends_with_the_server(tmp_path: Path) -> None:
-    """All objects together may have 5,000 bytes: a second one fits once the first belongs to the server."""
+def test_the_servers_own_objects_end_with_it(tmp_path: Path) -> None:
+    """An object of its own counts no more does not expire and ends with the server.
+
+    All objects together may have 5,000 bytes: a second one fits once the first belongs to the server.
+    """
 
     def opened() -> ObjectStore:
         return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)

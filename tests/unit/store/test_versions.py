@@ -58,7 +58,8 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:
+def test_a_commit_moves_the_head(store: Store) -> None:
+    """A commit moves the head counts the tickets and frees their spools."""
     assert (store.versions.state_file(), store.versions.head().state_slot) == (None, None)  # of version 0
     run_round(store, 0)
     head = store.versions.head()
@@ -74,7 +75,8 @@ def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
-def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
+def test_a_draft_is_unseen(store: Store) -> None:
+    """Nothing of a draft is seen before its commit."""
     tickets = run_round(store, 0, commit=False)
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
@@ -95,8 +97,11 @@ def test_the_next_version_is_the_head_and_one(store: Store, version: int) -> Non
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Callable[[str], object], nth: int) -> None:
-    """The first slot made is the version's; the outer state has one from version 0."""
+def test_a_full_disk_leaves_no_slot(store: Store, arm: Callable[[str], object], nth: int) -> None:
+    """A full disk while a slot is made leaves no file.
+
+    The first slot made is the version's; the outer state has one from version 0.
+    """
     run_round(store, 0)
     tickets = run_round(store, 1, commit=False)
     before = slot_files(store.directory)
@@ -110,8 +115,11 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Call
     assert write_version(store, 2, tickets).version == 2
 
 
-def test_a_slot_has_its_disk_space_before_it_is_written(tmp_path: Path) -> None:
-    """So that a full disk is found while nothing is lost, and not in the middle of an update or a version."""
+def test_a_slot_has_its_space_first(tmp_path: Path) -> None:
+    """A slot has its disk space before it is written.
+
+    A full disk is found while nothing is lost, and not in the middle of an update or a version.
+    """
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(2**20, HEADER, ()), threading.RLock())
     slot = pool.take(WRITER)
     assert os.fstat(slot.fd).st_size == 2**20
@@ -119,7 +127,8 @@ def test_a_slot_has_its_disk_space_before_it_is_written(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_old_versions_are_dropped_and_say_what_to_pull_and_their_slots_are_rewritten(store: Store) -> None:
+def test_old_versions_are_dropped(store: Store) -> None:
+    """Old versions are dropped and say what to pull and their slots are rewritten."""
     run_rounds(store, range(4), durable=True)
     assert [row.version for row in store.versions.kept()] == [3, 4]
     with pytest.raises(Gone, match=r"Version 1 .* The newest version is 4"):
@@ -129,8 +138,11 @@ def test_old_versions_are_dropped_and_say_what_to_pull_and_their_slots_are_rewri
     assert {path: path.stat().st_ino for path in store.slots.folder.iterdir()} == inodes
 
 
-def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
-    """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
+def test_slow_readers_see_one_version(tmp_path: Path) -> None:
+    """A slow reader never sees bytes of another version.
+
+    It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept.
+    """
     store = new_run(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
     seen = b""
@@ -147,8 +159,11 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
         store.versions.get(0, 1)
 
 
-def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
-    """keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0."""
+def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
+    """The oldest pull is revoked when too many versions are held.
+
+    keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0.
+    """
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):
@@ -168,7 +183,8 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
 
 
-def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
+def test_a_revoked_slot_waits_for_its_reader(tmp_path: Path) -> None:
+    """A revoked slot is not rewritten before its reader lets go."""
     store = new_run(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None
@@ -181,7 +197,6 @@ def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Pat
     pin.release()
     assert revoked.free
     run_rounds(store, range(6, 9))
-    assert other is not None
     assert read(other.fd) == content(1)
     # Head, the held one and the one that was written last or comes next: keep 1 + pins 1 + 1.
     assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 3
@@ -194,8 +209,10 @@ def test_a_pin_may_outlive_the_store(store: Store) -> None:
     pin.release()
 
 
-def test_of_the_versions_that_workers_will_pull_the_newest_are_kept(tmp_path: Path) -> None:
-    """Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
+def test_the_newest_pulled_versions_are_kept(tmp_path: Path) -> None:
+    """Of the versions that workers will pull, the newest are kept.
+
+    Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
     one of the wanted versions.
     """
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
@@ -204,7 +221,8 @@ def test_of_the_versions_that_workers_will_pull_the_newest_are_kept(tmp_path: Pa
     assert [row.version for row in store.versions.kept()] == [2, 4]
 
 
-def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
+def test_outer_state_has_two_versions(store: Store) -> None:
+    """Outer state is kept of the head and the one before."""
     run_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
         run_round(store, 4)
@@ -215,7 +233,8 @@ def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> Non
     assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
-def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> None:
+def test_a_durable_version_stays(store: Store) -> None:
+    """The durable version stays until the next is recorded."""
     assert store.versions.durable() is None
     run_round(store, 0)
     assert store.versions.write_durable() == 1
@@ -226,9 +245,8 @@ def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> N
     assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
-def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
-    store: Store, synced: list[str]
-) -> None:
+def test_durable_means_synced(store: Store, synced: list[str]) -> None:
+    """Durable is said after the files are synced and with the journal synced."""
     run_round(store, 0)
     store.journal._db.set_trace_callback(
         lambda sql: (
@@ -248,8 +266,11 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
     ]
 
 
-def test_the_write_ahead_log_is_copied_into_the_journal_with_each_durable_version(store: Store, tmp_path: Path) -> None:
-    """Else SQLite would copy 64 MB of it at once, in a commit on the event loop."""
+def test_a_durable_version_empties_the_log(store: Store, tmp_path: Path) -> None:
+    """SQLite's log is copied into the journal with each durable version.
+
+    Else SQLite would copy 64 MB of it at once, in a commit on the event loop.
+    """
     store.versions.write_durable()
     run_round(store, 0)
     store.versions.write_durable()
@@ -260,7 +281,8 @@ def test_the_write_ahead_log_is_copied_into_the_journal_with_each_durable_versio
 
 
 @pytest.mark.covers("F26")
-def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callable[[str], object]) -> None:
+def test_a_failed_fsync_is_fatal(store: Store, arm: Callable[[str], object]) -> None:
+    """A failed fsync is fatal and never tried again."""
     run_round(store, 0)
     arm("fsync=eio")
     with pytest.raises(SyncFailed, match="fsync of"):
@@ -274,9 +296,8 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callab
 
 
 @pytest.mark.covers("F26")
-def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
-    tmp_path: Path, synced: list[str], arm: Callable[[str], object]
-) -> None:
+def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Callable[[str], object]) -> None:
+    """With durability `power`, nothing is acknowledged before it is on disk."""
     with new_run(tmp_path, durability="power") as store:
         assert store.journal.value("PRAGMA synchronous") == 2  # FULL
         assert store.versions.durable() == 0
@@ -314,9 +335,8 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_an_export_is_on_disk_before_it_has_its_name(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_synced_first(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export is on disk before it has its name."""
     target = tmp_path / "model"
     seen: list[tuple[str, bool]] = []
     monkeypatch.setattr(Journal, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
@@ -326,8 +346,11 @@ def test_an_export_is_on_disk_before_it_has_its_name(
     assert folder == (tmp_path.name, True)
 
 
-def test_an_export_is_its_header_and_what_is_made_of_the_files(store: Store, tmp_path: Path) -> None:
-    """Of version 1, which is not the newest, and of the outer state beside it; a run may come twice."""
+def test_an_export_has_header_and_files(store: Store, tmp_path: Path) -> None:
+    """An export is its header and what is made of the files.
+
+    Of version 1, which is not the newest, and of the outer state beside it; a run may come twice.
+    """
 
     def contents(files: Files) -> Iterator[memoryview]:
         ((version, state),) = files
@@ -342,9 +365,8 @@ def test_an_export_is_its_header_and_what_is_made_of_the_files(store: Store, tmp
 
 
 @pytest.mark.covers("D4", "F25")
-def test_a_failed_export_leaves_the_old_file_and_nothing_else(
-    store: Store, tmp_path: Path, arm: Callable[[str], object]
-) -> None:
+def test_a_failed_export_changes_nothing(store: Store, tmp_path: Path, arm: Callable[[str], object]) -> None:
+    """A failed export leaves the old file and nothing else."""
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
     target.write_bytes(b"before")
@@ -356,7 +378,8 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(
 
 
 @pytest.mark.covers("D4")
-def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_a_killed_export_is_removed(tmp_path: Path) -> None:
+    """What a killed export left is removed at the next start."""
     new_run(tmp_path / "state").close()
     (tmp_path / "out").mkdir()
     kill_during(
@@ -368,7 +391,8 @@ def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) 
 
 
 @pytest.mark.covers("D4")
-def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(store: Store) -> None:
+def test_a_finished_run_leaves_little(store: Store) -> None:
+    """A finished run leaves its journal its last version and outer state."""
     run_rounds(store, range(3))
     store.versions.write_durable()
     store.run_log.finish()
@@ -380,8 +404,11 @@ def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(stor
 
 
 @pytest.mark.covers("F26")
-def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten."""
+def test_a_version_is_held_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is held while it is brought to disk.
+
+    Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten.
+    """
     store = new_run(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
 
@@ -399,11 +426,12 @@ def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypat
 
 
 @pytest.mark.covers("F26")
-def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch of a start survives a power loss."""
     order: list[str] = []
     transaction, sync = Journal.transaction, Journal.sync
 
-    def noted(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
+    def noted(self: Journal, *, synced: bool = False):
         order.append(f"synced={synced}")
         return transaction(self, synced=synced)
 
@@ -431,9 +459,8 @@ def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F27", "F41")
 @pytest.mark.parametrize("durable", [False, True])
-def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_durable(
-    tmp_path: Path, durable: bool
-) -> None:
+def test_the_last_durable_version_stays(tmp_path: Path, durable: bool) -> None:
+    """The durable version of a finished run goes only when the last one is durable."""
     store = new_run(tmp_path, 1)
     store.versions.write_durable()
     run_rounds(store, (1, 2))
@@ -450,11 +477,11 @@ def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_du
 # -- differences
 
 
-def test_a_difference_comes_with_its_version_and_names_its_base(tmp_path: Path) -> None:
+def test_a_difference_names_its_base(tmp_path: Path) -> None:
+    """A difference comes with its version and names its base."""
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         assert store.versions.delta(0, 0) is None  # the first version has no base
         row = store.versions.delta(0, 1)
-        assert row is not None
         assert (row.base_version, row.base_digest) == (0, blake3(content(0)).hexdigest())
         unread = store.slots.holds()
         pin = store.versions.pin_delta(0, 1)
@@ -468,10 +495,11 @@ def test_a_difference_comes_with_its_version_and_names_its_base(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("opened", [0, 1])
-def test_a_pull_without_a_file_descriptor_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int
-) -> None:
-    """A pull of a difference needs two: of the version and of the difference."""
+def test_some_pulls_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
+    """A pull without a file descriptor holds nothing.
+
+    A pull of a difference needs two: of the version and of the difference.
+    """
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
 
@@ -488,8 +516,11 @@ def test_a_pull_without_a_file_descriptor_holds_nothing(
             assert read(pin.fd) == delta_content(1)
 
 
-def test_a_difference_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
-    """With keep_versions = 2: version 1 is dropped by version 3, once its difference is not read any more."""
+def test_a_difference_goes_with_its_version(tmp_path: Path) -> None:
+    """A difference goes with its version unless it is being read.
+
+    With keep_versions = 2: version 1 is dropped by version 3, once its difference is not read any more.
+    """
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
         pin = store.versions.pin_delta(0, 1)
@@ -503,10 +534,10 @@ def test_a_difference_goes_with_its_version_unless_it_is_being_read(tmp_path: Pa
         assert [name for name in store.slots.holds() if name.startswith("delta")] == names  # the slot is written again
 
 
-def test_a_damaged_difference_is_forgotten_at_a_start_and_its_version_stays(tmp_path: Path) -> None:
+def test_a_damaged_difference_is_forgotten(tmp_path: Path) -> None:
+    """A damaged difference is forgotten at a start and its version stays."""
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         row = store.versions.delta(0, 2)
-        assert row is not None
     flip(tmp_path / "slots" / f"delta-0-{row.slot}.bin", 9)
     with begin(tmp_path, WITH_DELTA)[0] as store:
         assert store.versions.head().version == 2
@@ -515,11 +546,10 @@ def test_a_damaged_difference_is_forgotten_at_a_start_and_its_version_stays(tmp_
         assert f"delta-0-{row.slot}.bin" not in slot_files(tmp_path)
         run_round(store, 2)
         found = store.versions.delta(0, 3)
-        assert found is not None
         assert found.base_version == 2
 
 
-def test_the_difference_of_a_lost_version_is_gone_with_it(tmp_path: Path) -> None:
+def test_a_lost_versions_difference_is_gone(tmp_path: Path) -> None:
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         slot = store.versions.head().slot
     flip(tmp_path / "slots" / f"version-0-{slot}.safetensors", 30)
@@ -529,11 +559,11 @@ def test_the_difference_of_a_lost_version_is_gone_with_it(tmp_path: Path) -> Non
         freeze(store, 1, {11: "a", 12: "b"})
         write_version(store, 3, (11, 12))
         found = store.versions.delta(0, 3)  # over the number that was lost
-        assert found is not None
         assert (found.base_version, found.base_digest) == (1, blake3(content(1)).hexdigest())
 
 
-def test_a_run_that_sends_differences_needs_their_digests_and_goes_on_so(tmp_path: Path) -> None:
+def test_differences_need_their_digests(tmp_path: Path) -> None:
+    """A run that sends differences needs their digests and goes on so."""
     with new_run(tmp_path, shapes=WITH_DELTA) as store:
         draft = store.versions.begin(0, 1)
         with pytest.raises(UsageError, match="The draft of version 1 got the wrong number of digests"):

@@ -47,7 +47,8 @@ def strided() -> st.SearchStrategy[Tensor]:
 
 @given(strided(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_run_is_a_slice_in_row_major_order(tensor: Tensor, data: st.DataObject) -> None:
+def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
+    """A run is a slice in row-major order."""
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     flat = tensor.contiguous().reshape(-1)
@@ -69,7 +70,8 @@ def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
     assert [len(run) for run in runs[:-1]] == [28] * (len(runs) - 1)
 
 
-def test_scatter_fills_every_kind_of_tensor_from_one_stream() -> None:
+def test_one_stream_fills_every_tensor() -> None:
+    """Scatter fills every kind of tensor from one stream."""
     source = {
         "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
         "transposed": torch.arange(12, dtype=torch.float32).reshape(3, 4).t(),
@@ -94,7 +96,8 @@ def test_scatter_fills_every_kind_of_tensor_from_one_stream() -> None:
         assert targets[name].stride() == torch.zeros_like(tensor).stride()
 
 
-def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_elements() -> None:
+def test_equal_starts_alone_are_no_ties() -> None:
+    """Tensors that begin at one place are tied only where they are the same elements."""
     row = torch.arange(12.0)
     tensors = {
         "row": row,
@@ -114,7 +117,8 @@ def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_e
     assert [spec.name for spec in schema.tensors] == [name for name in tensors if name not in aliases]
 
 
-def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
+def test_tied_tensors_travel_once() -> None:
+    """Tied tensors travel once and groups follow the module."""
     model = Tied()
     owners, aliases = named_tensors(model)
     assert aliases == {"head.weight": "embedding.weight"}
@@ -124,7 +128,8 @@ def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
     assert {spec.name for spec in schema.tensors} == model.state_dict().keys() - {"head.weight"}
 
 
-def test_on_a_device_that_tells_no_addresses_what_shares_memory_is_one_tensor_and_nothing_else_is() -> None:
+def test_devices_without_addresses_share_nothing_more() -> None:
+    """On a device that tells no addresses what shares memory is one tensor and nothing else is."""
     one, other = (torch.zeros(4, 3, device="meta") for _ in range(2))
     assert one.data_ptr() == other.data_ptr() == 0
     assert memory_of(one) != memory_of(other)
@@ -132,7 +137,8 @@ def test_on_a_device_that_tells_no_addresses_what_shares_memory_is_one_tensor_an
     assert memory_of(one[:2]) != memory_of(one[2:])
 
 
-def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:
+def test_a_mapping_recognises_batch_norm() -> None:
+    """A plain mapping recognises batch norm and takes patterns."""
     state = {
         "a.running_mean": torch.zeros(2),
         "a.weight": torch.zeros(2),
@@ -143,11 +149,10 @@ def test_a_plain_mapping_recognises_batch_norm_and_takes_patterns() -> None:
     assert groups == {"a.running_mean": "buffers", "a.weight": "params", "ema.x": "buffers", "n": "buffers"}
 
 
-def test_a_model_fits_the_schema_that_it_has_and_no_other() -> None:
+def test_a_model_fits_its_schema_alone() -> None:
     model = Tied()
     schema = schema_of(model)
     fitting = fits(model, schema)
-    assert fitting is not None
     assert list(fitting) == list(named_tensors(model)[0])
     assert fitting["embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
     assert fits(Tied().double(), schema) is None
@@ -177,16 +182,17 @@ class Frozen(nn.Linear):
         yield from ((name, each) for name, each in super().named_parameters(*args, **options) if name != "bias")
 
 
-def test_parameters_are_those_that_a_model_says_it_has() -> None:
+def test_models_name_their_parameters() -> None:
+    """Parameters are those that a model says it has."""
     told, plain = Frozen(2, 3), nn.Linear(2, 3)
     assert {spec.name: spec.group for spec in schema_of(told).tensors} == {"weight": "params", "bias": "buffers"}
     assert fits(told, schema_of(told)) is not None
     assert fits(told, schema_of(plain)) is None
     asked = nn.Linear(2, 3)
-    asked.named_parameters = lambda **_: iter([("weight", asked.weight)])  # type: ignore[method-assign,assignment,misc]
+    asked.named_parameters = lambda **_: iter([("weight", asked.weight)])
     assert fits(asked, schema_of(told)) is not None
     members = nn.Linear(2, 3)
-    members._named_members = lambda *_, **__: iter([("weight", members.weight)])  # type: ignore[method-assign,assignment]
+    members._named_members = lambda *_, **__: iter([("weight", members.weight)])
     assert fits(members, schema_of(told)) is not None
     within = nn.Sequential(told)  # whose own word counts, as for torch
     assert {spec.group for spec in schema_of(within).tensors} == {"params"}
@@ -207,18 +213,20 @@ def test_parameters_are_those_that_a_model_says_it_has() -> None:
 )
 def test_what_does_not_travel_is_refused_by_name(tensor: object, word: str) -> None:
     with pytest.raises(UsageError, match=rf"'bad'.*{word}"):
-        schema_of({"good": torch.zeros(1), "bad": tensor})  # type: ignore[dict-item]
+        schema_of({"good": torch.zeros(1), "bad": tensor})
 
 
-def test_large_tensors_have_room_and_the_rest_is_written() -> None:
-    """fp32: `large` holds bytes [0, 2 MiB) after the header, `odd` 40 bytes, `turned` is not contiguous."""
+def test_large_tensors_have_room() -> None:
+    """Large tensors have room and the rest is written.
+
+    fp32: `large` holds bytes [0, 2 MiB) after the header, `odd` 40 bytes, `turned` is not contiguous.
+    """
     n = 2**19
     targets = {"large": torch.zeros(n), "odd": torch.zeros(10), "turned": torch.zeros(1024, 512).t()}
     layout = version_layout(schema_of(targets))
     large, odd, turned = (layout.by_name[name].offset for name in ("large", "odd", "turned"))
     sink = Scatter(layout, targets)
     room = sink.room(large + 4, 2**20)
-    assert room is not None
     assert len(room) == 2**20
     room[:4] = torch.tensor([3.0]).numpy().tobytes()
     assert targets["large"][1] == 3.0
@@ -241,8 +249,8 @@ def test_a_model_of_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch)
     assert strided_from_a_file() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_memory_that_cannot_be_pinned_is_taken_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every backend of torch pins memory: they raise."""
+def test_unpinnable_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot be pinned is taken as it comes. Not every backend of torch pins memory: they raise."""
     monkeypatch.setattr(chunks, "_copies_from_pinned", lambda device: True)
     empty, asked = torch.empty, []
 
@@ -266,7 +274,7 @@ def strided_from_a_file() -> list[float]:
     return target.flatten().tolist()
 
 
-def test_an_array_that_can_be_shared_is_not_copied() -> None:
+def test_shareable_arrays_are_not_copied() -> None:
     array = np.zeros(3, dtype=np.float32)
     tensor = as_tensor("x", array)
     array[0] = 4.0
@@ -312,7 +320,8 @@ def read(ranges: list[tuple[int, int]], reads: Reads, cut: int = 0) -> tuple[lis
 
 
 @given(RANGES)
-def test_pieces_are_read_as_they_lie_and_neighbours_by_one_call(ranges: list[tuple[int, int]]) -> None:
+def test_neighbours_are_read_by_one_call(ranges: list[tuple[int, int]]) -> None:
+    """Pieces are read as they lie and neighbours by one call."""
     reads = Reads()
     found, expected = read(ranges, reads)
     assert found == expected
@@ -321,7 +330,8 @@ def test_pieces_are_read_as_they_lie_and_neighbours_by_one_call(ranges: list[tup
     assert len(reads.buffers) <= apart + len(ranges) // MOST_BUFFERS
 
 
-def test_a_long_row_of_pieces_is_read_in_calls_of_bounded_size() -> None:
+def test_long_rows_are_read_in_calls() -> None:
+    """A long row of pieces is read in calls of bounded size."""
     reads = Reads()
     found, expected = read([(0, MOST_RUN_BYTES // 2)] * 5 + [(0, 1)] * 2 * MOST_BUFFERS, reads)
     assert found == expected
@@ -335,13 +345,15 @@ def test_a_read_that_ends_early_is_continued(ranges: list[tuple[int, int]], most
     assert found == expected
 
 
-def test_a_file_that_ends_before_a_piece_is_refused() -> None:
+def test_a_short_file_is_refused() -> None:
+    """A file that ends before a piece is refused."""
     with pytest.raises(EOFError, match="ends at byte 15"):
         read([(0, 10), (0, 6)], Reads(), cut=1)
 
 
 @given(RANGES)
-def test_joined_ranges_cover_the_same_bytes_and_none_touches_the_next(ranges: list[tuple[int, int]]) -> None:
+def test_joined_ranges_do_not_touch(ranges: list[tuple[int, int]]) -> None:
+    """Joined ranges cover the same bytes and none touches the next."""
     offset, given_ranges = 0, []
     for skipped, nbytes in ranges:
         given_ranges.append((offset + skipped, nbytes))
@@ -383,9 +395,8 @@ def decoded(run: ByteRun, data: bytes, *, piecewise: bool) -> list[torch.Tensor]
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)), st.sampled_from([2**12, 2**14, 2**24]))
-def test_a_run_decoded_by_one_call_has_the_bits_of_its_pieces(
-    specs: list[TensorSpec], codec: str, part_bytes: int
-) -> None:
+def test_decoded_runs_have_their_pieces_bits(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
+    """A run decoded by one call has the bits of its pieces."""
     schema = Schema.build(specs)
     layout = layout_of(schema, codec, part_bytes)
     generator = torch.Generator().manual_seed(1)
@@ -413,7 +424,8 @@ def test_a_run_decoded_by_one_call_has_the_bits_of_its_pieces(
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)))
-def test_runs_of_a_version_find_the_same_elements_in_an_update(specs: list[TensorSpec], codec: str) -> None:
+def test_versions_and_updates_share_elements(specs: list[TensorSpec], codec: str) -> None:
+    """Runs of a version find the same elements in an update."""
     schema = Schema.build(specs)
     version, update = version_layout(schema, 2**14), RunTable(layout_of(schema, codec, 2**13), 2**18)
     for part in version.parts:
@@ -426,8 +438,11 @@ def test_runs_of_a_version_find_the_same_elements_in_an_update(specs: list[Tenso
             assert [len(view) for view in found.split(torch.zeros(found.numel))] == [p.numel for p in run.pieces]
 
 
-def test_views_and_padding_are_where_the_elements_of_a_run_lie() -> None:
-    """Three tensors of 5, 16 and 2 fp32 values; in an update 44 and 0 bytes of padding are behind the first two."""
+def test_views_lie_where_their_elements_lie() -> None:
+    """Views and padding are where the elements of a run lie.
+
+    Three tensors of 5, 16 and 2 fp32 values; in an update 44 and 0 bytes of padding are behind the first two.
+    """
     schema = Schema.build([TensorSpec(name, "F32", (size,)) for name, size in (("a", 5), ("b", 16), ("c", 2))])
     layout = layout_of(schema, "none", 2**20)
     (run,) = RunTable(layout, TILE).of(layout.parts[0])

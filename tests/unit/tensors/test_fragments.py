@@ -29,7 +29,8 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
 @pytest.mark.covers("L8")
 @given(SIZES, st.data())
-def test_the_largest_run_is_as_small_as_neighbours_allow(sizes: list[int], data: st.DataObject) -> None:
+def test_the_largest_run_is_small(sizes: list[int], data: st.DataObject) -> None:
+    """The largest run is as small as neighbours allow."""
     count = data.draw(st.integers(1, len(sizes)))
     ends = cut(sizes, count)
     assert len(ends) == count
@@ -47,7 +48,8 @@ def test_the_largest_run_is_as_small_as_neighbours_allow(sizes: list[int], data:
 
 @pytest.mark.covers("L8")
 @given(SIZES, st.data())
-def test_every_tensor_is_in_one_fragment_and_neighbours_stay_together(sizes: list[int], data: st.DataObject) -> None:
+def test_every_tensor_has_one_fragment(sizes: list[int], data: st.DataObject) -> None:
+    """Every tensor is in one fragment and neighbours stay together."""
     count = data.draw(st.integers(1, len(sizes)))
     schema = Schema.build([TensorSpec(f"{index}.weight", "F32", (size,)) for index, size in enumerate(sizes)])
     made = split(schema, count)
@@ -59,7 +61,8 @@ def test_every_tensor_is_in_one_fragment_and_neighbours_stay_together(sizes: lis
 
 
 @pytest.mark.covers("L8")
-def test_a_split_comes_back_from_the_journal_and_from_the_wire_as_it_was() -> None:
+def test_a_split_survives_journal_and_wire() -> None:
+    """A split comes back from the journal and from the wire as it was."""
     made = split(schema_of(Tied()), 3)
     assert split_of(made.schema.to_json() | {"fragments": list(made.places)}) == made
     assert messages.SchemaMessage.of(made).to_split() == made
@@ -68,7 +71,7 @@ def test_a_split_comes_back_from_the_journal_and_from_the_wire_as_it_was() -> No
     assert whole.schemas[0] is whole.schema
 
 
-def test_the_dtype_does_not_matter_for_where_a_module_goes() -> None:
+def test_a_modules_place_ignores_its_dtype() -> None:
     torch.manual_seed(0)
     single, double = (
         split(schema_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(dtype)), 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.payloads import nested
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
@@ -70,13 +71,6 @@ def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
     assert not any(tensor.requires_grad for tensor in pack([layer.weight]).tensors)
 
 
-def nested(levels: int) -> list[Any]:
-    payload: list[Any] = []
-    for _ in range(levels - 1):
-        payload = [payload]
-    return payload
-
-
 @pytest.mark.parametrize(
     "skeleton",
     [
@@ -121,12 +115,13 @@ def test_what_stands_for_a_tensor_may_be_anything() -> None:
     ],
     ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
 )
-def test_a_damaged_skeleton_is_refused_also_where_nothing_is_built(skeleton: Any) -> None:
+def test_a_damaged_skeleton_is_always_refused(skeleton: Any) -> None:
+    """A damaged skeleton is refused also where nothing is built."""
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)], build=False)
 
 
-def test_nothing_is_built_at_a_server_that_only_looks() -> None:
+def test_a_looking_server_builds_nothing() -> None:
     assert unpack({"a": {"$": "registered", "type": "nobody.knows", "as": None}}, (), build=False) == {"a": None}
 
 
@@ -217,7 +212,7 @@ def test_an_error_about_a_head_is_short(table: dict[str, Any]) -> None:
 
 
 @pytest.mark.covers("D3")
-def test_a_head_that_is_too_long_is_not_even_read() -> None:
+def test_too_long_heads_are_not_read() -> None:
     asked: list[int] = []
 
     def read(at: int, count: int) -> bytes:
@@ -273,7 +268,8 @@ def test_the_last_of_them_closes_the_file(path: Path) -> None:
 
 
 @pytest.mark.covers("D6")
-def test_an_explicit_release_may_be_repeated_and_leaves_what_is_not_lazy(path: Path) -> None:
+def test_a_release_may_be_repeated(path: Path) -> None:
+    """An explicit release may be repeated and leaves what is not lazy."""
     state = LazyState.open(path)
     tree = {"a": [state.ref("w"), torch.ones(1), 3], "b": (state, None)}
     release(tree)
@@ -335,8 +331,8 @@ def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_two_answers_of_one_site_do_not_meet_in_its_filter() -> None:
-    """Each is divided by its own first value."""
+def test_answers_do_not_meet_in_filters() -> None:
+    """Two answers of one site do not meet in its filter. Each is divided by its own first value."""
     meeting = threading.Barrier(2)
 
     class ByTheFirst(Filter):

@@ -8,6 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -19,15 +20,7 @@ from pydantic import BaseModel
 
 import atoll
 import atoll.objects
-from atoll.errors import (
-    AtollError,
-    BadRequest,
-    Busy,
-    PartCorrupt,
-    ServerUnreachable,
-    TransferStalled,
-    VersionSkew,
-)
+from atoll.errors import AtollError, BadRequest, Busy, PartCorrupt, ServerUnreachable, TransferStalled, VersionSkew
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.protocol.messages import VersionManifest
 from atoll.protocol.openapi import OPERATIONS
@@ -86,6 +79,15 @@ def ok(body: bytes, *headers: str, status: str = "200 OK") -> bytes:
 
 
 peers: list[Peer] = []
+
+
+@contextmanager
+def client(serve: Callable[[Connection], None]) -> Iterator[Http]:
+    """A client of a peer that serves its connections in this way."""
+    with Peer(serve) as peer, closing(Http(peer.url)) as http:
+        peers.append(peer)
+        yield http
+
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -168,21 +170,16 @@ def refused(ask: Callable[[], object]) -> AtollError:
 @pytest.mark.parametrize("case", ANSWERS)
 def test_a_malformed_answer_is_an_error_in_a_line(case: str) -> None:
     serve, kind, text = ANSWERS[case]
-    with Peer(serve) as peer:
-        peers.append(peer)
-        http = Http(peer.url)
+    with client(serve) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply, timeout_s=0.3))
-        http.close()
     assert type(error) is kind, error
     assert re.search(text, str(error)), error
 
 
 def test_a_body_in_very_small_chunks_is_refused() -> None:
     """An object's manifest may have 24 MiB. In chunks of a byte, they would take a minute to read."""
-    with Peer(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as peer:
-        http = Http(peer.url)
+    with client(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as http:
         error = refused(lambda: http.get(routes.OBJECT.format(object="0" * 32), messages.BlobManifest))
-        http.close()
     assert type(error) is BadRequest
     assert "very small chunks" in str(error)
 
@@ -190,10 +187,8 @@ def test_a_body_in_very_small_chunks_is_refused() -> None:
 def test_a_large_body_in_chunks_is_read() -> None:
     text = b'{"finished":true,"durable_versions":[]' + b" " * 5_000_000 + b"}"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces(text, 1000))
-    with Peer(raw(CHUNKED + chunks + b"0\r\n\r\n")) as peer:
-        http = Http(peer.url)
+    with client(raw(CHUNKED + chunks + b"0\r\n\r\n")) as http:
         reply = http.fetch(routes.SCHEMA, messages.HeartbeatReply.model_validate_json, "HeartbeatReply")
-        http.close()
     assert reply.finished
 
 
@@ -237,11 +232,10 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_body_that_is_no_message_is_an_error_in_a_line(case: str) -> None:
-    with Peer(raw(ok(BODIES[case]))) as peer:
-        http = Http(peer.url)
+def test_a_body_without_message_is_a_line(case: str) -> None:
+    """A body that is no message is an error in a line."""
+    with client(raw(ok(BODIES[case]))) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
-        http.close()
     assert type(error) is VersionSkew
     assert "is not a valid HeartbeatReply" in str(error)
 
@@ -262,14 +256,15 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_a_large_answer_of_many_values_takes_little_memory(case: str) -> None:
-    """pydantic takes up to 3 kB for an empty object that is wrong, so 8 MB of them would take 8 GB."""
+def test_large_answers_take_little_memory(case: str) -> None:
+    """A large answer of many values takes little memory.
+
+    pydantic takes up to 3 kB for an empty object that is wrong, so 8 MB of them would take 8 GB.
+    """
     path, kind, text, begin, end = LARGE[case]
     body = ok(filled(text, begin, end, 7 * MEGABYTE))
-    with Peer(raw(body)) as peer:
-        http = Http(peer.url)
+    with client(raw(body)) as http:
         error = refused(lambda: http.get(path.format(ticket=1, fragment=0, version=1, object="0" * 32), kind))
-        http.close()
     assert type(error) in (VersionSkew, BadRequest)
 
 
@@ -281,7 +276,8 @@ def schema_body(count: int, *, aliases: str = "[]", fragments: str = "[]", entry
     return f'{{"tensors":[{tensors}],"aliases":{aliases},"fragments":{fragments}}}'.encode()
 
 
-def test_a_schema_of_100_000_tensors_takes_little_memory() -> None:
+def test_large_schemas_take_little_memory() -> None:
+    """A schema of 100 000 tensors takes little memory."""
     body = schema_body(100_000)
     peaks = Peaks()
     peaks.begin(os.getpid())
@@ -333,12 +329,11 @@ BAD_SCHEMAS = {
 
 
 @pytest.mark.parametrize("case", BAD_SCHEMAS)
-def test_a_schema_that_no_server_sends_is_an_error_in_a_line(case: str) -> None:
+def test_an_impossible_schema_is_a_line(case: str) -> None:
+    """A schema that no server sends is an error in a line."""
     body, kind, text = BAD_SCHEMAS[case]
-    with Peer(raw(ok(body or schema_body(1_000_000)))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(body or schema_body(1_000_000)))) as http:
         error = refused(lambda: http.fetch(routes.SCHEMA, messages.SchemaMessage.split_in, "SchemaMessage"))
-        http.close()
     assert type(error) is kind
     assert re.search(text, str(error)), error
 
@@ -347,13 +342,12 @@ RETRIES = {"NaN": None, "Infinity": 300.0, "-1": None, "1e308": 300.0, "7.5": 7.
 
 
 @pytest.mark.parametrize("text", RETRIES)
-def test_a_pause_that_an_answer_asks_for_is_bounded(text: str) -> None:
+def test_asked_pauses_are_bounded(text: str) -> None:
+    """A pause that an answer asks for has a limit."""
     body = f'{{"code":"busy","message":"later","retry_after_s":{text}}}'.encode()
-    with Peer(raw(ok(body, status="429 Busy"))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(body, status="429 Busy"))) as http:
         with pytest.raises(Busy) as caught:
             http.get(routes.HEARTBEAT, messages.HeartbeatReply)
-        http.close()
     assert caught.value.retry_after_s == RETRIES[text]
 
 
@@ -369,10 +363,8 @@ PROBLEMS = {
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("status", [400, 404, 409, 500, 507, 999])
 def test_a_malformed_problem_is_an_error_in_a_line(case: str, status: int) -> None:
-    with Peer(raw(ok(PROBLEMS[case], status=f"{status} No"))) as peer:
-        http = Http(peer.url)
+    with client(raw(ok(PROBLEMS[case], status=f"{status} No"))) as http:
         refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
-        http.close()
 
 
 # -- fields of messages
@@ -432,7 +424,7 @@ FIELDS: list[tuple[type[BaseModel], dict[str, object], str, list[object]]] = [
 @pytest.mark.parametrize(
     ("kind", "others", "name", "values"), FIELDS, ids=[f"{row[0].__name__}.{row[2]}" for row in FIELDS]
 )
-def test_a_value_out_of_bounds_is_refused_where_it_is_read(
+def test_a_value_out_of_bounds_is_refused(
     kind: type[BaseModel], others: dict[str, object], name: str, values: list[object]
 ) -> None:
     for value in values:
@@ -444,7 +436,9 @@ REPLIES = {each.reply for each in OPERATIONS if isinstance(each.reply, type) and
 
 
 @pytest.mark.parametrize("kind", sorted(REPLIES, key=lambda kind: kind.__name__))
-def test_every_number_list_and_table_of_an_answer_has_a_bound(kind: type[BaseModel]) -> None:
+def test_everything_in_an_answer_has_bounds(kind: type[BaseModel]) -> None:
+    """Every number list and table of an answer has a bound."""
+
     def unbounded(value: object, place: str) -> Iterator[str]:
         if isinstance(value, list):
             for number, each in enumerate(value):
@@ -463,7 +457,8 @@ def test_every_number_list_and_table_of_an_answer_has_a_bound(kind: type[BaseMod
 
 
 @pytest.mark.parametrize("number", [1e13, 1e308, -1.0])
-def test_an_estimate_out_of_bounds_is_read_as_the_nearest_one(number: float) -> None:
+def test_estimates_are_read_within_bounds(number: float) -> None:
+    """An estimate out of bounds is read as the nearest one."""
     body = json.dumps(REPLY | {"left_s": number}).encode()
     assert read_message(messages.TicketReply, body).left_s == (1e12 if number > 0 else 0.0)
 
@@ -479,7 +474,8 @@ def test_a_message_with_a_key_twice_is_refused(fields: str) -> None:
         read_message(messages.RunInfo, f"{others[:-1]},{fields}}}".encode())
 
 
-def test_texts_of_a_server_are_cut_and_make_no_line() -> None:
+def test_texts_of_servers_are_cut() -> None:
+    """Texts of a server are cut and make no line."""
     body = json.dumps(RUN_INFO | {"name": "n\n" * 9000, "local_package": "\x1b[2J" * 9000}).encode()
     info = read_message(messages.RunInfo, body)
     for text in (info.name, info.local_package):
@@ -511,29 +507,21 @@ PARTS: dict[str, tuple[Callable[[Connection], None], type[AtollError], str]] = {
 @pytest.mark.parametrize("case", PARTS)
 def test_a_malformed_part_is_an_error_in_a_line(case: str) -> None:
     serve, kind, text = PARTS[case]
-    with Peer(serve) as peer:
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 1.0)
+    with client(serve) as http, closing(HttpTransfer(http, 2, 1.0)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 8, ())], []))
-        transfer.close()
-        http.close()
     assert type(error) is kind
     assert re.search(text, str(error)), error
 
 
-def test_a_part_of_a_byte_now_and_then_is_given_up() -> None:
+def test_a_slow_part_is_given_up() -> None:
+    """A part of a byte now and then is given up."""
     head = b"HTTP/1.1 206 Partial\r\nContent-Length: 9999\r\n\r\n"
-    with Peer(trickling(head)) as peer:
-        peers.append(peer)
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 0.1)
+    with client(trickling(head)) as http, closing(HttpTransfer(http, 2, 0.1)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 9999, ())], []))
-        transfer.close()
-        http.close()
     assert type(error) is TransferStalled
 
 
-def test_a_part_that_is_given_up_leaves_no_socket_open() -> None:
+def test_a_given_up_part_leaves_no_socket() -> None:
     """The server says that the connection ends, and the reader stops within the part; an error still refers to it."""
     gc.collect()
     with Peer(raw(b"HTTP/1.0 206 P\r\nContent-Length: 8\r\n\r\n" + b"x" * 8)) as peer:
@@ -541,7 +529,7 @@ def test_a_part_that_is_given_up_leaves_no_socket_open() -> None:
             warnings.simplefilter("always", ResourceWarning)
             connection = PartConnection("127.0.0.1", peer.port, None, 0.3)
             kept: list[object] = [connection.get("/", {}, 8, lambda scratch: scratch[:2])[2]]
-            next(kept[0])  # type: ignore[call-overload]
+            next(kept[0])
             kept.append(kept)  # as the traceback of an error does
             connection.close()
             del connection, kept
@@ -562,20 +550,20 @@ def test_a_burst_does_not_excuse_a_later_trickle(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", ["ssh", "gzip", "redirect", "two lengths", "endless error", "trickling body"])
-def test_a_malformed_answer_to_an_upload_is_an_error_in_a_line(case: str, tmp_path: Path) -> None:
+def test_a_malformed_upload_answer_is_a_line(case: str, tmp_path: Path) -> None:
+    """A malformed answer to an upload is an error in a line."""
     (tmp_path / "file").write_bytes(b"x" * 8)
-    with Peer(ANSWERS[case][0]) as peer, (tmp_path / "file").open("rb") as file:
-        peers.append(peer)
-        http = Http(peer.url)
-        transfer = HttpTransfer(http, 2, 0.3)
+    with (
+        (tmp_path / "file").open("rb") as file,
+        client(ANSWERS[case][0]) as http,
+        closing(HttpTransfer(http, 2, 0.3)) as transfer,
+    ):
         error = refused(lambda: transfer.push("/x/{}".format, file.fileno(), [Part(0, 0, 8, ())], [DIGEST]))
-        transfer.close()
-        http.close()
     assert re.search(ANSWERS[case][2], str(error)), error
 
 
 @pytest.mark.parametrize("case", sorted(ANSWERS.keys() - {name for name in ANSWERS if name.startswith("trickling")}))
-def test_a_malformed_answer_ends_a_fetch_with_a_line(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_answer_ends_a_fetch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_client, "PAUSES_S", (0.0,))
     with Peer(ANSWERS[case][0]) as peer:
         reference = f"atoll-ref://127.0.0.1:{peer.port}/{'1' * 32}?expires=9999999999#{'0' * 32}.{'2' * 64}"

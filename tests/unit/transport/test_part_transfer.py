@@ -132,7 +132,8 @@ def body_of(part: Part) -> bytes:
 
 
 @pytest.mark.parametrize("connections", [1, 3])
-def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver: Receiver, connections: int) -> None:
+def test_parts_arrive_while_others_are_written(tmp_path: Path, receiver: Receiver, connections: int) -> None:
+    """A part arrives before the next one is written."""
     writer = Writer(tmp_path, receiver.url, connections)
     told: list[int] = []
     with writer.pushing(on_bytes=told.append) as pushing:
@@ -146,7 +147,8 @@ def test_a_part_arrives_before_the_next_one_is_written(tmp_path: Path, receiver:
     writer.close()
 
 
-def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer, receiver: Receiver) -> None:
+def test_adding_never_waits(writer: Writer, receiver: Receiver) -> None:
+    """Adding never waits and leaving waits for what was added."""
     receiver.open.clear()
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -155,7 +157,8 @@ def test_adding_never_waits_and_leaving_waits_for_what_was_added(writer: Writer,
     assert pushing.sent == set(range(COUNT))
 
 
-def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiver: Receiver) -> None:
+def test_an_error_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
+    """An error ends the sending and is kept not raised."""
     receiver.answers = {2: [TicketClosed("The round is over.")]}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts[:4])  # over one connection: 3 is in the queue, or not even that, when 2 fails
@@ -167,7 +170,8 @@ def test_an_error_ends_the_sending_and_is_kept_not_raised(writer: Writer, receiv
     assert set(receiver.bodies) == {0, 1, 2}
 
 
-def test_a_part_that_arrives_damaged_is_sent_again_alone(writer: Writer, receiver: Receiver) -> None:
+def test_a_damaged_part_is_sent_again(writer: Writer, receiver: Receiver) -> None:
+    """A part that arrives damaged is sent again alone."""
     receiver.answers = {1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -213,15 +217,21 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
         assert len(writer.parts._idle) == 1
 
 
-def test_a_connection_during_which_another_timed_out_is_not_kept(writer: Writer) -> None:
-    """The network may have lost the connection although the part's answer came: the next part would wait for it."""
+def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
+    """A connection during which another timed out is not kept.
+
+    The network may have lost the connection although the part's answer came: the next part would wait for it.
+    """
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
 
 
-def test_a_connection_that_the_server_has_closed_is_no_failed_attempt(tmp_path: Path) -> None:
-    """Between two rounds a server closes idle connections; the next part then begins with a new one."""
+def test_a_closed_connection_is_no_failure(tmp_path: Path) -> None:
+    """A connection that the server has closed is no failed attempt.
+
+    Between two rounds a server closes idle connections; the next part then begins with a new one.
+    """
     answered = threading.Semaphore(0)
 
     def serve(connection: Connection) -> None:
@@ -298,7 +308,7 @@ class Held:
 
 
 @pytest.mark.covers("P5")
-def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
+def test_a_stall_is_tried_again_while_others_move() -> None:
     held = Held()
     with moves_slowly() as peer, transfer(peer.url, 2.0) as parts:
         parts.pull("/data", DIGESTS, BOTH, [held])
@@ -308,7 +318,8 @@ def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
+def test_a_silent_peer_is_asked_once() -> None:
+    """A peer that says nothing is asked once over each connection."""
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts:
         with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
             parts.pull("/data", DIGESTS, BOTH, [Held()])
@@ -316,9 +327,12 @@ def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_path: Path) -> None:
-    """Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
-    tried again, as the other has moved later; what the buffers take of that does not count."""
+def test_buffers_keep_no_transfer_alive(tmp_path: Path) -> None:
+    """What they take for a silent peer is no progress.
+
+    Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
+    tried again, as the other has moved later; what the buffers take of that does not count.
+    """
     (tmp_path / "file").write_bytes(DATA)
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:
         with pytest.raises(TransferStalled):
@@ -327,8 +341,11 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_
 
 
 @pytest.mark.covers("P5")
-def test_an_upload_that_is_read_very_slowly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour passes before the connection takes the eight bytes of the part."""
+def test_a_slow_upload_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that is read very slowly is given up.
+
+    An hour passes before the connection takes the eight bytes of the part.
+    """
     now_s = [0.0]
     monkeypatch.setattr(answer.time, "monotonic", lambda: now_s[0])
     (tmp_path / "file").write_bytes(b"x" * 8)
@@ -467,10 +484,13 @@ def push_while_written(parts: HttpTransfer, fd: int) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
-def test_after_ctrl_c_nothing_is_sent_any_more(
+def test_ctrl_c_stops_sending(
     tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
-    """Guards against a pool that is left before its threads are: they sent what was opened under its file's number."""
+    """After Ctrl-C, nothing is sent any more.
+
+    Guards against a pool that is left before its threads are: they sent what was opened under its file's number.
+    """
     fd = opened(tmp_path / "outbox.bin", b"update\n")
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)
@@ -483,14 +503,17 @@ def test_after_ctrl_c_nothing_is_sent_any_more(
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
-def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
+def test_a_second_ctrl_c_harms_no_sender(
     tmp_path: Path,
     peer: StandingStill,
     parts: HttpTransfer,
     monkeypatch: pytest.MonkeyPatch,
     push: Callable[[HttpTransfer, int], None],
 ) -> None:
-    """The worst of moments: before any connection was cut."""
+    """A second Ctrl-C leaves threads that send the outbox alone.
+
+    The worst of moments: before any connection was cut.
+    """
     fd = opened(tmp_path / "outbox.bin", b"update\n")
 
     def interrupted(*_: object, **__: object) -> None:
@@ -514,7 +537,8 @@ def test_a_second_ctrl_c_leaves_threads_that_send_the_outbox_alone(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStill, parts: HttpTransfer) -> None:
+def test_ctrl_c_stops_asking(peer: StandingStill, parts: HttpTransfer) -> None:
+    """After Ctrl-C in a pull, nothing is asked for any more."""
     with ctrl_c_when(lambda: peer.accepted == 2):
         parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LARGE_LAYOUT.parts), LARGE_LAYOUT.parts, [])
     assert left_behind() == []
@@ -522,8 +546,11 @@ def test_after_ctrl_c_in_a_pull_nothing_is_asked_for_any_more(peer: StandingStil
     assert peer.accepted == 2
 
 
-def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None:
-    """A peer that takes the connection and never answers the TLS handshake."""
+def test_a_connecting_socket_can_be_cut(peer: StandingStill) -> None:
+    """A connection is cut while it is being made.
+
+    A peer that takes the connection and never answers the TLS handshake.
+    """
     connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(connection.get, "/", {}, 0)
@@ -536,7 +563,8 @@ def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None
     connection.close()
 
 
-def test_a_descriptor_names_its_file_while_it_is_in_use(tmp_path: Path) -> None:
+def test_a_used_descriptor_names_its_file(tmp_path: Path) -> None:
+    """A descriptor names its file while it is in use."""
     fd = opened(tmp_path / "file", b"mine")
     file = Descriptor(fd)
     with file.used() as number:
@@ -578,7 +606,9 @@ def test_after_a_timeout_calls_have_new_connections() -> None:
         assert len(peer.connections) == 4
 
 
-def test_after_a_timeout_the_next_transfer_has_the_whole_idle_timeout_until_one_is_complete() -> None:
+def test_a_timeout_renews_the_idle_timeout() -> None:
+    """After a timeout, the next transfer has the whole idle timeout, until one is complete."""
+
     def answer(connection: Connection, request: Request) -> None:
         if len(peer.requests) not in (1, 4):
             peer.ended.wait(60)
@@ -595,14 +625,16 @@ def test_after_a_timeout_the_next_transfer_has_the_whole_idle_timeout_until_one_
                 parts.read("/5", 9)
 
 
-def test_the_error_of_a_call_has_the_network_error_as_its_cause() -> None:
+def test_a_calls_error_has_its_cause() -> None:
+    """The error of a call has the network error as its cause."""
     with contextlib.closing(Http(f"http://127.0.0.1:{free_port()}")) as http:
         with pytest.raises(ServerUnreachable) as told:
             http.reach(routes.HEALTH, timeout_s=10.0)
     assert told.value.__cause__ is not None
 
 
-def test_the_error_of_a_transfer_has_the_network_error_as_its_cause(tmp_path: Path) -> None:
+def test_a_transfers_error_has_its_cause(tmp_path: Path) -> None:
+    """The error of a transfer has the network error as its cause."""
     writer = Writer(tmp_path, f"http://127.0.0.1:{free_port()}")
     part = LAYOUT.parts[0]
     with contextlib.closing(writer), pytest.raises(ServerUnreachable) as told:
@@ -621,7 +653,8 @@ def test_the_error_of_a_transfer_has_the_network_error_as_its_cause(tmp_path: Pa
     ],
     ids=["temporary", "given"],
 )
-def test_a_full_disk_is_named_with_the_way_to_another_folder(folder: Path | None, where: str, remedy: str) -> None:
+def test_a_full_disk_names_another_folder(folder: Path | None, where: str, remedy: str) -> None:
+    """A full disk is named with the way to another folder."""
     error = unnamed_file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
     assert isinstance(error, DiskFull)
     assert error.message == f"The disk of {where} is full."

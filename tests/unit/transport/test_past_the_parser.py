@@ -70,7 +70,6 @@ class Host:
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
         self.bypassed.append(front.body_bytes > 0)
         try:
             return await self._take(request, self)
@@ -242,7 +241,7 @@ def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: 
     assert host.bypassed == [True] * 3
 
 
-def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp_path: Path) -> None:
+def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
     host = Host(tmp_path, keep, 10, content_of(2 * CHUNK_BYTES))
 
     both = head(b"GET", b"/file") + part(content_of(10))
@@ -250,14 +249,15 @@ def test_requests_that_come_behind_one_another_at_once_are_answered_in_order(tmp
     assert host.bypassed == [True, True]
 
 
-def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
-    """40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16."""
+def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
+    """Nothing of a part is read before its turn.
+
+    40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16.
+    """
     seen: list[tuple[int, int, bool]] = []
 
     async def wait(request: web.Request, host: Host) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
-        assert request.transport is not None
         before, port = front.body_bytes, request.transport.get_extra_info("sockname")[1]
         arrived.set()
         await sent_all.wait()
@@ -288,14 +288,15 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
     assert seen == [(3033, 3033, False)]
 
 
-def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
-    """The end of a part says nothing about what aiohttp can take."""
+def test_held_back_bytes_stay_so(tmp_path: Path) -> None:
+    """What aiohttp holds back stays held back after a part.
+
+    The end of a part says nothing about what aiohttp can take.
+    """
     reading: list[bool] = []
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
         front, transport = interceptor_of(request), request.transport
-        assert front is not None
-        assert transport is not None
         front._body_left, front._early = 0, b""
         transport.pause_reading()
         front.end_part()
@@ -308,7 +309,8 @@ def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) ->
     assert reading == [False, True]
 
 
-def test_after_any_other_request_the_connection_is_a_passes(tmp_path: Path) -> None:
+def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
+    """After any other request, the connection passes bytes to aiohttp."""
     host = Host(tmp_path, keep, 3001)
 
     smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body
@@ -323,10 +325,8 @@ def test_after_any_other_request_the_connection_is_a_passes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
-def test_line_ends_that_are_not_http_are_left_to_aiohttp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
-) -> None:
-    """It says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+def test_odd_line_ends_are_left_to_aiohttp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    """aiohttp says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
     monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
     host = Host(tmp_path, keep)
 
@@ -338,7 +338,7 @@ def test_line_ends_that_are_not_http_are_left_to_aiohttp(
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
+def test_a_large_head_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
     """However it arrives."""
     host = Host(tmp_path, keep, 3001)
     lines = [b"X-%d: %s" % (index, b"y" * 1000) for index in range(20)]
@@ -371,7 +371,8 @@ def test_a_head_that_is_too_large_is_left_to_aiohttp(tmp_path: Path, together: b
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_refused_part_is_read_away_and_the_connection_goes_on(tmp_path: Path, together: bool) -> None:
+def test_a_refused_part_is_read_away(tmp_path: Path, together: bool) -> None:
+    """A refused part is read away and the connection goes on."""
     host = Host(tmp_path, refuse)
     sent = part(content_of(200_000))
     end = sent.index(b"\r\n\r\n") + 4
@@ -384,7 +385,9 @@ def test_a_refused_part_is_read_away_and_the_connection_goes_on(tmp_path: Path, 
     )
 
 
-def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: Path) -> None:
+def test_a_failing_sink_spares_the_connection(tmp_path: Path) -> None:
+    """A sink that fails within a part leaves the connection usable."""
+
     class Full(Exception):
         pass
 
@@ -408,7 +411,7 @@ def test_a_sink_that_fails_within_a_part_leaves_the_connection_usable(tmp_path: 
     talk(host, (part(content_of(50_000)) + head(b"GET", b"/file"), [(507, b"full"), (200, b"file")]))
 
 
-def test_a_client_that_leaves_within_a_part_ends_it(tmp_path: Path) -> None:
+def test_a_leaving_client_ends_its_part(tmp_path: Path) -> None:
     host = Host(tmp_path, keep, 5000)
 
     async def story(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -444,27 +447,31 @@ def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_withholds_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that withholds the rest of a refused part is ended."""
     monkeypatch.setattr(request_body, "DISCARD_S", 0.05)
     talk(Host(tmp_path, refuse, 5000), (part(content_of(5000))[:2000], [(409, b"refused")]), ends=True)
 
 
-def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
-    """Whatever makes the transport read again: a body with a hole in it is not received."""
+def test_a_part_read_elsewhere_is_broken_off(tmp_path: Path) -> None:
+    """A part of which something else has read is broken off.
+
+    Whatever makes the transport read again: a body with a hole in it is not received.
+    """
 
     async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
         front = interceptor_of(request)
-        assert front is not None
         front.data_received(b"x")
         return await keep(request, host)
 
     talk(Host(tmp_path, meddle, 3001), (part(content_of(3001)), []), ends=True)
 
 
-def test_a_reader_that_once_fell_behind_may_be_idle_later() -> None:
-    """Guards against a look after the reader that goes on when all is written: it would find nothing moving."""
+def test_a_once_slow_reader_may_idle() -> None:
+    """A reader that once fell behind may be idle later.
+
+    Guards against a look after the reader that goes on when all is written: it would find nothing moving.
+    """
 
     async def main() -> None:
         transport, front = Plain(), BodyInterceptor(asyncio.Protocol(), idle_timeout_s=0.01)
@@ -493,10 +500,11 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
     run(host, story)
 
 
-def test_bytes_that_the_transport_still_has_are_not_overwritten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From Python 3.12 on, asyncio queues the memory that it is given; before, it copied what it could not send."""
+def test_bytes_in_the_transport_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that the transport still has are not overwritten.
+
+    From Python 3.12 on, asyncio queues the memory that it is given; before, it copied what it could not send.
+    """
     content = bytes(range(256)) * 64
     (tmp_path / "file").write_bytes(content)
     monkeypatch.setattr(serve_range, "RUN_BYTES", 1000)
@@ -509,8 +517,7 @@ def test_bytes_that_the_transport_still_has_are_not_overwritten(
 
     async def main() -> None:
         request = make_mocked_request("GET", "/")
-        assert request.transport is not None
-        request.transport.get_write_buffer_size.side_effect = lambda: 1  # type: ignore[attr-defined]
+        request.transport.get_write_buffer_size.side_effect = lambda: 1
         with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("rb") as file:
             await serve_file(
                 request,
@@ -529,10 +536,11 @@ def test_bytes_that_the_transport_still_has_are_not_overwritten(
 
 @pytest.mark.covers("F24")
 @pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
-def test_slow_headers_hold_up_no_others_and_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes
-) -> None:
-    """500 connections that never finish a head; requests between them are answered; then they are closed."""
+def test_slow_headers_hold_up_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    """Slow headers hold up no others and are ended.
+
+    500 connections that never finish a head; requests between them are answered; then they are closed.
+    """
     host = Host(tmp_path, keep, 3001)
 
     async def main() -> None:
@@ -558,8 +566,11 @@ def test_slow_headers_hold_up_no_others_and_are_ended(
     asyncio.run(main())
 
 
-def test_a_turn_ends_after_its_slice_however_much_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against one fast peer that keeps a pool thread for its whole part."""
+def test_a_turn_ends_after_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn ends after its slice however much there is.
+
+    Guards against one fast peer that keeps a pool thread for its whole part.
+    """
     ours, theirs = socket.socketpair()
     front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
     front._body_left = 100

@@ -12,6 +12,8 @@ from kit.requests import get
 
 import atoll
 
+pytestmark = pytest.mark.covers("P2")
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
@@ -97,7 +99,6 @@ def written(text: str, size: int) -> str:
     return text.format(last=size - 1, size=size, beyond=size + 1000)
 
 
-@pytest.mark.covers("P2")
 @pytest.mark.parametrize("case", SATISFIED)
 def test_sends_the_range_that_was_asked_for(version: Version, case: str) -> None:
     text, start, stop = SATISFIED[case]
@@ -110,25 +111,26 @@ def test_sends_the_range_that_was_asked_for(version: Version, case: str) -> None
     assert (headers["ETag"], headers["Accept-Ranges"]) == (version.etag, "bytes")
 
 
-@pytest.mark.covers("P2")
 @pytest.mark.parametrize("case", IGNORED)
-def test_sends_the_whole_file_where_the_range_is_malformed_or_of_several(version: Version, case: str) -> None:
+def test_odd_ranges_get_the_whole_file(version: Version, case: str) -> None:
+    """Sends the whole file where the range is malformed or of several."""
     text = IGNORED[case].encode("utf-8").decode("latin-1")  # as bytes on the wire
     status, body, headers = version.get(Range=text)
     assert (status, body == version.content) == (200, True)
     assert "Content-Range" not in headers
 
 
-@pytest.mark.covers("P2")
 @pytest.mark.parametrize("case", UNSATISFIABLE)
-def test_refuses_a_range_without_a_byte_of_the_file(version: Version, case: str) -> None:
+def test_refuses_an_empty_range(version: Version, case: str) -> None:
+    """Refuses a range without a byte of the file."""
     size = len(version.content)
     status, _, headers = version.get(Range=written(UNSATISFIABLE[case], size))
     assert (status, headers["Content-Range"]) == (416, f"bytes */{size}")
 
 
-@pytest.mark.covers("P2")
-def test_if_range_asks_for_the_whole_file_where_it_is_another_one(version: Version) -> None:
+def test_another_file_ignores_if_range(version: Version) -> None:
+    """If-Range asks for the whole file where it is another one."""
+
     def status(condition: str, text: str = "bytes=0-9") -> int:
         found, body, _ = version.get(Range=text, If_Range=condition)
         assert body == (version.content[:10] if found == 206 else version.content)
@@ -142,7 +144,6 @@ def test_if_range_asks_for_the_whole_file_where_it_is_another_one(version: Versi
     assert status('"other"', f"bytes={10**18}-") == 200  # where the condition fails, the range does not count
 
 
-@pytest.mark.covers("P2")
 @pytest.mark.parametrize("text", ["bytes=0-", "bytes=0-0", "bytes=-5", "bytes=-0", "bytes=1-"])
 def test_an_empty_file_has_no_range(text: str) -> None:
     from atoll.transport.serve_range import RangeNotSatisfiable, parse_range

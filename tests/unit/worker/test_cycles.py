@@ -25,7 +25,8 @@ def ends(steps: str, optimizers: str = "AB") -> list[int]:
         ("AAABAABAAB", [0, 0, 0, 1, 0, 0, 0, 0, 0, 2]),
     ],
 )
-def test_a_cycle_ends_when_all_have_stepped_as_often_as_before(steps: str, expected: list[int]) -> None:
+def test_a_cycle_ends_with_the_last_step(steps: str, expected: list[int]) -> None:
+    """A cycle ends when all have stepped as often as before."""
     assert ends(steps) == expected
 
 
@@ -34,18 +35,22 @@ def test_a_cycle_of_three_ends_in_any_order() -> None:
         assert ends(4 * order, "ABC") == 4 * [0, 0, 1]
 
 
-def test_an_optimizer_that_stops_is_not_waited_for_any_longer() -> None:
+def test_stopped_optimizers_are_not_awaited() -> None:
     """B steps twice; after A's step number PATIENCE_STEPS without it, each further step of A is a cycle."""
     found = ends("ABAB" + 2 * PATIENCE_STEPS * "A")
     assert found[:4] == [0, 1, 0, 1]
     assert found[4:] == (1 + PATIENCE_STEPS) * [0] + (PATIENCE_STEPS - 1) * [1]
 
 
-def test_an_optimizer_that_never_steps_is_not_waited_for_for_ever() -> None:
+def test_idle_optimizers_are_not_awaited() -> None:
+    """An optimizer that never steps is not waited for for ever."""
     assert sum(ends(2 * PATIENCE_STEPS * "A")) == PATIENCE_STEPS - 1
 
 
-def test_optimizers_that_step_at_random_end_cycles_all_the_time() -> None:
-    """As those of experts: each is missing now and then, and no cycle waits for one that does not come."""
+def test_random_steps_end_cycles() -> None:
+    """Optimizers that step at random end cycles all the time.
+
+    As those of experts: each is missing now and then, and no cycle waits for one that does not come.
+    """
     found = ends("ABCD" + "AB" + "ACD" + "AD" + "ABC" + "ABD" + "AC" + "ABCD" + "A", "ABCD")
     assert sum(found) >= 7

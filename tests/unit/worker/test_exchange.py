@@ -61,10 +61,12 @@ def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
 
 
 @pytest.mark.covers("L25")
-def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(place: Participation) -> None:
-    """Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest."""
+def test_an_advanced_base_is_another_version(place: Participation) -> None:
+    """A base that was advanced is not taken for the version it was.
+
+    Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest.
+    """
     ticket = place.exchange.ask().ticket
-    assert ticket is not None
     tensors = named_tensors(nn.Linear(8, 4))[0]
     place.exchange.pull(ticket.base, tensors)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -77,9 +79,12 @@ def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(place: Par
 
 
 @pytest.mark.covers("L10")
-def test_a_lost_lease_is_taken_anew_once_however_many_notice(place: Participation) -> None:
-    """Guards against `rejoin` without the comparison: heartbeat and transfers would void each
-    other's lease for ever."""
+def test_a_lost_lease_is_taken_once(place: Participation) -> None:
+    """A lost lease is taken anew once however many notice.
+
+    Guards against `rejoin` without the comparison: heartbeat and transfers would void each
+    other's lease for ever.
+    """
     lost = place.session.http.lease
     for _ in range(3):
         place.session.rejoin(lost)
@@ -88,8 +93,11 @@ def test_a_lost_lease_is_taken_anew_once_however_many_notice(place: Participatio
 
 
 @pytest.mark.covers("L10", "F19")
-def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Server, place: Participation) -> None:
-    """Guards against taking it for that of a process that another one has replaced: that would end this one."""
+def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participation) -> None:
+    """A late request under the worker's own old lease ends no worker.
+
+    Guards against taking it for that of a process that another one has replaced: that would end this one.
+    """
     late = Http(server.url)
     late.lease = place.session.http.lease
     place.session.rejoin(late.lease)
@@ -100,10 +108,11 @@ def test_a_late_request_under_its_own_old_lease_ends_no_worker(server: atoll.Ser
 
 
 @pytest.mark.covers("L10")
-def test_two_threads_that_find_the_lease_lost_at_once_join_once(
-    place: Participation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against `rejoin` without its lock: the second would see the old lease while the first still joins."""
+def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that find the lease lost at once join once.
+
+    Guards against `rejoin` without its lock: the second would see the old lease while the first still joins.
+    """
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
 
@@ -118,8 +127,11 @@ def test_two_threads_that_find_the_lease_lost_at_once_join_once(
 
 
 @pytest.mark.covers("F3", "L10")
-def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(place: Participation) -> None:
-    """What an attempt before sent under the same ticket, and what has been formed anew since."""
+def test_other_bytes_are_not_ours(place: Participation) -> None:
+    """A part of other bytes at the server is not taken for ours.
+
+    What an attempt before sent under the same ticket, and what has been formed anew since.
+    """
     ticket = formed(place)
     push(place)
     digests = [bytes.fromhex(text) for text in note_of(place).part_digests]
@@ -128,8 +140,8 @@ def test_a_part_of_other_bytes_at_the_server_is_not_taken_for_ours(place: Partic
 
 
 @pytest.mark.covers("F3")
-def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against `write_note` that writes into the note itself."""
+def test_a_note_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note is replaced whole or not at all. Guards against `write_note` that writes into the note itself."""
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
     base_and_outbox.write_note(path, note)
@@ -145,14 +157,13 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.covers("F41")
-def test_a_base_that_is_what_its_note_says_is_read_once_and_not_pulled(
-    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_noted_base_is_not_pulled(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base that is what its note says is read once and not pulled."""
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         next(iter(worker)).load_into(nn.Linear(8, 4))
     digest, read = ScratchFile.digest, []
 
-    def counted(self, part):  # type: ignore[no-untyped-def]
+    def counted(self, part):
         read.append(part.index)
         return digest(self, part)
 
@@ -171,14 +182,13 @@ def feeding_back(folder: Path) -> atoll.Server:
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, adopted: bool) -> None:
+def test_an_advanced_base_has_local_progress(tmp_path: Path, adopted: bool) -> None:
     """The update counted, and the worker goes on from its own weights: 0.4 is sent once more, not 0.8.
 
     Whether it had heard that the update counted before it lost the server, or not.
     """
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
-        assert reply.ticket is not None
         weights = {"w": torch.zeros(2)}
         place.exchange.pull(reply.ticket.base, weights)
         weights["w"] -= torch.tensor([127.0, 0.4])
@@ -198,8 +208,11 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, a
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
 
 
-def test_adopts_what_an_earlier_update_left_before_it_forms_the_next(tmp_path: Path) -> None:
-    """Tickets that came by `ask`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
+def test_adopts_an_earlier_update_first(tmp_path: Path) -> None:
+    """Adopts what an earlier update left before it forms the next.
+
+    Tickets that came by `ask`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1.
+    """
 
     def move_(tensors: dict[str, Tensor]) -> None:
         tensors["w"] -= torch.tensor([127.0, 0.4])
@@ -210,15 +223,15 @@ def test_adopts_what_an_earlier_update_left_before_it_forms_the_next(tmp_path: P
             place.exchange.deliver()
         weights = {"w": torch.zeros(2)}
         ticket = place.exchange.ask().ticket
-        assert ticket is not None
         place.exchange.pull(ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
 
 
-def test_a_kill_while_an_update_gets_another_ticket_leaves_the_residual_with_the_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending."""
+def test_a_kill_leaves_the_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill while an update gets another ticket leaves the residual with the update.
+
+    Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending.
+    """
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         formed(place, lambda tensors: tensors["w"].sub_(torch.tensor([127.0, 0.4])))
         residuals, again = place.exchange.local.residuals, replace(note_of(place), ticket=7)
@@ -244,11 +257,13 @@ def test_a_kill_while_an_update_gets_another_ticket_leaves_the_residual_with_the
 
 
 @pytest.mark.covers("F30")
-def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_moves(tmp_path: Path) -> None:
-    """Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas."""
+def test_another_layout_is_refused_first(tmp_path: Path) -> None:
+    """A layout or schema that is not the server's is refused before a byte moves.
+
+    Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
-        assert ticket is not None
         tensors = named_tensors(nn.Linear(2, 1))[0]
         place.exchange.pull(ticket.base, tensors)
         with pytest.raises(VersionSkew, match="another file layout"):
@@ -279,7 +294,7 @@ class Late:
         self._place, self._ticket, self._times = place, ticket, times
         self._sockets: list[socket.socket] = []
         self._post = place.session.http.post
-        place.session.http.post = self._posted  # type: ignore[method-assign]
+        place.session.http.post = self._posted
 
     def _posted(self, path: str, *args: Any, **more: Any) -> Any:
         if path == routes.COMPLETE.format(ticket=self._ticket):
@@ -302,7 +317,8 @@ class Late:
 
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
-def test_a_part_that_a_late_attempt_undid_is_sent_again_alone(large_place: Participation, times: int) -> None:
+def test_an_undone_part_is_sent_again(large_place: Participation, times: int) -> None:
+    """A part that a late attempt undid is sent again alone."""
     late = Late(large_place, formed(large_place).id, times)
     assert isinstance(large_place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
@@ -394,8 +410,11 @@ def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, 
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
-def test_an_asynchronous_run_takes_a_forgotten_update_against_its_head(mode: str, sent: bool) -> None:
-    """Where the server had acknowledged it; one that never came is part of what is local."""
+def test_async_runs_take_forgotten_updates(mode: str, sent: bool) -> None:
+    """An asynchronous run takes a forgotten update against its head.
+
+    Where the server had acknowledged it; one that never came is part of what is local.
+    """
     ticket = ticket_from(2, B)
     again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda _: LOST)
     assert (again and again.base_version) == (2 if mode == "async" and sent else None)
@@ -413,9 +432,10 @@ def quiet_server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def test_however_often_the_state_changes_heartbeats_keep_their_distance(
+def test_heartbeats_keep_their_distance(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However often the state changes, heartbeats keep their distance."""
     monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
     sent: list[float] = []
     send = Session._send_heartbeat
@@ -438,10 +458,13 @@ def test_however_often_the_state_changes_heartbeats_keep_their_distance(
 
 
 @pytest.mark.covers("L13")
-def test_a_server_that_stands_still_is_left_soon(
+def test_a_silent_server_is_left_soon(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence."""
+    """A server that stands still is left soon.
+
+    Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence.
+    """
     monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
     with Proxy(int(quiet_server.url.rpartition(":")[2])) as proxy:
         place = take_part(proxy.url, "a", folder=tmp_path / "w")

@@ -27,7 +27,8 @@ ROUNDS = 4
 
 
 @pytest.mark.covers("L7")
-def test_takes_the_lowest_round_first_and_of_those_the_first_fragment() -> None:
+def test_takes_the_lowest_round_first() -> None:
+    """Takes the lowest round first and of those the first fragment."""
     order = FragmentOrder(SyncRules(every=6, fragments=3))
     assert order.pick([Candidate(1), Candidate(1), Candidate(1)]) == 0
     assert order.pick([Candidate(2), Candidate(1), Candidate(1)]) == 1
@@ -36,7 +37,8 @@ def test_takes_the_lowest_round_first_and_of_those_the_first_fragment() -> None:
 
 
 @pytest.mark.covers("L7")
-def test_takes_the_cycle_where_rounds_wait_for_no_worker() -> None:
+def test_cycles_wait_for_no_worker() -> None:
+    """Takes the cycle where rounds wait for no worker."""
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False), first=1)
     assert order.pick([Candidate(1), Candidate(9), Candidate(1)]) == 1
     order.took(1)
@@ -45,7 +47,8 @@ def test_takes_the_cycle_where_rounds_wait_for_no_worker() -> None:
 
 
 @pytest.mark.covers("L7")
-def test_takes_the_rounds_that_wait_first_in_an_asynchronous_run_that_begins_with_some() -> None:
+def test_async_runs_take_waiting_rounds_first() -> None:
+    """Takes the rounds that wait first in an asynchronous run that begins with some."""
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False, sync_rounds_first=2), first=0)
     assert order.pick([Candidate(3), Candidate(3), Candidate(2)]) == 2
     assert order.pick([Candidate(3), Candidate(3), Candidate(3)]) == 0
@@ -53,8 +56,11 @@ def test_takes_the_rounds_that_wait_first_in_an_asynchronous_run_that_begins_wit
 
 @pytest.mark.covers("L6", "L18")
 @pytest.mark.parametrize(("local_steps", "expected"), [((0, 0), 3), ((4, 0), 2), ((4, 2), 1), ((1, 1), 1)])
-def test_turns_are_a_share_of_the_local_steps_apart(local_steps: tuple[int, int], expected: int) -> None:
-    """H = 6 over K = 2 fragments: 3 steps; with H_w = 4: 2; never less than one."""
+def test_turns_are_a_share_apart(local_steps: tuple[int, int], expected: int) -> None:
+    """Turns are a share of the local steps apart.
+
+    H = 6 over K = 2 fragments: 3 steps; with H_w = 4: 2; never less than one.
+    """
     places = [Candidate(1, local_steps=steps) for steps in local_steps]
     assert FragmentOrder(SyncRules(every=6, fragments=2)).steps_between(places) == expected
 
@@ -157,7 +163,8 @@ def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.Log
 
 
 @pytest.mark.covers("X4")
-def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_line_has_the_interruption(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """The last line says how long a transfer was interrupted."""
     bar = TransferProgress("a: submitting", 4 * MB, clock=clock)
     bar.resume()  # as it is called before the first attempt, too
     move(bar, clock, 2)
@@ -169,7 +176,8 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
 
 
 @pytest.mark.covers("X4")
-def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
+def test_a_workers_state_is_in_words() -> None:
+    """What a worker does in a run is said in words."""
     info = messages.RunInfo.model_construct(codec=ReceivedName("bf16"), fragments=1)
     assert in_words(info, 60) == "H = 60, codec bf16"
     more = {
@@ -186,8 +194,11 @@ def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
 
 
 @pytest.mark.covers("X4")
-def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is resumed where a single part was sent again: there the window does it."""
+def test_a_long_stall_leaves_no_mark(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """A part that stalled for long leaves no mark either.
+
+    Nothing is resumed where a single part was sent again: there the window does it.
+    """
     bar = TransferProgress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 5)
     clock.now_s += 60.0
@@ -200,8 +211,11 @@ def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog
 
 
 @pytest.mark.covers("P10")
-def test_failures_of_ever_new_peers_are_not_remembered_without_end(caplog: pytest.LogCaptureFixture) -> None:
-    """The same failure of a peer is said once, until a thousand other peers have failed since."""
+def test_failures_of_peers_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """Failures of ever new peers are not remembered without end.
+
+    The same failure of a peer is said once, until a thousand other peers have failed since.
+    """
     caplog.set_level(logging.INFO, "atoll")
     troubles = Troubles()
     for of in ("a", "a", *range(MOST_TROUBLES - 1), "a", *range(MOST_TROUBLES, 2 * MOST_TROUBLES), "a"):
@@ -217,9 +231,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == "atoll" and record.levelno == logging.WARNING]
 
 
-def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turns(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_outages_are_logged_again_later(caplog: pytest.LogCaptureFixture) -> None:
+    """Logs an outage again after some minutes with the number of skipped turns."""
     caplog.set_level("INFO", "atoll")
     now_s = [0.0]
     outage = Outage(lambda: now_s[0])

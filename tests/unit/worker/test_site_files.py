@@ -39,8 +39,11 @@ def one_run(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.covers("D4")
-def test_no_process_begins_in_a_folder_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder itself is locked until it is gone, and the file that names the lock goes last."""
+def test_no_process_begins_in_a_vanishing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process begins in a folder that is being removed.
+
+    The folder itself is locked until it is gone, and the file that names the lock goes last.
+    """
     first = one_run(tmp_path, "first")
     unlink, removed = os.unlink, []
 
@@ -60,10 +63,11 @@ def test_no_process_begins_in_a_folder_that_is_being_removed(tmp_path: Path, mon
         assert first.exists()
 
 
-def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Guards against holding the lock of a file that is no longer there, beside a process that holds the new one."""
+def test_takes_a_lock_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a lock anew when its folder is removed at that moment.
+
+    Guards against holding the lock of a file that is no longer there, beside a process that holds the new one.
+    """
     folder = tmp_path / "a" / "run"
     flock, removals = fcntl.flock, iter([True])
 
@@ -80,7 +84,8 @@ def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
             pass
 
 
-def test_a_forked_child_closes_its_copies_of_locks_and_no_other_file(tmp_path: Path) -> None:
+def test_forked_children_close_locks(tmp_path: Path) -> None:
+    """A forked child closes its copies of locks and no other file."""
     with locked(tmp_path, "a"):
         pass
     theirs, ours = socket.socketpair()  # `theirs` gets the number that the lock had
@@ -116,10 +121,11 @@ def test_a_forked_child_closes_its_copies_of_locks_and_no_other_file(tmp_path: P
     ],
     ids=["whole", "first-of-two", "second-of-two"],
 )
-def test_files_of_another_number_of_ranks_go_each_by_one_rank(
-    tmp_path: Path, share: tuple[int, int] | None, stays: set[str]
-) -> None:
-    """Whole, two ranks and three, in an earlier run and in this one; what a rank leaves, another one takes."""
+def test_ranks_take_other_numbers_files(tmp_path: Path, share: tuple[int, int] | None, stays: set[str]) -> None:
+    """Files of another number of ranks go each by one rank.
+
+    Whole, two ranks and three, in an earlier run and in this one; what a rank leaves, another one takes.
+    """
     homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
     for each in (tmp_path / "a" / f"{home}{run}" for home in homes for run in ("old", "run")):
         each.mkdir(parents=True)
@@ -141,10 +147,11 @@ MODEL = Schema.build([TensorSpec("w", "F32", (1,)), TensorSpec("frozen", "F32", 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
-def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
-    tmp_path: Path, how: str, became: str, left: list[float]
-) -> None:
-    """A power loss takes the file that was written last, and mostly the update with it."""
+def test_a_lost_update_matters_when_counted(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
+    """What is lost of a pending update matters only where it counted.
+
+    A power loss takes the file that was written last, and mostly the update with it.
+    """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.close()
@@ -192,9 +199,7 @@ SINCE = pytest.mark.parametrize("restarted", [False, True], ids=["running", "res
 
 
 @SINCE
-def test_a_server_that_went_back_takes_it_along(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
-) -> None:
+def test_a_site_goes_back_with_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool) -> None:
     """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
     mine = again = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -212,10 +217,11 @@ def test_a_server_that_went_back_takes_it_along(
     again.close()
 
 
-def test_what_is_left_after_a_take_back_is_of_the_update_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left."""
+def test_a_take_back_leaves_the_last_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What is left after a take back is of the update before.
+
+    Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left.
+    """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.adopt_if_counted(outcome("counted"))
@@ -226,9 +232,8 @@ def test_what_is_left_after_a_take_back_is_of_the_update_before(
     mine.close()
 
 
-def test_a_kill_while_an_update_is_formed_again_is_not_called_a_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_forming_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A kill while an update is formed again is not called a damage."""
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.begin()
@@ -243,9 +248,8 @@ def test_a_kill_while_an_update_is_formed_again_is_not_called_a_damage(
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
-def test_only_what_the_site_left_in_this_run_undamaged_is_believed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
-) -> None:
+def test_only_own_undamaged_files_are_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """Only what the site left in this run undamaged is believed."""
     counted_residuals(tmp_path / "w").close()
     path = tmp_path / "w" / "residual-1.bin"
     if case == "no note":
@@ -278,8 +282,11 @@ def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
         file.close()
 
 
-def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path) -> None:
-    """Two updates that count: the first sets both tensors, the second one of them, where the files take turns."""
+def test_unset_tensors_stay(tmp_path: Path) -> None:
+    """A tensor of which an update sets nothing stays as it is.
+
+    Two updates that count: the first sets both tensors, the second one of them, where the files take turns.
+    """
     state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
         state.begin()
@@ -316,13 +323,8 @@ MOMENTUM = "atoll.momentum.w"
         pytest.param(Counted(), 0.0, 0.0, id="no-update"),
     ],
 )
-def test_the_state_steps_back_with_the_server(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    restarted: bool,
-    last: Counted,
-    value: float,
-    counts_again: float,
+def test_state_steps_back_with_the_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool, last: Counted, value: float, counts_again: float
 ) -> None:
     """Update 2 is lost and may be sent again; without any update, the state is zero."""
     state = counted_state(tmp_path)
@@ -338,8 +340,11 @@ def test_the_state_steps_back_with_the_server(
 
 
 @pytest.mark.covers("S2")
-def test_the_state_before_an_update_belongs_to_one_update_only(tmp_path: Path) -> None:
-    """Another update from version 0, which a restored server has counted, did not leave this state."""
+def test_earlier_state_has_one_update(tmp_path: Path) -> None:
+    """The state before an update belongs to one update only.
+
+    Another update from version 0, which a restored server has counted, did not leave this state.
+    """
     state = counted_state(tmp_path)
     assert state.last_updates == [
         Counted(base_version=1, digest="2" * 64),
@@ -351,10 +356,11 @@ def test_the_state_before_an_update_belongs_to_one_update_only(tmp_path: Path) -
 
 
 @pytest.mark.covers("S2", "F41")
-def test_a_state_that_may_start_from_zero_is_checked_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From then on, zero is the state after the update that the server named: damage to it is noticed."""
+def test_new_states_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that may start from zero is checked like any other.
+
+    From then on, zero is the state after the update that the server named: damage to it is noticed.
+    """
     state = counted_state(tmp_path)
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     state.follow(Counted(base_version=7, digest="9" * 64))
@@ -370,11 +376,13 @@ def test_a_state_that_may_start_from_zero_is_checked_like_any_other(
 # -- the difference between two versions
 
 
-def test_of_a_difference_only_what_is_missing_is_downloaded_again(tmp_path: Path) -> None:
-    """Its first part arrived; the process goes on, starts again, or has lost the file meanwhile."""
+def test_only_missing_differences_are_downloaded(tmp_path: Path) -> None:
+    """Of a difference, only what is missing is downloaded again.
+
+    Its first part arrived; the process goes on, starts again, or has lost the file meanwhile.
+    """
     schema = Schema.build([TensorSpec(name, "F32", (2**14,)) for name in "abc"])
     downlink = Downlink.of(file_layout(schema.tensors, b"", 2**16), OwnName("bf16"), {})
-    assert downlink is not None
     file = DeltaFile(tmp_path, downlink)
     first, *rest = every = [part for part in downlink.parts if part.nbytes]
     file.write(first.start, memoryview(b"\1" * first.nbytes))

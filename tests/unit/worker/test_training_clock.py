@@ -16,8 +16,11 @@ class Time:
         return self.now_s
 
 
-def test_time_is_training_or_waiting_and_begins_anew_with_each_update() -> None:
-    """3 s of training, 2 s of waiting, 5 s of training: 8 and 2. Then 1 s of each, the wait still under way."""
+def test_each_update_begins_its_own_time() -> None:
+    """Time is training or waiting and begins anew with each update.
+
+    3 s of training, 2 s of waiting, 5 s of training: 8 and 2. Then 1 s of each, the wait still under way.
+    """
     time = Time()
     clock = TrainingClock(time)
     time.now_s += 3

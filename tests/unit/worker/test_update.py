@@ -84,7 +84,8 @@ def is_described_by(outbox: Outbox, formed: Formed) -> bool:
     return (formed.part_digests, formed.digest) == (parts, outbox.layout.blob_id(parts))
 
 
-def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Path) -> None:
+def test_params_travel_as_differences(tmp_path: Path) -> None:
+    """Params travel as base minus local and buffers as they are."""
     start = {"w": torch.tensor([1.0, 2.0, 3.0]), "a.running_mean": torch.tensor([5.0]), "n": torch.tensor(7)}
     local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
     outbox = Outbox(tmp_path, layout_of(start))
@@ -120,7 +121,7 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
         value = torch.randn(shape, generator=generator).to(dtype)
         start[f"w{index:04d}"] = value.t() if index % 3 and value.dim() == 2 else value
     base = base_with(tmp_path, start)
-    layout = update_layout(schema_of(start).tensors, lambda spec: codecs[codec])  # type: ignore[arg-type, return-value]
+    layout = update_layout(schema_of(start).tensors, lambda spec: codecs[codec])
     outbox = Outbox(tmp_path, layout)
     for factor in (2.0, -3.0):
         local = {name: (tensor.double() * factor).to(tensor.dtype) for name, tensor in start.items()}
@@ -139,8 +140,11 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
 
 
 @pytest.mark.covers("L14")
-def test_a_pseudo_gradient_is_zero_only_where_no_parameter_moved(tmp_path: Path) -> None:
-    """Buffers do not count; one element of the last tensor does."""
+def test_unmoved_parameters_are_zero(tmp_path: Path) -> None:
+    """A pseudo-gradient is zero only where no parameter moved.
+
+    Buffers do not count; one element of the last tensor does.
+    """
     start = {"a": torch.ones(5000), "b": torch.ones(3), "x.running_mean": torch.zeros(2)}
     base, outbox = base_with(tmp_path, start), Outbox(tmp_path, layout_of(start))
     still = {**start, "x.running_mean": torch.ones(2)}
@@ -149,9 +153,12 @@ def test_a_pseudo_gradient_is_zero_only_where_no_parameter_moved(tmp_path: Path)
     assert not form_update(outbox, base, moved).is_zero
 
 
-def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Straight into memory that lies as the file does, and by a scratch into the rest; more tensors than one read has
-    targets, some of them not asked for, one of several chunks."""
+def test_versions_load_into_any_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is loaded into tensors however they lie.
+
+    Straight into memory that lies as the file does, and by a scratch into the rest; more tensors than one read has
+    targets, some of them not asked for, one of several chunks.
+    """
     torch.manual_seed(0)
     start = {f"small.{index}": torch.randn(index % 7, 3) for index in range(1200)}
     start |= {"large": torch.randn(700_001), "matrix": torch.randn(600, 700), "half": torch.randn(9).bfloat16()}
@@ -171,16 +178,17 @@ def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monke
     base.close()
 
 
-def test_a_tensor_with_elements_that_share_memory_is_named(tmp_path: Path) -> None:
+def test_shared_elements_are_named(tmp_path: Path) -> None:
+    """A tensor with elements that share memory is named."""
     base = base_with(tmp_path, {"a": torch.ones(2), "mask": torch.arange(3.0)})
     with pytest.raises(UsageError, match=r"'mask' was made by expand\(\).*Add \.clone\(\) after expand\(\)"):
         load_({"a": torch.zeros(2), "mask": torch.zeros(1).expand(3)}, base)
     base.close()
 
 
-def test_a_file_that_is_larger_than_the_process_may_write_is_not_called_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_limit_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is larger than the process may write is not called a full disk."""
+
     def refuse(fd: int, nbytes: int) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
 
@@ -200,7 +208,8 @@ class Wrapped(Tensor):
         return self
 
 
-def test_what_is_no_plain_memory_of_the_dtype_is_copied_to(tmp_path: Path) -> None:
+def test_other_memory_is_copied_to(tmp_path: Path) -> None:
+    """What is no plain memory of the dtype is copied to."""
     start = {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3), "c": torch.arange(5.0)}
     base = base_with(tmp_path, start)
     twisted = torch.zeros(5, dtype=torch.complex64)
@@ -217,7 +226,8 @@ def test_what_is_no_plain_memory_of_the_dtype_is_copied_to(tmp_path: Path) -> No
     base.close()
 
 
-def test_autograd_is_told_that_a_version_has_replaced_what_it_kept(tmp_path: Path) -> None:
+def test_autograd_sees_replaced_versions(tmp_path: Path) -> None:
+    """Autograd is told that a version has replaced what it kept."""
     base = base_with(tmp_path, {"w": torch.full((3,), 5.0)})
     w = torch.ones(3, requires_grad=True)
     loss = (w * w).sum()
@@ -236,7 +246,8 @@ def test_a_base_that_ends_early_is_named(tmp_path: Path) -> None:
     base.close()
 
 
-def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None:
+def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
+    """Rebase carries local steps over to the new head."""
     base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
     head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
     local = {"w": torch.tensor([1.5, 1.0]), "n": torch.tensor(5)}
@@ -245,7 +256,6 @@ def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None
     assert local["w"].tolist() == [10.5, 19.0]
     assert local["n"].item() == 6
     base.replace_with(head)
-    assert base.note is not None
     assert base.note.version == 3
     fresh = {"w": torch.zeros(2), "n": torch.tensor(0)}
     load_(fresh, base)
@@ -296,7 +306,8 @@ THREE_TILES = {"w": torch.arange(3 * TILE, dtype=torch.float32)}
 
 
 @pytest.mark.covers("F1")
-def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
+def test_a_broken_pull_resumes(tmp_path: Path) -> None:
+    """A pull that broke off resumes at the part."""
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     note = BaseNote("run", 0, 5, "f" * 64, digests_of(base), complete=False)
     assert [part.index for part in base.begin(note)] == [0, 1, 2]  # another version: nothing is kept
@@ -307,7 +318,8 @@ def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
-def test_a_version_is_not_held_while_it_is_pulled(tmp_path: Path) -> None:
+def test_a_pulled_version_is_not_held(tmp_path: Path) -> None:
+    """A version is not held while it is pulled."""
     base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
     assert base.holds("run", f"{1:064x}")
     base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests_of(base), complete=False))
@@ -319,8 +331,11 @@ def test_a_version_is_not_held_while_it_is_pulled(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
-def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
-    """Digests are always of all parts: of two parts looked at, the right one is not taken for wrong."""
+def test_wrong_parts_are_found(tmp_path: Path) -> None:
+    """Of some parts, only the wrong ones are found.
+
+    Digests are always of all parts: of two parts looked at, the right one is not taken for wrong.
+    """
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     first, second, third = base.layout.parts
     digests = digests_of(base)
@@ -332,7 +347,8 @@ def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F3")
-def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_path: Path) -> None:
+def test_a_sealed_outbox_survives(tmp_path: Path) -> None:
+    """A sealed outbox survives the process and an unsealed one does not."""
     start = {"w": torch.ones(4)}
     layout = layout_of(start)
     outbox = Outbox(tmp_path, layout)
@@ -352,7 +368,8 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
 
 
 @pytest.mark.covers("X3")
-def test_a_second_process_of_a_site_learns_of_the_first(tmp_path: Path) -> None:
+def test_a_replaced_process_learns_it(tmp_path: Path) -> None:
+    """A second process of a site learns of the first."""
     with locked(tmp_path / "clinic-a", "clinic-a"):
         with pytest.raises(StateLocked, match=rf"'clinic-a' is in use: process {os.getpid()} on .*another site name"):
             with locked(tmp_path / "clinic-a", "clinic-a"):
@@ -368,10 +385,11 @@ ODD = {"scalar": (), "empty": (0,), "one": (1,), "block": (256,), "more": (257,)
 @pytest.mark.parametrize("part_bytes", [4096, 70_000, 2**24])
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_odd_tensors_are_encoded_as_if_each_were_alone(
-    tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int
-) -> None:
-    """Of any shape, strides and dtype, however the update is cut; what is lost of each is kept in its dtype of sums."""
+def test_odd_tensors_are_encoded_alone(tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int) -> None:
+    """Odd tensors are encoded as if each were alone.
+
+    Of any shape, strides and dtype, however the update is cut; what is lost of each is kept in its dtype of sums.
+    """
     start = {name: torch.randn(shape).to(dtype) for name, shape in ODD.items()}
     start["long"] = torch.randn(600, 500).to(dtype)
     local = {name: (tensor.double() - torch.randn(tensor.shape)).to(dtype) for name, tensor in start.items()}
@@ -415,7 +433,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
-def test_every_element_is_mixed_in_the_dtype_of_accumulation(tmp_path: Path, alpha: float) -> None:
+def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> None:
+    """Every element is mixed in the dtype of accumulation."""
     held, local = tensors(1), tensors(2)
     if alpha == 0:
         local["single"].fill_(float("nan"))  # of which nothing is left
