@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import select
 import shlex
@@ -89,7 +90,9 @@ def _serve(settings: Settings) -> None:
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
-    server = Server(settings=settings)
+    server, reminder = Server(settings=settings), Reminder(time.monotonic())
+    if not sys.stdout.isatty():
+        server.follow("the reminders", reminder.on_event)
     begin = time.monotonic()
     so_far = ""
     try:
@@ -99,7 +102,7 @@ def _serve(settings: Settings) -> None:
             so_far = f"; to export the model so far: atoll export model.safetensors --dir {folder}"
         gc.freeze()  # otherwise a full garbage collection visits all objects of torch and stops requests for 0.2 s
         _announce(server, settings)
-        _watch(server)
+        _watch(server, reminder)
         seconds = time.monotonic() - begin
         server.run()  # returns once workers have downloaded the result, so the summary counts those bytes, too
         LOG.info("%s", _summary(server, seconds))
@@ -159,7 +162,7 @@ _FOR_TLS = (
 )
 
 
-def _watch(server: Server) -> None:
+def _watch(server: Server, reminder: Reminder) -> None:
     """Show the progress of the run until it is finished.
 
     On a terminal, show the same table as `atoll status --watch`. Otherwise, log a line when a round has to wait for
@@ -177,8 +180,10 @@ def _watch(server: Server) -> None:
                     os._exit(0)
                 raise
         return
-    reminder = Reminder(time.monotonic())
-    while not server.wait(WATCH_S):
+    while not server.wait(reminder.rest_s(time.monotonic())):
+        if reminder.due_s > time.monotonic():
+            continue
+        reminder.due_s = math.inf
         status = server.status()
         trains = not status.workflows or any(
             each.kind == TRAIN and each.state == "running" for each in status.workflows
@@ -195,15 +200,28 @@ def _has_rounds(settings: Settings) -> bool:
 class Reminder:
     """Decides when to log a line with the sites that a round waits for.
 
-    While the same sites are awaited, the pause between two lines doubles, up to `LONGEST_REMIND_S`.
+    While the same sites are awaited, the pause between two lines doubles, up to `LONGEST_REMIND_S`. It follows the
+    run's events, so that the status is asked for only when a line may be due.
 
     Args:
         now_s: the current time of `time.monotonic`, in seconds.
+
+    Attributes:
+        due_s: time at which a line may be due. Set it to infinity before the status is asked for, then call `line`.
     """
 
     def __init__(self, now_s: float) -> None:
         self._said_s, self._pause_s = now_s, REMIND_S
         self._last: object = None
+        self.due_s = now_s + REMIND_S
+
+    def on_event(self, _: object) -> None:
+        """Look at the run once what an event has begun may be late. It is called in the server's thread."""
+        self.due_s = min(self.due_s, time.monotonic() + REMIND_S)
+
+    def rest_s(self, now_s: float) -> float:
+        """Return for how many seconds no line is due. An event meanwhile makes none due sooner."""
+        return min(REMIND_S, max(0.0, self.due_s - now_s))
 
     def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
         """Return the line to log at time `now_s`; an empty text if no line is due.
@@ -212,25 +230,29 @@ class Reminder:
             fragments: the status of each fragment of the model, with the sites that it waits for.
             now_s: the current time of `time.monotonic`, in seconds.
         """
-        late = []
+        late, rest_s = [], [math.inf]
         all_finished = all(fragment.phase == "finished" for fragment in fragments)
         for fragment in fragments:
             if fragment.phase == "finished" and not all_finished:
                 continue
             missing = [each for each in fragment.waiting_for if each.for_s >= REMIND_S]
+            rest_s += [REMIND_S - each.for_s for each in fragment.waiting_for if each.for_s < REMIND_S]
             if missing or not fragment.waiting_for:
                 late.append(fragment.model_copy(update={"waiting_for": missing}))
         text = _joined_texts({each.fragment: text_of for each in late if (text_of := awaited(each))}, len(fragments))
         # the content of the line, without the seconds, which change each time
         state = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
-        if not text:
-            self._last = None
-            return ""
         pause_s = self._pause_s if state == self._last else REMIND_S
-        if now_s - self._said_s < pause_s:
-            return ""
-        self._said_s, self._last, self._pause_s = now_s, state, min(2 * pause_s, LONGEST_REMIND_S)
-        return text
+        is_due = bool(text) and now_s - self._said_s >= pause_s
+        if is_due:
+            pause_s = min(2 * pause_s, LONGEST_REMIND_S)
+            self._said_s, self._last, self._pause_s = now_s, state, pause_s
+        elif not text:
+            self._last = None
+        if text:
+            rest_s.append(self._said_s + pause_s - now_s)
+        self.due_s = min(self.due_s, now_s + min(rest_s))
+        return text if is_due else ""
 
 
 def _joined_texts(texts: Mapping[int, str], count: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
+from atoll.protocol import messages, routes, run_events, site_curves, status_messages, swarm_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -373,6 +373,15 @@ OPERATIONS: tuple[Operation, ...] = (
         query=run_events.EventQuery,
         reply=run_events.EventPage,
         problems=("gone",),
+    ),
+    Operation(
+        "get_site_curves",
+        "GET",
+        routes.SITE_CURVES,
+        "Get one number of each site's updates over the rounds, decimated for a chart.",
+        callers=READERS,
+        query=site_curves.SiteCurvesQuery,
+        reply=site_curves.SiteCurves,
     ),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", callers=READERS, reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", callers=EVERYONE, reply=str),

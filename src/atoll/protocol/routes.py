@@ -34,6 +34,7 @@ SWARM = "/v1/swarm"
 SWARM_PLAN = "/v1/swarm/plan"
 STATUS = "/v1/status"
 EVENTS = "/v1/events"
+SITE_CURVES = "/v1/site-curves"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
@@ -75,6 +76,7 @@ ANSWER_BYTES: dict[str, int] = {
     SWARM: REPORT_BODY_BYTES,
     STATUS: 16 * 2**20,
     EVENTS: 2**20,
+    SITE_CURVES: 2**20,
     EVALUATION: 16 * 2**20,
 }
 """Path → maximum size of an answer, in bytes, if it is not `CONTROL_BODY_BYTES`.

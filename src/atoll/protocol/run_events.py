@@ -177,7 +177,11 @@ class EventQuery(Message):
 
 
 class EventPage(Message):
-    """Events in order, as many as fit into an answer."""
+    """Events in order, as many as fit into an answer.
+
+    The events of sites and those of the run are kept apart, the newest of each. So numbers may be missing between the
+    oldest events: those of events of sites, or of the run, that are no longer kept.
+    """
 
     events: Many[RunEvent]
     oldest: Count = Field(description="Number of the oldest event that the server keeps; 0: there is none.")

@@ -22,6 +22,7 @@ from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, PortInUse, StoreError, UsageError, public_api
 from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
+from atoll.protocol.run_events import Happened
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch, ensure_lines
 from atoll.server.coordinator.build_status import (
@@ -143,6 +144,7 @@ class Server:
         self._run: Coordinator | None = None
         self._versions: tuple[Coordinator, VersionsInUse] | None = None  # those that local sites of this run use
         self._last_status: status_messages.Status | None = None
+        self._followers: dict[str, Callable[[Happened], None]] = {}
         self.port = 0
 
     # -- life
@@ -173,6 +175,15 @@ class Server:
         if not self._started:
             self.start()
         self._thread.wait()
+
+    def follow(self, name: str, on_event: Callable[[Happened], None]) -> None:
+        """Call `on_event` for each event of the run, in the server's thread. Call this before `start`.
+
+        Args:
+            name: name of the follower. If it raises, this name is in the log and in the status, and the run goes on.
+            on_event: it must not block.
+        """
+        self._followers[name] = on_event
 
     def stop(self) -> None:
         """End the server. A new `Server` with the same state directory continues the run. Idempotent."""
@@ -392,6 +403,8 @@ class Server:
             before = address_before(self.settings.disk.state_dir)
             if self.settings.network.port is None and self.port != DEFAULT_PORT and not before:
                 LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
+            for name, on_event in self._followers.items():
+                run.events.subscribe(name, on_event)
             run.start(self.url, before if _has_moved(before, self.url, self.settings.network.host) else "")
             keep_status(run)
             self._run = run

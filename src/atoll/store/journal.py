@@ -12,7 +12,7 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,7 +22,7 @@ from atoll.format_text import of_fragment
 from atoll.posix import FULL, file_error, open_own
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
-from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION, Table
+from atoll.store.journal_tables import CHECKED, CHECKED_LATER, SCHEMA, SCHEMA_VERSION, Table
 
 Durability = Literal["process", "power"]
 Row = TypeVar("Row")
@@ -116,10 +116,15 @@ class Journal:
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if version == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
-        if answer != "ok":
-            raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
-        require_unchanged(self._db, self.path)
+        # without a table's name, it would also read all rows that are checked later
+        for (answer,) in self._db.execute(
+            "SELECT integrity_check FROM sqlite_schema, pragma_integrity_check(name) "
+            "WHERE type = 'table' AND name != ?",
+            (CHECKED_LATER,),
+        ):
+            if answer != "ok":
+                raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
+        require_unchanged(self._db, self.path, set(CHECKED) - {CHECKED_LATER})
         journal_tables.write_checksums(self._db)
 
     @contextmanager
@@ -427,19 +432,41 @@ def require_journal(db: sqlite3.Connection, path: Path) -> int:
     return int(version)
 
 
-def require_unchanged(db: sqlite3.Connection, path: Path) -> None:
-    """Check that every table of a journal is as Atoll defines it, and that every row matches its checksum.
+def require_unchanged(db: sqlite3.Connection, path: Path, tables: Iterable[str] = CHECKED) -> None:
+    """Check that every table of a journal is as Atoll defines it, and that rows match their checksums.
 
     Args:
         db: connection to the journal.
         path: path of the journal, for the message.
+        tables: the tables of which the rows are checked.
 
     Raises:
         StateCorrupt: a table or a row is damaged or was changed.
     """
-    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db)
+    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db, tables)
     if changed is not None:
-        raise StateCorrupt(f"{path} is damaged: the content of {changed} does not match its checksum.", NEW_RUN)
+        raise _changed(path, changed)
+
+
+def require_row(table: str, keys: Sequence[str], *values: object, check: int, remedy: str = NEW_RUN) -> None:
+    """Check that a row matches its checksum.
+
+    Args:
+        table: the row's table.
+        keys: columns of the primary key, which are the table's first columns.
+        values: values of all columns, in their order.
+        check: the row's checksum.
+        remedy: what to do if it does not match.
+
+    Raises:
+        StateCorrupt: the row is damaged or was changed.
+    """
+    if journal_tables.row_check(*values) != check:
+        raise _changed(JOURNAL, journal_tables.named_row(table, dict(zip(keys, values, strict=False))), remedy)
+
+
+def _changed(path: Path | str, what: str, remedy: str = NEW_RUN) -> StateCorrupt:
+    return StateCorrupt(f"{path} is damaged: the content of {what} does not match its checksum.", remedy)
 
 
 def placeholders(values: Iterable[object]) -> str:

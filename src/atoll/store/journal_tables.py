@@ -10,12 +10,11 @@ program changes a value, the row no longer matches its checksum.
 
 from __future__ import annotations
 
-import heapq
 import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +30,9 @@ CHECKED = (
     *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds", "events"),
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed."""
+
+CHECKED_LATER = "site_rounds"
+"""Rows of this table are checked when they are read, not by each start: a long run has millions of them."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
@@ -78,17 +80,22 @@ def register_row_check(db: sqlite3.Connection) -> None:
     db.create_function("row_check", -1, row_check, deterministic=True)
 
 
-def changed_row(db: sqlite3.Connection) -> str | None:
-    """Return the first row that does not match its checksum, as text: `table (key = value)`. None if all rows match."""
+def changed_row(db: sqlite3.Connection, tables: Iterable[str]) -> str | None:
+    """Return the first row of these tables that does not match its checksum, by `named_row`. None if all rows match."""
     register_row_check(db)
-    for table in CHECKED:
+    for table in tables:
         keys, columns = _columns(db, table)
         found = db.execute(
             f"SELECT {', '.join(keys)} FROM {table} WHERE row_check != row_check({', '.join(columns)}) LIMIT 1"
         ).fetchone()
         if found:
-            return f"{table} ({', '.join(f'{key} = {value!r}' for key, value in zip(keys, found, strict=True))})"
+            return named_row(table, dict(zip(keys, found, strict=True)))
     return None
+
+
+def named_row(table: str, keys: Mapping[str, object]) -> str:
+    """Return the name of a row in messages: `table (key = value)`."""
+    return f"{table} ({', '.join(f'{key} = {value!r}' for key, value in keys.items())})"
 
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
@@ -487,73 +494,8 @@ GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
-class Summary(NamedTuple):
-    """The summary of a round that has ended, with its sites."""
-
-    fragment: int
-    round: int
-    summary_json: str
-    created_at: str
-
-
-def summaries(
-    query: Callable[..., list[tuple[Any, ...]]], limit: int | None, fragment: int | None = None
-) -> list[Summary]:
-    """Return the summaries of the last `limit` rounds that have ended, with or without a version, oldest first.
-
-    The journal keeps the numbers of a round's sites in rows of their own. They are put together here.
-
-    Args:
-        query: function (SQL, *values) → rows of the journal.
-        limit: number of rounds; None returns all.
-        fragment: only rounds of this fragment; None returns those of all fragments.
-    """
-    found = [
-        [
-            Summary(of, json.loads(text)["round"], text, at)
-            for of, text, at in query(
-                f"SELECT fragment, summary_json, created_at FROM {rounds} AND summary_json != '' "
-                "AND (?1 IS NULL OR fragment = ?1) ORDER BY rowid DESC LIMIT ?2",
-                fragment,
-                -1 if limit is None else limit,
-            )
-        ][::-1]
-        for rounds in ("history WHERE NOT lost", "sat_out_rounds WHERE total > 0")
-    ]
-    merged = list(heapq.merge(*found, key=lambda each: (each.created_at, each.round)))
-    last = merged if limit is None else merged[max(len(merged) - limit, 0) :]
-    return [each._replace(summary_json=with_sites(query, each.fragment, each.summary_json)) for each in last]
-
-
-def with_sites(query: Callable[..., list[tuple[Any, ...]]], fragment: int, summary_json: str) -> str:
-    """Return the summary of a round as JSON, with its sites, which the journal keeps in rows of their own.
-
-    Args:
-        query: function (SQL, *values) → rows of the journal.
-        fragment: fragment of the round.
-        summary_json: the summary without its sites.
-    """
-    summary = json.loads(summary_json)
-    sites = site_rounds(query, fragment, summary.get("version"))
-    return json.dumps({**summary, "sites": list(map(json.loads, sites))})
-
-
-def site_rounds(query: Callable[..., list[tuple[Any, ...]]], fragment: int, version: int | None) -> list[str]:
-    """Return what each site did in the round that led to a version, as JSON, ordered by site.
-
-    Args:
-        query: function (SQL, *values) → rows of the journal.
-        fragment: fragment of the version.
-        version: number of the version; None: the round led to none, so no site did anything.
-    """
-    found = query(
-        "SELECT summary_json FROM site_rounds WHERE fragment = ? AND version = ? ORDER BY site", fragment, version
-    )
-    return [text for (text,) in found]
-
-
 TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, SITE_ROUNDS, GENERATIONS, AUDIT)
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 
 SCHEMA = f"""
 CREATE TABLE meta (
@@ -590,6 +532,7 @@ CREATE TABLE workflows (
 
 CREATE TABLE events (
     number INTEGER PRIMARY KEY,
+    of_site INTEGER NOT NULL,
     event_json TEXT NOT NULL,
     {ROW_CHECK}
 ) STRICT;
@@ -602,6 +545,7 @@ CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'froz
 CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
     WHERE state IN ('open', 'accepted', 'counted');
 CREATE UNIQUE INDEX one_spool ON tickets (fragment, slot) WHERE slot IS NOT NULL;
+CREATE INDEX versions_in_order ON history (fragment, version) WHERE NOT lost;
 CREATE INDEX live_tickets ON tickets (ticket) WHERE state IN ('open', 'accepted');
 CREATE UNIQUE INDEX tickets_in_order ON tickets (accepted_order) WHERE accepted_order > 0;
 CREATE INDEX tickets_of_site ON tickets (site, fragment, ticket);

@@ -1,31 +1,46 @@
-"""The journal's rows of what happens in a run: the newest `KEPT` events, each as JSON under its number."""
+"""The journal's rows of what happens in a run, each as JSON under its number: those of sites, and those of the run."""
 
 from __future__ import annotations
 
-from atoll.store.journal import Journal
+from atoll.errors import StateCorrupt
+from atoll.store.journal import NEW_RUN, Journal, require_row
 
 KEPT = 10_000
-"""Number of events that the journal keeps at least. The summaries of rounds are kept beside them, for all rounds."""
+"""Number of events of sites that the journal keeps at least, and of events of the run. The summaries of rounds are kept
+beside them, for all rounds."""
 _SLACK = 500
-"""The oldest events are deleted that many at a time."""
+"""The oldest events are deleted each time that so many were added."""
 
 
 class EventRows:
-    """Reads and writes the journal's rows of events."""
+    """Reads and writes the journal's rows of events.
+
+    A site can cause any number of events: it joins again and again, or is refused. So the events of sites are counted
+    apart: they never displace those of the run and its rounds.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def append(self, event_json: str) -> int:
+    def append(self, event_json: str, *, of_site: bool) -> int:
         """Add an event, and return its number. Call it inside a transaction.
 
         Args:
             event_json: the event as JSON, without its number.
+            of_site: whether it is an event of a site, and not of the run.
         """
         number = self.newest() + 1
-        self._journal.execute("INSERT INTO events (number, event_json) VALUES (?, ?)", number, event_json)
+        self._journal.execute(
+            "INSERT INTO events (number, of_site, event_json) VALUES (?, ?, ?)", number, of_site, event_json
+        )
         if number % _SLACK == 0:
-            self._journal.execute("DELETE FROM events WHERE number <= ?", number - KEPT)
+            for kind in (False, True):
+                self._journal.execute(
+                    "DELETE FROM events WHERE of_site = ?1 AND number <= "
+                    "(SELECT number FROM events WHERE of_site = ?1 ORDER BY number DESC LIMIT 1 OFFSET ?2)",
+                    kind,
+                    KEPT,
+                )
         return number
 
     def newest(self) -> int:
@@ -37,8 +52,25 @@ class EventRows:
         return int(self._journal.value("SELECT coalesce(min(number), 0) FROM events"))
 
     def after(self, number: int, limit: int) -> list[tuple[int, str]]:
-        """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order."""
-        found = self._journal.rows(
-            "SELECT number, event_json FROM events WHERE number > ? ORDER BY number LIMIT ?", number, limit
-        )
-        return [(number, text) for number, text in found]
+        """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order.
+
+        The events before a damaged one are returned without it.
+
+        Raises:
+            StateCorrupt: the first of them is damaged.
+        """
+        found = list[tuple[int, str]]()
+        for each, of_site, text, check in self._journal.rows(
+            "SELECT number, of_site, event_json, row_check FROM events WHERE number > ? ORDER BY number LIMIT ?",
+            number,
+            limit,
+        ):
+            try:
+                rest = f"{NEW_RUN} Until then, ask for the events behind it with after={each}."
+                require_row("events", ("number",), each, of_site, text, check=check, remedy=rest)
+            except StateCorrupt:
+                if found:
+                    break
+                raise
+            found.append((each, text))
+        return found

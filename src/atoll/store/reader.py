@@ -26,12 +26,14 @@ from pydantic import ValidationError
 from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError, UsageError
 from atoll.json_files import NoteDamaged
 from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_behind
+from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
 from atoll.protocol.status_messages import KEPT, Status
 from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, read_head
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
-from atoll.store.journal_tables import AuditRow, MemberRow, RoundState, Row, RunRow, Summary, Table, VersionRow
+from atoll.store.journal_tables import AuditRow, MemberRow, RoundState, Row, RunRow, Table, VersionRow
+from atoll.store.round_summaries import Summary, site_curves, summaries
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.schema import Schema
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 COPIES = 10
 """Number of times that journal and log are copied until both copies are of one moment."""
 LOG_HEADER_BYTES = 32
+WITH_INDEX = "&readonly_shm=1"
+"""Else SQLite would write the index of a killed run anew."""
 TEMPORARY = f"atoll-journal-{socket.gethostname()}_"  # several machines may share the folder of temporary files
 RESTORE = "Restore the directory from a backup."
 
@@ -127,7 +131,16 @@ class StateReader:
 
     def summaries(self, limit: int) -> list[Summary]:
         """Return the summaries of the last `limit` rounds that have ended, oldest first."""
-        return journal_tables.summaries(self.rows, limit)
+        return summaries(self.rows, limit)
+
+    def site_curves(self, asked: SiteCurvesQuery) -> SiteCurves:
+        """Return one number of the sites' updates over the rounds.
+
+        Raises:
+            BadRequest: there is no such fragment, site or range.
+            StateCorrupt: a row is damaged.
+        """
+        return site_curves(self.rows, asked)
 
     def audit_after(self, seq: int) -> list[AuditRow]:
         """Return the entries of the audit log after entry `seq`, in their order. Their hashes are not checked."""
@@ -204,8 +217,13 @@ def _unreadable(path: Path | str) -> StoreError:
 
 
 @contextmanager
-def open_state(state_dir: Path) -> Iterator[StateReader]:
+def open_state(state_dir: Path, *, in_server: bool = False) -> Iterator[StateReader]:
     """Open the journal of a state directory, and yield its rows of this moment. A running server is not held up.
+
+    Args:
+        state_dir: the state directory.
+        in_server: whether this process is the server that has the journal open. Then it is never copied: closing a
+            copied file would end the process's locks on the journal.
 
     Raises:
         UsageError: the directory contains no run.
@@ -218,7 +236,7 @@ def open_state(state_dir: Path) -> Iterator[StateReader]:
         try:
             with permitted(state_dir):
                 journal_tables.require_regular_files(path)
-                db = _connected(path)
+                db = _begun(path, WITH_INDEX) if in_server else _connected(path)
             stack.callback(db.close)
             if not require_journal(db, path):
                 raise StateCorrupt(f"{path} is empty.", RESTORE)
@@ -228,14 +246,11 @@ def open_state(state_dir: Path) -> Iterator[StateReader]:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """Connect to a journal, or to a copy of it, and begin a transaction.
-
-    In a server's process the first way works: closing a copied file would end the process's locks on the journal.
-    """
+    """Connect to a journal, or to a copy of it, and begin a transaction."""
     _, log, index, _ = journal_tables.files_of(path)
     if log.exists() and index.exists():
         with suppress(sqlite3.OperationalError):  # this user may not use the index; or the disk cannot lock files
-            return _begun(path, "&readonly_shm=1")  # else SQLite would write the index of a killed run anew
+            return _begun(path, WITH_INDEX)
     try:
         remove_left_behind(tempfile.gettempdir(), TEMPORARY)
         with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{os.getpid()}-") as folder:

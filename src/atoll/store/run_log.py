@@ -24,12 +24,10 @@ from atoll.store.journal_tables import (
     RoundRow,
     RunRow,
     SatOutRow,
-    Summary,
     Totals,
-    summaries,
     utc_text,
-    with_sites,
 )
+from atoll.store.round_summaries import Summary, ended_rounds, summaries, with_sites
 
 
 def restored_counter(fragment: int) -> str:
@@ -349,14 +347,27 @@ class RunLog:
         where = "WHERE fragment = ? ORDER BY total DESC LIMIT 1"
         return self._journal.first(SAT_OUT, where, fragment) or SatOutRow(fragment, 0, 0, 0, 0)
 
-    def summaries(self, limit: int | None, fragment: int | None = None) -> list[Summary]:
-        """Return the summaries of the last `limit` rounds that have ended, with or without a version, oldest first.
+    def ended_rounds(self, limit: int | None, fragment: int | None = None) -> list[Summary]:
+        """Return the last `limit` rounds that have ended, with or without a version, oldest first, without their sites.
 
         Args:
             limit: number of rounds; None returns all.
             fragment: only rounds of this fragment; None returns those of all fragments.
         """
-        return summaries(self._journal.rows, limit, fragment)
+        return ended_rounds(self._journal.rows, limit, fragment)
+
+    def summaries(self, limit: int) -> list[Summary]:
+        """Return the last `limit` rounds that have ended, oldest first, with their sites."""
+        return summaries(self._journal.rows, limit)
+
+    def with_sites(self, fragment: int, summary_json: str) -> str:
+        """Return the summary of a round as JSON, with its sites.
+
+        Args:
+            fragment: fragment of the round.
+            summary_json: the summary without its sites.
+        """
+        return with_sites(self._journal.rows, fragment, summary_json)
 
     def summary(self, fragment: int, summary_json: str) -> dict[str, Any]:
         """Return the summary of a version's round with its sites; empty for version 0.
@@ -365,7 +376,7 @@ class RunLog:
             fragment: fragment of the version.
             summary_json: the summary in the version's row.
         """
-        return json.loads(with_sites(self._journal.rows, fragment, summary_json)) if summary_json else {}
+        return json.loads(self.with_sites(fragment, summary_json)) if summary_json else {}
 
     # -- history
 

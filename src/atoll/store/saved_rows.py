@@ -18,6 +18,7 @@ from atoll.store.journal_tables import (
     SatOutRow,
     TicketRow,
 )
+from atoll.store.round_summaries import site_rounds
 from atoll.store.run_log import restored_counter
 from atoll.store.store import Store
 from atoll.store.verify_journal import OF_UPDATE
@@ -57,7 +58,7 @@ def saved_rows(store: Store) -> Rows:
                 "SELECT lost, fragment, version, digest, summary_json, created_at FROM history ORDER BY seq"
             )
         ],
-        "site_rounds": [SITE_ROUNDS.write(row) for row in journal.select(SITE_ROUNDS)],
+        "site_rounds": [SITE_ROUNDS.write(row) for row in site_rounds(journal.rows)],
         "workflows": journal.rows("SELECT place, name, ended_at FROM workflows"),
         "generations": [GENERATIONS.write(row) for row in journal.select(GENERATIONS)],
         "sat_out_rounds": [SAT_OUT.write(row) for row in journal.select(SAT_OUT)],

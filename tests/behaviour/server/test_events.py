@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.damage import flip_column
 from kit.requests import get
+from kit.servers import plain_server
+from kit.wire import WireSite
 from kit.world import World
 
 from atoll.errors import DiskFull, UsageError
-from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded, RunFailed, Warned
+from atoll.protocol.run_events import (
+    EventPage,
+    EventQuery,
+    Happened,
+    RoundEnded,
+    RoundReopened,
+    RunFailed,
+    SiteJoined,
+    Warned,
+)
+from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.protocol.status_messages import RoundSummary, SiteRound
 from atoll.server.coordinator.event_log import EventLog
 from atoll.store import kept_events as kept
+from atoll.store.reader import open_state
 from atoll.store.store import Store
 from atoll.testing.run import wait_until
 
@@ -158,21 +173,81 @@ def test_refuses_a_wrong_query(tmp_path: Path) -> None:
 
 
 def test_says_that_the_oldest_events_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sites and of the run, each the newest: 5, and up to 2 more until the oldest are deleted again."""
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
-    with World(tmp_path, START, "a", rounds=3) as world:
-        world.rounds(1.0, 1, 2)
-        world.wait(2)
+    with World(tmp_path, START, "a", rounds=6) as world:
+        world.rounds(1.0, 1, 2, 3, 4, 5)
+        world.wait(5)
         page = events_of(world.url)
-        assert page["oldest"] > 1
-        assert [each["number"] for each in page["events"]] == list(range(page["oldest"], page["newest"] + 1))
-        assert len(page["events"]) in (5, 6, 7)
+        numbers = [each["number"] for each in page["events"]]
+        assert (numbers[0], numbers[-1]) == (page["oldest"], page["newest"])
+        # the site joins; the first round opens; each round has 5 events, of which the site causes 2
+        assert page["newest"] == 27
+        of_site = [each["number"] for each in page["events"] if "site" in each]
+        of_run = sorted(set(numbers) - set(of_site))
+        assert of_site == [3, 4, 8, 9, 13, 14, 18, 19, 23, 24][-len(of_site) :]
+        assert of_run == [2, 5, 6, 7, 10, 11, 12, 15, 16, 17, 20, 21, 22, 25, 26, 27][-len(of_run) :]
+        assert {len(of_site), len(of_run)} <= {5, 6, 7}
         status, problem = get(world.url, "/v1/events?after=1")
         assert (status, problem["code"]) == (410, "gone")
         assert f"the oldest is {page['oldest']}" in problem["message"]
         assert events_of(world.url, page["oldest"] - 1)["events"] == page["events"]
-        world.rounds(1.0, 3)
+        world.rounds(1.0, 6)
         world.finish()
+
+
+def test_repeated_joins_displace_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEPT", 5)
+    monkeypatch.setattr(kept, "_SLACK", 3)
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        for number in (1, 2, 3):
+            log.tell(RoundReopened(fragment=0, round=number, reason="a site left"))
+        for _ in range(100):
+            log.tell(SiteJoined(site="a", again=True))
+        numbers = [event.number for event in log.page(EventQuery()).events]
+        assert numbers == [1, 2, 3, 98, 99, 100, 101, 102, 103]  # 103 events; at 102, all but 5 joins went
+
+
+def test_names_a_damaged_event(tmp_path: Path) -> None:
+    with World(tmp_path, START, "ab", rounds=1) as world:
+        world.join("a", "b")
+        assert flip_column(tmp_path / "state" / "journal.sqlite", "events", "event_json")
+        page = events_of(world.url)
+        newest = page["newest"]
+        assert [each["number"] for each in page["events"]] == list(range(1, newest))  # the last one is damaged
+        status, problem = get(world.url, f"/v1/events?after={newest - 1}")
+        assert (status, problem["code"]) == (500, "state_corrupt")
+        assert f"the content of events (number = {newest}) does not match its checksum" in problem["message"]
+        assert problem["remedy"].endswith(f"ask for the events behind it with after={newest}.")
+        world.rounds(1.0, 1)
+        world.wait(1)
+        assert events_of(world.url, newest)["events"][0]["number"] == newest + 1
+        world.finish()
+
+
+def test_tells_followers_of_a_restored_backup(tmp_path: Path) -> None:
+    with World(tmp_path, START, "a", rounds=3) as world:
+        world.rounds(1.0, 1)
+        world.wait(1)
+        world.stop()
+        backup = world.backup()
+        world.start()
+        before = events_of(world.url)["newest"]
+        world.rounds(1.0, 2)
+        world.wait(2)
+        newest = events_of(world.url)["newest"]
+        assert newest > before
+        world.stop()
+        world.put_back(backup)
+        world.start()
+        now = events_of(world.url)["newest"]
+        status, problem = get(world.url, f"/v1/events?after={newest}")
+        assert (status, problem["code"]) == (410, "gone")
+        assert f"There is no event {newest}: the newest is {now}." in problem["message"]
+        assert "restored from a backup" in problem["remedy"]
+        assert f"after={now} for new ones alone" in problem["remedy"]
 
 
 def test_pages_the_summary_of_many_sites(tmp_path: Path) -> None:
@@ -214,6 +289,8 @@ def test_many_status_clients_cost_one_status(tmp_path: Path, monkeypatch: pytest
         before = get(world.url, "/v1/status")[1]
         built.clear()
         assert [get(world.url, "/v1/status")[1] for _ in range(20)] == [before] * 20
+        with urllib.request.urlopen(f"{world.url}/metrics") as answer:
+            assert b"atoll_workers 1.0" in answer.read()
         assert built == []
         world.join("b")  # an event
         assert len(get(world.url, "/v1/status")[1]["workers"]) == 2
@@ -230,6 +307,25 @@ async def test_followers_get_events_in_order(tmp_path: Path) -> None:
         log.tell(Warned(text="first"))
         await asyncio.sleep(0)
     assert seen == [1, 2]
+
+
+def test_a_program_follows_its_server(tmp_path: Path) -> None:
+    """From the first event on, as `atoll server` does for its reminders."""
+    heard = list[str]()
+    server = plain_server(tmp_path, START, sites=1, rounds=1)
+    server.follow("follows", lambda event: heard.append(event.what))
+    with server:
+        WireSite(server.url, "a").train(1.0, weight=1.0).submit()
+        assert server.wait(30)
+    assert heard == [
+        "site joined",
+        "round opened",
+        "ticket issued",
+        "update accepted",
+        "round closed",
+        "round ended",
+        "run finished",
+    ]
 
 
 def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
@@ -276,3 +372,62 @@ def test_an_event_keeps_the_time_that_it_has(tmp_path: Path) -> None:
         then, now = log.page(EventQuery()).events
         assert then.at == "2026-01-01T00:00:00+00:00"
         assert now.at > then.at
+
+
+BAD_CURVES = {
+    "points=1": "points",
+    "points=1001": "points",
+    "points=x": "numbers",
+    "value=loss": "metrics",
+    "value=metrics.": "metrics",
+    f"value=metrics.{'x' * 129}": "value",
+    "site=../x": "site",
+    f"after={'x' * 65}": "after",
+    "site=absent": "absent",
+    "fragment=1": "the run has 1 fragment",
+    "fragment=-1": "fragment",
+    "first=2&last=1": "first = 2 is above last = 1",
+    f"last={2**62}": "last",
+    "sites=a": "sites",
+}
+
+
+def test_draws_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read in a thread, not by the event loop; and the commands' reader has the same."""
+    from atoll.server.http import app
+
+    readers, open_it = list[str](), app.open_state
+
+    def opened(*folder: Path, **how: bool) -> Any:
+        readers.append(threading.current_thread().name)
+        return open_it(*folder, **how)
+
+    monkeypatch.setattr(app, "open_state", opened)
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        for number in (1, 2):
+            world.pull(number=number)
+            for site, loss in {"a": 0.5, "b": 0.25}.items():
+                world.submit(site, 1.0, metrics={"loss": loss * number, "f 1/x": 3.0})
+            world.wait(number)
+        status, found = get(world.url, "/v1/site-curves")
+        assert (status, found) == (
+            200,
+            {
+                "versions": [1, 2],
+                "rounds": [1, 2],
+                "curves": [{"site": "a", "values": [0.5, 1.0]}, {"site": "b", "values": [0.25, 0.5]}],
+                "after": "",
+            },
+        )
+        with open_state(tmp_path / "state") as state:
+            assert state.site_curves(SiteCurvesQuery()).model_dump() == found
+        (of_b,) = get(world.url, "/v1/site-curves?value=metrics.f%201/x&site=b&first=2")[1]["curves"]
+        assert of_b == {"site": "b", "values": [3.0]}
+        for query, word in BAD_CURVES.items():
+            status, problem = get(world.url, f"/v1/site-curves?{query}")
+            assert (status, problem["code"]) == (400, "bad_request"), query
+            assert word in problem["message"], query
+        assert readers
+        assert not [name for name in readers if name.startswith("atoll-server")]
+        world.rounds(1.0, 3)
+        world.finish()

@@ -25,12 +25,15 @@ from kit.requests import answer
 from kit.servers import plain_server
 from kit.sites import together
 from kit.wire import WireSite
+from kit.world import World
 from round_run import Bench, measure
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
+from atoll.protocol import status_messages
+from atoll.testing.run import wait_until
 
 
 def tiny(seed: int = 0) -> nn.Module:
@@ -123,6 +126,33 @@ def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
     with plain_server(tmp_path, tiny(), **settings) as server:
         assert [worker.last for worker in server.status().workers] == [worker.last for worker in status.workers]
     assert [json.loads(line)["sites"] for line in path.read_text().splitlines()] == told
+
+
+def test_a_start_completes_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compares the last three rounds here, 20 else: the whole file, of a long run, only if they differ."""
+    monkeypatch.setattr(status_messages, "HISTORY", 3)
+    with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=6) as world:
+        world.rounds(1.0, 1, 2, 3, 4, 5)
+        world.wait(5)
+        path = world.server.exports / "metrics.jsonl"
+        wait_until(lambda: len(path.read_bytes().splitlines()) == 5, "the metrics of five rounds")
+        told, number = path.read_bytes(), path.stat().st_ino
+        lines = told.splitlines(keepends=True)
+        first_lost = b"{}\n" + b"".join(lines[1:])
+        for left, is_same, after in (
+            (b"".join(lines[:3]), True, told),  # killed before two appends
+            (first_lost, True, first_lost),  # what stands before the last rounds is not read
+            (told + lines[-1][:9], False, told),  # killed during an append
+            (told + lines[-1], False, told),
+            (b"", False, told),
+        ):
+            path.write_bytes(left)
+            world.restart()
+            assert (path.read_bytes(), path.stat().st_ino == number) == (after, is_same), left
+            number = path.stat().st_ino
+        world.rounds(1.0, 6)
+        world.finish()
+        assert path.read_bytes().splitlines(keepends=True)[:5] == lines
 
 
 @pytest.mark.covers("L15", "F31")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import pytest
 
 from atoll.cli import evaluate, server
@@ -41,6 +44,34 @@ def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> Non
     # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
     assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
     assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
+
+
+def test_reminders_ask_only_when_due() -> None:
+    """At each of these times, the reminder asks; it sleeps in between, at most 15 s at a time."""
+    reminder, asked = server.Reminder(0.0), list[int]()
+    for second in range(3000):
+        assert (reminder.rest_s(second) == 0.0) == (reminder.due_s <= second)
+        if reminder.due_s <= second:
+            reminder.due_s = math.inf
+            asked.append(second)
+            assert reminder.line([fragment(a=float(second))], float(second)) != ""
+    assert asked == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
+
+
+def test_reminders_look_again_in_time() -> None:
+    reminder = server.Reminder(0.0)
+    reminder.due_s = math.inf
+    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
+    assert reminder.due_s == 101.0
+    reminder.due_s = math.inf
+    assert reminder.line([fragment()], 101.0) == ""
+    assert (reminder.due_s, reminder.rest_s(101.0)) == (math.inf, 15.0)
+    before_s = time.monotonic()
+    reminder.on_event(None)
+    assert before_s + 15.0 <= reminder.due_s <= time.monotonic() + 15.0
+    reminder.due_s = 1.0
+    reminder.on_event(None)
+    assert reminder.due_s == 1.0
 
 
 # -- tables of an evaluation

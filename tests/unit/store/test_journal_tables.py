@@ -92,7 +92,7 @@ UNIQUES: dict[str, str | list[str]] = {
     "SELECT fragment, kind, 0, x'' FROM shapes LIMIT 1",
     "counters.name": "INSERT INTO counters VALUES ('bytes', 1)",
     "audit.seq": "INSERT INTO audit VALUES (1, '', '', '{}', '', '')",
-    "events.number": "INSERT INTO events (number, event_json) VALUES (7, '{}'), (7, '{}')",
+    "events.number": "INSERT INTO events (number, of_site, event_json) VALUES (7, 0, '{}'), (7, 0, '{}')",
     "exports_under_way.path": "INSERT INTO exports_under_way VALUES ('here'), ('here')",
     "workflows.place": "INSERT INTO workflows (place, name, ended_at) VALUES (0, 'a', ''), (0, 'b', '')",
     "meta.id": "INSERT INTO meta (id, epoch, finished) VALUES (1, 0, 0)",

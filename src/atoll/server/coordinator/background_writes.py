@@ -95,8 +95,8 @@ class Exports:
             else:
                 self._rewrite()
 
-    def rewrite_metrics(self) -> None:
-        """Write the metrics file again from the journal.
+    def complete_metrics(self) -> None:
+        """Let the metrics file have a line for every round of the journal.
 
         After a crash, lines may be missing, or may be about lost versions.
 
@@ -104,7 +104,29 @@ class Exports:
             StoreError: the export folder cannot be made or written.
         """
         with self._lock:
-            self._rewrite()
+            if not self._completed():
+                self._rewrite()
+
+    def _completed(self) -> bool:
+        """Append the lines that a kill has left out. Return False if the file is not one of this run up to them.
+
+        The last rounds tell: to compare all of them, the start of a long run would read millions of rows.
+        """
+        rounds = self._store.run_log.summaries(status_messages.HISTORY)
+        lines = [self._line(each.summary_json, each.created_at) for each in rounds]
+        end = self._end(sum(map(len, lines))) if len(lines) == status_messages.HISTORY else b""
+        count = next((n for n in range(len(lines), 0, -1) if end.endswith(b"".join(lines[:n]))), 0)
+        if not count or (count < len(lines) and not self._append(b"".join(lines[count:]))):
+            return False
+        self._complete, self._newest = True, {each.fragment: each.round for each in rounds}
+        return True
+
+    def _end(self, nbytes: int) -> bytes:
+        """Return the last bytes of the metrics file; no bytes if it cannot be read."""
+        with contextlib.suppress(OSError), open(self._opened(self.folder / METRICS), "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
+            return file.read()
+        return b""
 
     def _append(self, line: bytes) -> bool:
         """Append a line to the metrics file, and return whether that succeeded. If not, no part of the line stays."""
@@ -124,8 +146,8 @@ class Exports:
 
     def _rewrite(self) -> None:
         self._complete = False
-        rounds = self._store.run_log.summaries(None)
-        lines = (self._line(each.summary_json, each.created_at) for each in rounds)
+        rounds, with_sites = self._store.run_log.ended_rounds(None), self._store.run_log.with_sites
+        lines = (self._line(with_sites(each.fragment, each.summary_json), each.created_at) for each in rounds)
         target, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
         with made(self.folder, self._store.directory):
             mode = mode_in(self._store.directory, target)
@@ -396,13 +418,13 @@ class BackgroundWriter:
         self._said_unwritten = False  # whether the log says that files cannot be exported
 
     def complete_metrics(self) -> None:
-        """Write the metrics file again. If the disk is full, a later round writes the file.
+        """Complete the metrics file. If the disk is full, a later round writes the file.
 
         Raises:
             StoreError: the export folder cannot be made or written.
         """
         try:
-            self.exports.rewrite_metrics()
+            self.exports.complete_metrics()
         except DiskFull as error:
             self._go_on_after(error, min(self._store.versions.heads()))
 
@@ -527,8 +549,8 @@ class BackgroundWriter:
         return path
 
     async def save_metrics(self) -> None:
-        """At the end of the run: write the metrics file again, because lines may be missing."""
-        await self.saved(METRICS, self.exports.rewrite_metrics, LAST)
+        """At the end of the run: complete the metrics file, because lines may be missing."""
+        await self.saved(METRICS, self.exports.complete_metrics, LAST)
 
     async def saved(self, what: str, save: Callable[[], T], then: str = "") -> T:
         """Run `save` in a thread. Repeat this while space, file descriptors or a usable export folder are lacking."""

@@ -15,7 +15,8 @@ from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events
 from atoll.rounds.state import State
 from atoll.server.coordinator.long_polls import FairEvent
-from atoll.store.journal_tables import site_rounds, utc_text
+from atoll.store.journal_tables import utc_text
+from atoll.store.round_summaries import sites_of_round
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
@@ -25,6 +26,11 @@ PAGE_BYTES = 2**20 - 2**14
 PAGE_EVENTS = 1000
 KINDS: tuple[type[run_events.Happened], ...] = get_args(get_args(run_events.RunEvent)[0])
 """The classes of events that clients understand."""
+OF_SITES: tuple[type[run_events.Happened], ...] = (
+    *(kind for kind in KINDS if "site" in kind.model_fields),
+    run_events.Warned,
+)
+"""The classes of events that a site causes; a warning may quote what a site reports. They are counted apart."""
 
 OnEvent = Callable[[run_events.Happened], None]
 
@@ -65,9 +71,8 @@ class EventLog:
             left_out: Any = {"number": True}
             if isinstance(told, run_events.RoundEnded):  # the journal has the sites in rows of their own
                 left_out |= {"summary": {"sites"}}
-            self._told.append(
-                told.model_copy(update={"number": self._rows.append(told.model_dump_json(exclude=left_out))})
-            )
+            number = self._rows.append(told.model_dump_json(exclude=left_out), of_site=isinstance(told, OF_SITES))
+            self._told.append(told.model_copy(update={"number": number}))
 
     def tell(self, happened: run_events.Happened) -> None:
         """Write an event that belongs to no change of the run's state, and publish it.
@@ -155,7 +160,8 @@ class EventLog:
         if query.after > newest:
             raise Gone(
                 f"There is no event {query.after}: the newest is {newest}.",
-                "The server's state was probably restored from a backup. Ask again with after=0.",
+                "The server's state was probably restored from a backup. Ask again with after=0 for all events that it "
+                f"keeps, or with after={newest} for new ones alone.",
             )
         if 0 < query.after < oldest - 1:
             raise Gone(
@@ -182,7 +188,7 @@ class EventLog:
     def _sites(self, event: dict[str, Any]) -> list[str]:
         if "summary" not in event:
             return []
-        return site_rounds(self._store.journal.rows, event["fragment"], event["summary"]["version"])
+        return sites_of_round(self._store.journal.rows, event["fragment"], event["summary"]["version"])
 
 
 def _fitting(texts: list[str], room: int) -> int:

@@ -197,7 +197,7 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         sat_out = run_log.last_sat_out_round(fragment)
         done = head - len(run_log.lost_versions(fragment)) + sat_out.total
         # a lost version may come before a round that all sites sat out: no later round gets the number of that one
-        done = max([done, *(each.round for each in run_log.summaries(2, fragment))])
+        done = max([done, *(each.round for each in run_log.ended_rounds(2, fragment))])
         fragments.append(
             FragmentSnapshot(
                 head,

@@ -36,9 +36,10 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, run_events, swarm_messages
+from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
+from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease, Presence
@@ -46,6 +47,7 @@ from atoll.server.http.auth import Gate, Refusals
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
 from atoll.store.journal import journal_failed
+from atoll.store.reader import open_state
 from atoll.store.store import directory_gone
 from atoll.transport.request_body import break_off, interceptor_of
 from atoll.transport.serve_range import problem
@@ -152,7 +154,8 @@ class ServerPages:
 
     def __init__(self, coordinator: Coordinator, version: str, gate: Gate) -> None:
         self._run, self._refusals = coordinator, gate.refusals
-        self._status, self._status_until_s = b"", 0.0
+        self._status: status_messages.Status | None = None
+        self._status_json, self._status_until_s, self._reading = b"", 0.0, asyncio.Lock()
         coordinator.events.subscribe("the status", self._on_event)
         # most servers never need it
         self._document = functools.cache(
@@ -169,11 +172,16 @@ class ServerPages:
         However many clients ask, it is built at most once in `STATUS_S` seconds, and after an event that changes more
         than the progress of one site.
         """
+        self._newest_status()
+        return web.Response(body=self._status_json, content_type="application/json")
+
+    def _newest_status(self) -> status_messages.Status:
         now_s = time.monotonic()
-        if not self._status or now_s >= self._status_until_s:
-            self._status = status_of(self._run).model_dump_json().encode()
+        if self._status is None or now_s >= self._status_until_s:
+            self._status = status_of(self._run)
+            self._status_json = self._status.model_dump_json().encode()
             self._status_until_s = now_s + STATUS_S
-        return web.Response(body=self._status, content_type="application/json")
+        return self._status
 
     async def get_events(self, query: run_events.EventQuery) -> run_events.EventPage:
         """Return what happened after an event. If nothing has, wait for the next event.
@@ -183,14 +191,31 @@ class ServerPages:
         """
         return await self._run.events.get_events(query)
 
+    async def get_site_curves(self, query: SiteCurvesQuery) -> web.Response:
+        """Return one number of each site's updates over the rounds.
+
+        One request at a time reads them, in a thread, so that a chart of many sites does not hold up the run.
+
+        Raises:
+            BadRequest: there is no such fragment, site or range.
+            StateCorrupt: a row is damaged.
+        """
+
+        def read() -> bytes:
+            with open_state(self._run.store.directory, in_server=True) as state:
+                return state.site_curves(query).model_dump_json().encode()
+
+        async with self._reading:
+            return web.Response(body=await asyncio.to_thread(read), content_type="application/json")
+
     def _on_event(self, event: run_events.Happened) -> None:
         if not isinstance(event, run_events.TicketIssued | run_events.UpdateAccepted):
-            self._status = b""
+            self._status = None
 
     async def get_metrics(self) -> web.Response:
         """Return numbers about the run (`RunMetrics`) in the text format of Prometheus."""
         registry = CollectorRegistry()
-        registry.register(RunMetrics(self._run, self._refusals))
+        registry.register(RunMetrics(self._newest_status(), self._refusals))
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(registry), headers=headers)
 
@@ -270,11 +295,13 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
 
 
 def _query(kind: type[Message], parameters: Mapping[str, str]) -> Message:
-    """Return the parameters of a query as a message: each at most once, as a JSON number."""
+    """Return the parameters of a query as a message: each at most once, as a text or as a JSON number."""
+    numbers = {name for name, field in kind.model_fields.items() if field.annotation is not str}
     try:
         if len(parameters) != len(set(parameters)):
             raise BadRequest("A parameter stands twice in the query.", "Send each parameter once.")
-        return kind.model_validate({name: json.loads(text[:40]) for name, text in parameters.items()})
+        values = {name: json.loads(text[:40]) if name in numbers else text for name, text in parameters.items()}
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _readable(kind, error) from error
     except (ValueError, RecursionError) as error:
@@ -407,14 +434,14 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
 
 
 class RunMetrics(Collector):
-    """A Prometheus collector. At each request it computes its metrics from the run's status."""
+    """A Prometheus collector, which computes its metrics from the run's status."""
 
-    def __init__(self, run: Coordinator, refusals: Refusals) -> None:
-        self._run, self._refusals = run, refusals
+    def __init__(self, status: status_messages.Status, refusals: Refusals) -> None:
+        self._status, self._refusals = status, refusals
 
     def collect(self) -> Iterator[Metric]:
         """Yield the newest version's number, and counts of workers, bytes, deaths, refusals and local steps."""
-        status = status_of(self._run)
+        status = self._status
         yield GaugeMetricFamily("atoll_version", "Number of the newest version.", value=status.version)
         yield GaugeMetricFamily(
             "atoll_awaited_workers",

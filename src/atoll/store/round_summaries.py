@@ -1,0 +1,196 @@
+"""The summaries of the rounds that have ended, and what each site did in them: rows of their own, kept for all rounds.
+
+The rows of sites are checked here, when they are read: no start reads all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from atoll.errors import BadRequest
+from atoll.format_text import number_of
+from atoll.protocol.messages import NUMBER_BELOW
+from atoll.protocol.routes import ANSWER_BYTES, SITE_CURVES
+from atoll.protocol.site_curves import OF_METRIC, SiteCurve, SiteCurves, SiteCurvesQuery
+from atoll.store.journal import require_row
+from atoll.store.journal_tables import SiteRoundRow
+
+Query = Callable[..., list[tuple[Any, ...]]]
+"""Function (SQL, *values) → rows of the journal."""
+
+
+class Summary(NamedTuple):
+    """The summary of a round that has ended. `summary_json` lacks the sites, unless `with_sites` has added them."""
+
+    fragment: int
+    round: int
+    summary_json: str
+    created_at: str
+
+
+def ended_rounds(query: Query, limit: int | None, fragment: int | None = None) -> list[Summary]:
+    """Return the last `limit` rounds that have ended, with or without a version, oldest first, without their sites.
+
+    Args:
+        query: reads the journal.
+        limit: number of rounds; None returns all.
+        fragment: only rounds of this fragment; None returns those of all fragments.
+    """
+    found = [
+        [
+            Summary(of, json.loads(text)["round"], text, at)
+            for of, text, at in query(
+                f"SELECT fragment, summary_json, created_at FROM {rounds} AND summary_json != '' "
+                "AND (?1 IS NULL OR fragment = ?1) ORDER BY rowid DESC LIMIT ?2",
+                fragment,
+                -1 if limit is None else limit,
+            )
+        ][::-1]
+        for rounds in ("history WHERE NOT lost", "sat_out_rounds WHERE total > 0")
+    ]
+    merged = list(heapq.merge(*found, key=lambda each: (each.created_at, each.round)))
+    return merged if limit is None else merged[max(len(merged) - limit, 0) :]
+
+
+def summaries(query: Query, limit: int) -> list[Summary]:
+    """Return the last `limit` rounds that have ended, oldest first, with their sites."""
+    return [
+        each._replace(summary_json=with_sites(query, each.fragment, each.summary_json))
+        for each in ended_rounds(query, limit)
+    ]
+
+
+def with_sites(query: Query, fragment: int, summary_json: str) -> str:
+    """Return the summary of a round as JSON, with its sites, which the journal keeps in rows of their own.
+
+    Args:
+        query: reads the journal.
+        fragment: fragment of the round.
+        summary_json: the summary without its sites.
+    """
+    summary = json.loads(summary_json)
+    sites = sites_of_round(query, fragment, summary.get("version"))
+    return json.dumps({**summary, "sites": list(map(json.loads, sites))})
+
+
+def sites_of_round(query: Query, fragment: int, version: int | None) -> list[str]:
+    """Return what each site did in the round that led to a version, as JSON, ordered by site.
+
+    Args:
+        query: reads the journal.
+        fragment: fragment of the version.
+        version: number of the version; None: the round led to none, so no site did anything.
+    """
+    found = site_rounds(query, "WHERE fragment = ? AND version = ?", fragment, version)
+    return [each.summary_json for each in found]
+
+
+def site_rounds(query: Query, where: str = "", *values: Any) -> list[SiteRoundRow]:
+    """Return what sites did in rounds, ordered by fragment, version and site.
+
+    Args:
+        query: reads the journal.
+        where: an SQL clause with a `?` for each of `values`; empty for all rows.
+        values: values for the clause.
+
+    Raises:
+        StateCorrupt: a row is damaged.
+    """
+    columns = "fragment, version, site, summary_json, row_check"
+    found = []
+    for fragment, version, site, summary_json, check in query(
+        f"SELECT {columns} FROM site_rounds {where} ORDER BY fragment, version, site", *values
+    ):
+        require_row("site_rounds", ("fragment", "version", "site"), fragment, version, site, summary_json, check=check)
+        found.append(SiteRoundRow(fragment, version, site, summary_json))
+    return found
+
+
+# -- one number of each site's updates over the rounds
+
+
+CURVE_BYTES, VALUE_BYTES = 96, 25
+"""Maximum bytes of a curve in an answer without its values, and of one value."""
+REST_BYTES = 2**16
+"""Maximum bytes of an answer without its curves."""
+
+
+def site_curves(query: Query, asked: SiteCurvesQuery) -> SiteCurves:
+    """Return one number of the sites' updates over the rounds, of as many sites as fit into an answer.
+
+    Only rows of the chosen rounds and of these sites are read, so the time does not depend on the length of the run.
+
+    Raises:
+        BadRequest: there is no such fragment, site or range.
+        StateCorrupt: a row is damaged.
+    """
+    versions = _chosen(_versions(query, asked), asked.points)
+    most = (ANSWER_BYTES[SITE_CURVES] - REST_BYTES) // (CURVE_BYTES + VALUE_BYTES * len(versions))
+    found = query(
+        "SELECT site FROM members WHERE site > ? AND ? IN ('', site) ORDER BY site LIMIT ?",
+        asked.after,
+        asked.site,
+        most + 1,
+    )
+    sites = [site for (site,) in found[:most]]
+    curves: dict[str, list[float | None]] = {site: [None] * len(versions) for site in sites}
+    for place, version in enumerate(versions if sites else ()):
+        of_page = "WHERE fragment = ? AND version = ? AND site BETWEEN ? AND ?"
+        for row in site_rounds(query, of_page, asked.fragment, version, sites[0], sites[-1]):
+            curves[row.site][place] = _value(json.loads(row.summary_json), asked.value)
+    return SiteCurves(
+        versions=versions,
+        rounds=[_round(query, asked.fragment, version) for version in versions],
+        curves=[
+            SiteCurve(site=site, values=values)
+            for site, values in curves.items()
+            if any(value is not None for value in values)
+        ],
+        after=sites[-1] if len(found) > most else "",
+    )
+
+
+def _versions(query: Query, asked: SiteCurvesQuery) -> list[int]:
+    """Return the versions of the range that a round led to, in order."""
+    ((fragments,),) = query("SELECT count(*) FROM heads")
+    if asked.fragment >= fragments:
+        raise BadRequest(f"There is no fragment {asked.fragment}: the run has {number_of(fragments, 'fragment')}.")
+    last = NUMBER_BELOW if asked.last is None else asked.last
+    if asked.first > last:
+        raise BadRequest(f"first = {asked.first} is above last = {last}.", "Ask for a range of versions.")
+    if asked.site and not query("SELECT 1 FROM members WHERE site = ?", asked.site):
+        raise BadRequest(f"No site with the name {asked.site!r} has joined this run.")
+    found = query(
+        "SELECT version FROM history WHERE NOT lost AND fragment = ?1 AND version BETWEEN ?2 AND ?3 AND (?4 = '' OR "
+        "EXISTS (SELECT 1 FROM site_rounds AS s WHERE s.fragment = ?1 AND s.version = history.version AND s.site = ?4)"
+        ") ORDER BY version",
+        asked.fragment,
+        max(asked.first, 1),  # no round led to version 0
+        last,
+        asked.site,
+    )
+    return [version for (version,) in found]
+
+
+def _chosen(versions: list[int], most: int) -> list[int]:
+    """Return at most `most` of the versions, evenly chosen, with the first and the last."""
+    if len(versions) <= most:
+        return versions
+    return [versions[place * (len(versions) - 1) // (most - 1)] for place in range(most)]
+
+
+def _round(query: Query, fragment: int, version: int) -> int:
+    ((summary_json,),) = query(
+        "SELECT summary_json FROM history WHERE NOT lost AND fragment = ? AND version = ?", fragment, version
+    )
+    return int(json.loads(summary_json)["round"])
+
+
+def _value(row: dict[str, Any], name: str) -> float | None:
+    """Return a number of a `SiteRound`; None if it has no such metric."""
+    of = row["metrics"] if name.startswith(OF_METRIC) else row
+    value: float | None = of.get(name.removeprefix(OF_METRIC))
+    return value

@@ -1,0 +1,132 @@
+"""One number of each site's updates over the rounds: which rounds and sites an answer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import StateCorrupt
+from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
+from atoll.protocol.status_messages import SiteRound
+from atoll.store.journal_tables import HISTORY, SITE_ROUNDS, HistoryRow, SiteRoundRow
+from atoll.store.round_summaries import site_curves
+from atoll.store.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """Two fragments, and no version."""
+    with Store(tmp_path) as store:
+        with store.journal.transaction():
+            store.journal.execute("INSERT INTO heads (fragment) VALUES (0), (1)")
+        yield store
+
+
+def put(store: Store, version: int, *updates: SiteRound, fragment: int = 0) -> None:
+    """The round one above the version has led to it, with these updates."""
+    with store.journal.transaction():
+        summary = f'{{"round": {version + 1}, "version": {version}}}'
+        store.journal.insert(HISTORY, HistoryRow(fragment, version, "", summary, ""))
+        for each in updates:
+            known = store.journal.value("SELECT 1 FROM members WHERE site = ?", each.site)
+            if not known:
+                store.run_log.put_member(each.site, store.run_log.next_lease())
+            store.journal.insert(SITE_ROUNDS, SiteRoundRow(fragment, version, each.site, each.model_dump_json()))
+
+
+def loss(site: str, value: float) -> SiteRound:
+    return SiteRound(site=site, weight=2.0, nbytes=7, metrics={"loss": value})
+
+
+def curves(store: Store, **asked: object) -> SiteCurves:
+    return site_curves(store.journal.rows, SiteCurvesQuery.model_validate(asked))
+
+
+def values(found: SiteCurves) -> dict[str, list[float | None]]:
+    return {each.site: each.values for each in found.curves}
+
+
+@pytest.mark.parametrize(
+    ("points", "versions"),
+    [
+        (10, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
+        (7, [1, 2, 4, 5, 7, 8, 10]),  # the places 9 k / 6, rounded down: 0, 1, 3, 4, 6, 7, 9
+        (4, [1, 4, 7, 10]),
+        (2, [1, 10]),
+    ],
+)
+def test_chooses_rounds_evenly(store: Store, points: int, versions: list[int]) -> None:
+    put(store, 0)
+    for version in range(1, 11):
+        put(store, version, loss("a", version / 8))
+    found = curves(store, points=points)
+    assert found.versions == versions
+    assert found.rounds == [version + 1 for version in versions]
+    assert values(found) == {"a": [version / 8 for version in versions]}
+    assert found.after == ""
+    assert curves(store, points=points, last=10).versions == versions
+
+
+def test_a_curve_has_each_number_and_null_without_one(store: Store) -> None:
+    put(store, 1, loss("a", 1.0), loss("b", 2.0))
+    put(store, 2, loss("b", 3.0), SiteRound(site="c", steps=4))
+    put(store, 3, loss("a", 4.0))
+    put(store, 9, loss("a", 5.0), fragment=1)
+    assert values(curves(store)) == {"a": [1.0, None, 4.0], "b": [2.0, 3.0, None]}  # c has no loss
+    assert values(curves(store, value="nbytes")) == {"a": [7, None, 7], "b": [7, 7, None], "c": [None, 0, None]}
+    assert values(curves(store, value="steps", first=2, last=2)) == {"b": [0], "c": [4]}
+    assert values(curves(store, value="metrics.absent")) == {}
+    assert values(curves(store, fragment=1)) == {"a": [5.0]}
+
+
+def test_draws_one_site_over_its_own_rounds(store: Store) -> None:
+    """In an asynchronous run, few versions have an update of it."""
+    for version in range(1, 11):
+        put(store, version, loss("a" if version % 3 else "b", float(version)))
+    found = curves(store, site="b", points=2)
+    assert (found.versions, values(found)) == ([3, 9], {"b": [3.0, 9.0]})
+
+
+def test_lost_versions_have_no_point(store: Store) -> None:
+    for version in (1, 2, 3):
+        put(store, version, loss("a", float(version)))
+    with store.journal.transaction():
+        store.journal.execute("UPDATE history SET lost = 1 WHERE version = 2")
+    assert values(curves(store)) == {"a": [1.0, 3.0]}
+
+
+def test_pages_the_longest_curves(store: Store) -> None:
+    """7,000 sites with 2 rounds: 983,040 bytes take 6,733 curves of 96 + 2 × 25 bytes."""
+    names = [f"{number:064}" for number in range(7000)]
+    put(store, 1)
+    put(store, 2)
+    with store.journal.transaction():
+        store.journal.execute_many(
+            "INSERT INTO members (site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process) "
+            "VALUES (?, ?, 'alive', '', '', '{}', '', 0, '')",
+            [(name, lease) for lease, name in enumerate(names)],
+        )
+        store.journal.execute_many(
+            "INSERT INTO site_rounds (fragment, version, site, summary_json) VALUES (0, ?, ?, ?)",
+            [
+                (version, name, loss(name, -1.2345678901234567e-300).model_dump_json())
+                for version in (1, 2)
+                for name in names
+            ],
+        )
+    first = curves(store)
+    second = curves(store, after=first.after, last=first.versions[-1])
+    assert [len(page.curves) for page in (first, second)] == [6733, 267]
+    assert [each.site for page in (first, second) for each in page.curves] == names
+    assert (first.after, second.after) == (names[6732], "")
+    assert 900_000 < len(first.model_dump_json()) <= 2**20
+
+
+def test_a_damaged_row_of_a_curve_is_named(store: Store) -> None:
+    put(store, 1, loss("a", 1.0))
+    with store.journal.transaction():
+        store.journal.execute("UPDATE site_rounds SET row_check = row_check + 1")
+    with pytest.raises(StateCorrupt, match=r"site_rounds \(fragment = 0, version = 1, site = 'a'\) does not match"):
+        curves(store)
