@@ -188,8 +188,8 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     }
     with filtered(tmp_path, filters=[Halved()], **options.get(how, {})) as world:
         found = after_one_round(world, a=become([2.0, 4.0], 0.0), b=become([6.0, 8.0], 0.0))
-        assert world.server._run is not None
-        assert world.server._run.filtering._done == {}  # nothing is left of the round
+        assert world.server._served is not None
+        assert world.server._served.updates._filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
 
 
@@ -537,7 +537,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         answers = [threads.submit(update.complete) for _ in range(2)]
         assert hangs.wait(30)
         wait_until(lambda: len(asked) == 2, "that both wait")
-        slot = world.server._run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
+        slot = world.server._served.run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
         held = slot.holds[HOLDER]
         go.set()
         (status, receipt), again = (answer.result(30) for answer in answers)

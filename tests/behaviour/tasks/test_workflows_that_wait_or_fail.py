@@ -153,7 +153,7 @@ def test_a_bug_beside_a_workflow_ends_the_run_and_is_told_once(
 ) -> None:
     """It is in the server's own code: what watches the workflow, or what comes behind it."""
 
-    def raises(_: Any) -> None:
+    def raises(*_: Any) -> None:
         raise KeyError("w")
 
     module = "workflow_schedule" if state == "failed" else "task_queue"
