@@ -320,8 +320,7 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: World) -> 
     world.submit("a", -G[0])
     world.wait(1)
     world.pull("a")
-    assert world.server._served is not None
-    server = world.server._served.run
+    server = world.server._require_served().run
     wait_until(lambda: server.roster["a"].beat.version == 1, "the heartbeat that says so")
     advance(world, "b", 1, 2)
     wait_until(lambda: [row.version for row in server.store.versions.kept()] == [3], "that 1 and 2 are dropped")

@@ -76,8 +76,7 @@ def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path:
         raise ZeroDivisionError(event.number)
 
     with World(tmp_path, START, "a", rounds=1) as world:
-        assert world.server._served is not None
-        world.server._served.run.events.subscribe("a follower", fails)
+        world.server._require_served().run.events.subscribe("a follower", fails)
         world.pull("a")
         world.submit("a", float("nan"))
         (refused,) = [each for each in events_of(world.url)["events"] if each["what"] == "update refused"]
@@ -94,8 +93,7 @@ def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path:
 def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check finds other free space; the stream, which keeps a bounded number of events, has it once."""
     with World(tmp_path, START, "a", rounds=1) as world:
-        assert world.server._served is not None
-        run, free = world.server._served.run, iter(range(10_000, 0, -1))
+        run, free = world.server._require_served().run, iter(range(10_000, 0, -1))
 
         def lacks(_: int) -> None:
             raise DiskFull(f"only {next(free)} MB are left")

@@ -260,8 +260,7 @@ def trained(site: str, number: int, state: dict[str, torch.Tensor]) -> dict[str,
 
 def require_updates_in_use(server: atoll.Server, count: int) -> None:
     """The aggregator comes to use so many updates; the others are given back."""
-    assert server._served is not None
-    run = server._served.run
+    run = server._require_served().run
 
     def in_use() -> int:
         found: dict[str, dict[str, int]] = run.store.slots.pool("spool", 0).holds()
@@ -351,8 +350,7 @@ def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path:
         world.rounds(trained, 1, 2)
 
         def spools_open() -> list[int]:
-            assert server._served is not None
-            pid = server._served.place._aggregator._process.pid
+            pid = server._require_served().place._aggregator._process.pid
             return [sum("/slots/spool-" in path for path in open_paths(each)) for each in ("self", str(pid))]
 
         require_updates_in_use(server, 0)
@@ -512,8 +510,7 @@ def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
         world.wait(1)
         said = "was killed from outside, by SIGKILL. It is started again"
         assert world.text.count(said) == 2
-        assert world.server._served is not None
-        os.kill(world.server._served.place._aggregator._process.pid, signal.SIGKILL)
+        os.kill(world.server._require_served().place._aggregator._process.pid, signal.SIGKILL)
         wait_until(lambda: world.text.count(said) == 3, "the end of the process")
         world.rounds(trained, 2)
         world.finish()

@@ -63,8 +63,7 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
     from atoll.server.coordinator.roster import ROUNDS, TimeLeft
 
     with plain_server(tmp_path, START, rounds=100) as server:
-        assert server._served is not None
-        run = server._served.run
+        run = server._require_served().run
         left = TimeLeft(100, 1)
         for hour in range(1, 6):
             left.committed(3600.0 * hour)
@@ -79,8 +78,7 @@ def test_there_is_no_time_left_before_a_second_round_has_ended(tmp_path: Path) -
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
-        assert server._served is not None
-        run = server._served.run
+        run = server._require_served().run
         left = TimeLeft(10, 1)
         left.committed(60.0)
         assert left.of(run.state, 60.0) is None

@@ -188,8 +188,7 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     }
     with filtered(tmp_path, filters=[Halved()], **options.get(how, {})) as world:
         found = after_one_round(world, a=become([2.0, 4.0], 0.0), b=become([6.0, 8.0], 0.0))
-        assert world.server._served is not None
-        assert world.server._served.updates._filtering._done == {}  # nothing is left of the round
+        assert world.server._require_served().updates._filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
 
 
@@ -375,7 +374,7 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
 
     class Undone(Filter):
         def begin(self, update: Outgoing) -> None:
-            world.server._require_run().store.tickets.spool(1).begin_part(0)
+            world.server._require_served().run.store.tickets.spool(1).begin_part(0)
 
     with filtered(tmp_path, sites="a", filters=[Undone()]) as world:
         status, reply = WireSite(world.url).train(1.0).push().complete()
@@ -537,7 +536,7 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
         answers = [threads.submit(update.complete) for _ in range(2)]
         assert hangs.wait(30)
         wait_until(lambda: len(asked) == 2, "that both wait")
-        slot = world.server._served.run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
+        slot = world.server._require_served().run.store.tickets.spool(update.ticket).slot
         held = slot.holds[HOLDER]
         go.set()
         (status, receipt), again = (answer.result(30) for answer in answers)
