@@ -99,7 +99,7 @@ class SimServer:
         self.rules, self.world, self.checks, self.mutant = rules, world, checks, mutant
         self._event: events.Event | None = None
         self.ledger = self._new_ledger()
-        self.ledger.restore(snapshot(initial(rules)))
+        self.ledger.restore(snapshot(initial(rules)), self._act)
         self.journal = RunJournal(SimJournal.of(self.state).fragments, model=[Fraction(0)] * rules.fragments)
         self._written = False
         self.up = True
@@ -111,7 +111,7 @@ class SimServer:
         return self.ledger.state
 
     def _new_ledger(self) -> Ledger:
-        return Ledger(self.rules, self._write_all, self._act, clock=self._clock_s)
+        return Ledger(self.rules, self._write_all, clock=self._clock_s)
 
     def _act(self, effect: events.Effect) -> None:
         if isinstance(effect, events.RoundClosed):
@@ -196,7 +196,7 @@ class SimServer:
         self.checks.require(twice == (restored, ()), "restoring what was restored changes it")
         self._armed_s = None
         self.ledger = self._new_ledger()
-        self.ledger.restore(journal)
+        self.ledger.restore(journal, self._act)
         self.up = True
         already = {effect.fragment for effect in undone if isinstance(effect, events.RoundClosed)}
         for fragment, round_ in enumerate(restored.rounds):

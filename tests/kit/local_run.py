@@ -21,9 +21,10 @@ from torch import Tensor
 from atoll.posix import write_at
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.assemble_run import assemble
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.guests import guests
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.local_site import LocalSite, VersionsInUse
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -40,11 +41,11 @@ class LocalRun:
 
     Attributes:
         now_s: the time by the run's clock.
-        run: the server's part, while the run is open.
+        served: the server's parts, while the run is open.
         versions: the versions that its sites train from.
     """
 
-    run: Coordinator
+    served: ServedRun
     versions: VersionsInUse
 
     def __init__(self, folder: Path, model: State, settings: Mapping[str, Any]) -> None:
@@ -58,15 +59,14 @@ class LocalRun:
         """Begin the run, or continue it."""
         settings = settings_beside("Server", self._told | {"disk.state_dir": self.folder}).with_absolute_folders()
         persistor, self._starts = Persistor(settings), self._starts + 1
-        plan, store, lost = open_run(settings, dict(self._model), persistor)
-        filters = TaskFilters(settings, (), ()).results
-        self.run = Coordinator(plan, store, lost, persistor, filters, guests, clock=lambda: self.now_s)
-        self.run.start()
-        self.versions = VersionsInUse(store.versions)
+        opened = open_run(settings, dict(self._model), persistor)
+        self.served = assemble(opened, persistor, TaskFilters(settings), clock=lambda: self.now_s)
+        self.served.coordinator.start()
+        self.versions = VersionsInUse(self.run.store.versions)
 
     async def stop(self) -> None:
         self.run.send_away()
-        await self.run.stop()
+        await self.served.coordinator.stop()
 
     async def kill(self) -> None:
         """What a server leaves that is killed now is where the run continues."""
@@ -84,14 +84,14 @@ class LocalRun:
         await self.stop()
 
     async def join(self, name: str, process: str = "1") -> LocalSite:
-        site = LocalSite(self.run, name, self.versions, "here")
+        site = LocalSite(self.served, name, self.versions, "here")
         await site.join(process)
         return site
 
     async def advance(self, seconds: float) -> None:
         """Move the clock, and let the server do what is due then."""
         self.now_s += seconds
-        self.run.tick()
+        self.served.coordinator.tick()
         await self.settle()
 
     async def settle(self) -> None:
@@ -108,6 +108,11 @@ class LocalRun:
             return await site.submit_file(ticket, messages.Report(**report), file.fileno())
 
     # -- look
+
+    @property
+    def run(self) -> RunCore:
+        """What the server's parts share."""
+        return self.served.run
 
     @property
     def layout(self) -> Layout:

@@ -21,9 +21,9 @@ from atoll.protocol import messages, routes
 from atoll.protocol.values import Next, next_of
 from atoll.rounds import events
 from atoll.server.coordinator.accept_update import outcome_of
-from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.joining import counted_of
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.update_spool import Spool
@@ -97,14 +97,14 @@ class LocalSite:
     It stays alive by what it calls: with a heartbeat timeout, call `seen` while it trains.
 
     Args:
-        run: the part of a server that coordinates a run; not that of a swarm, where sites need a network.
+        served: the run; not a swarm, where sites need a network.
         site: name of the site.
         versions: the versions that the local sites of this run train from.
         host: what the status shows as the site's host.
     """
 
-    def __init__(self, run: Coordinator, site: str, versions: VersionsInUse, host: str) -> None:
-        self.site, self._run, self._versions, self._host = site, run, versions, host
+    def __init__(self, served: ServedRun, site: str, versions: VersionsInUse, host: str) -> None:
+        self.site, self._served, self._run, self._versions, self._host = site, served, served.run, versions, host
         self._joined: Lease | None = None
 
     @property
@@ -125,10 +125,10 @@ class LocalSite:
             process: an identifier of this participation, which differs from those of the site's earlier ones.
 
         Raises:
-            VersionSkew, ServerLost, SchemaMismatch, ConfigError: as for `Coordinator.join`.
+            VersionSkew, ServerLost, SchemaMismatch, ConfigError: as for `SiteOperations.join`.
         """
         message = messages.Join(protocol=routes.PROTOCOL, site=self.site, host=self._host, process=process)
-        joined = await self._run.join(message)
+        joined = await self._served.sites.join(message)
         self._joined = Lease.parse(joined.lease)
         return joined
 
@@ -144,7 +144,7 @@ class LocalSite:
             LeaseLost: the site has to join again.
             Superseded: the site has joined once more meanwhile.
         """
-        self._run.require_lease(self.lease)
+        self._served.leases.require_lease(self.lease)
 
     async def stay_alive(self, every_s: float) -> None:
         """Call `seen` every `every_s` seconds until the lease has ended; 0: return at once."""
@@ -167,13 +167,13 @@ class LocalSite:
             Gone: there is no such fragment.
         """
         if state is not None:
-            self._run.begin_anew_if_needed(self.lease, state)
+            self._served.tickets.begin_anew_if_needed(self.lease, state)
         for effect in self._run.ledger.record(events.TicketRequested(self.site, self.lease.number, fragment)):
             if isinstance(effect, events.LeaseRefused):
                 self.seen()  # raises
             if isinstance(effect, events.TicketIssued):
                 base = self._versions.take(fragment, effect.base_version)
-                ticket = self._run.ticket_message(
+                ticket = self._served.tickets.ticket_message(
                     self.site, effect.ticket, fragment, effect.base_version, base.row.digest
                 )
                 return self._with_files(ticket, base)
@@ -188,12 +188,12 @@ class LocalSite:
             fragment: the fragment.
 
         Raises:
-            LeaseLost, Superseded, Gone, Busy, ConfigError: as for `Coordinator.request_ticket`.
+            LeaseLost, Superseded, Gone, Busy, ConfigError: as for `TicketOperations.request_ticket`.
         """
         told = {} if state is None else dict(state)
         request = messages.TicketRequest(**told, fragment=fragment, wait_s=wait_s)
         self.seen()
-        return next_of(await self._run.request_ticket(self.lease, request), fragment)
+        return next_of(await self._served.tickets.request_ticket(self.lease, request), fragment)
 
     def files_of(self, ticket: messages.Ticket) -> LocalRound:
         """Return the site's part in the round of a ticket that `next_ticket` returned.
@@ -265,8 +265,8 @@ class LocalSite:
             UpdateRefused: the update contains NaN or Inf, or is refused for another reason.
         """
         for part, each in enumerate(stats):
-            self._run.record_part(self.lease, ticket.id, part, each)
-        return await self._run.complete(self.lease, ticket.id, message)
+            self._served.updates.record_part(self.lease, ticket.id, part, each)
+        return await self._served.updates.complete(self.lease, ticket.id, message)
 
     async def submit_file(self, ticket: messages.Ticket, report: messages.Report, fd: int) -> messages.Receipt:
         """Submit an update that is in another file: copy it into the spool, and check it.
@@ -281,8 +281,8 @@ class LocalSite:
             Exception: an error of `submit`, or `DiskFull`.
         """
         run, loop = self._run, asyncio.get_running_loop()
-        run.require_lease(self.lease)
-        run.require_open(self.lease, ticket.id)
+        self._served.leases.require_lease(self.lease)
+        self._served.leases.require_open(self.lease, ticket.id)
         run.require_space()
         spool, layout = run.store.tickets.spool(ticket.id), run.plan.fragments[ticket.fragment].update
         digests = []
@@ -296,7 +296,7 @@ class LocalSite:
                         f"The file with the update of {self.site} has fewer than {layout.nbytes} bytes.",
                         "Write the whole update before you submit it.",
                     )
-                run.record_part(self.lease, ticket.id, part.index, arriving.stats, writer)
+                self._served.updates.record_part(self.lease, ticket.id, part.index, arriving.stats, writer)
                 digests.append(arriving.digest)
             finally:
                 writer.abandon()
@@ -306,7 +306,7 @@ class LocalSite:
             base_digest=ticket.base.digest,
             generation=ticket.generation,
         )
-        return await run.complete(self.lease, ticket.id, message)
+        return await self._served.updates.complete(self.lease, ticket.id, message)
 
     @cached_property
     def _inspections(self) -> list[Inspection]:
@@ -316,20 +316,20 @@ class LocalSite:
         """Sit out the round of a ticket.
 
         Raises:
-            LeaseLost, Superseded, TicketClosed, UpdateRefused: as for `Coordinator.sit_out`.
+            LeaseLost, Superseded, TicketClosed, UpdateRefused: as for `UpdateOperations.sit_out`.
         """
-        await self._run.sit_out(self.lease, ticket.id, message)
+        await self._served.updates.sit_out(self.lease, ticket.id, message)
 
     async def leave(self, error: str | None = None) -> None:
         """End the participation. `error` says why training failed; None: it ended well."""
-        await self._run.leave(self.lease, messages.Leave(error=error))
+        await self._served.sites.leave(self.lease, messages.Leave(error=error))
 
 
 class SiteCalls:
     """Calls of a local site from other threads than the server's.
 
     Args:
-        run: the server's part that coordinates the run.
+        served: the run.
         site: the site; it has not joined yet.
         wait_for: runs a coroutine on the server's event loop, and returns its result.
         ended: the error of calls after the end of the server.
@@ -337,13 +337,13 @@ class SiteCalls:
 
     def __init__(
         self,
-        run: Coordinator,
+        served: ServedRun,
         site: LocalSite,
         wait_for: Callable[[Callable[[], Coroutine[Any, Any, Any]], UsageError], Any],
         ended: UsageError,
     ) -> None:
         self.site = site.site
-        self._run, self._on_loop, self._wait_for, self._ended = run, site, wait_for, ended
+        self._served, self._on_loop, self._wait_for, self._ended = served, site, wait_for, ended
         self._staying: asyncio.Task[None] | None = None
 
     def __call__(self, work: Callable[[LocalSite], Coroutine[Any, Any, T]]) -> T:
@@ -368,9 +368,9 @@ class SiteCalls:
 
     def _require_run(self) -> None:
         lease = self._on_loop.lease if self._on_loop.has_joined else None
-        if (failed := self._run.failure_for(lease)) is not None:
+        if (failed := self._served.failure.failure_for(lease)) is not None:
             raise failed
-        if self._run.is_ending:
+        if self._served.run.is_ending:
             raise self._ended
 
     def describe(self) -> tuple[messages.RunInfo, messages.SchemaMessage]:
@@ -381,7 +381,7 @@ class SiteCalls:
         """
 
         async def answer(_: LocalSite) -> tuple[messages.RunInfo, messages.SchemaMessage]:
-            return await self._run.get_run(), await self._run.get_schema()
+            return await self._served.sites.get_run(), await self._served.sites.get_schema()
 
         info, schema = self(answer)
         if info.streams or info.sync_every or info.ranks > 1 or info.sends_tasks or info.placement == "swarm":
@@ -401,7 +401,8 @@ class SiteCalls:
 
         async def answer(site: LocalSite) -> None:
             await site.join(process)
-            self._staying = self._run.spawn(site.stay_alive(self._run.settings.network.heartbeat_interval_s))
+            run = self._served.run
+            self._staying = run.spawn(site.stay_alive(run.settings.network.heartbeat_interval_s))
 
         self(answer)
 

@@ -25,6 +25,7 @@ from atoll.protocol import status_messages
 from atoll.protocol.run_events import Happened
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch, ensure_lines
+from atoll.server.assemble_run import assemble
 from atoll.server.coordinator.build_status import (
     address_before,
     keep_status,
@@ -32,12 +33,13 @@ from atoll.server.coordinator.build_status import (
     status_of,
     write_status,
 )
-from atoll.server.coordinator.coordinator import Coordinator, failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.coordinator.tell_failure import failure_for_sites
 from atoll.server.coordinator.user_code import Function
-from atoll.server.guests import guests
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
@@ -141,8 +143,8 @@ class Server:
         self._finished = Latch()
         self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
         self._started = False
-        self._run: Coordinator | None = None
-        self._versions: tuple[Coordinator, VersionsInUse] | None = None  # those that local sites of this run use
+        self._served: ServedRun | None = None
+        self._versions: tuple[ServedRun, VersionsInUse] | None = None  # those that local sites of this run use
         self._last_status: status_messages.Status | None = None
         self._followers: dict[str, Callable[[Happened], None]] = {}
         self.port = 0
@@ -218,7 +220,7 @@ class Server:
     @property
     def finished(self) -> bool:
         """Whether the run is finished and its result is exported."""
-        return self._thread.error is None and self._run is not None and self._run.finished.is_set()
+        return self._thread.error is None and self._served is not None and self._served.run.finished.is_set()
 
     def status(self) -> status_messages.Status:
         """Return the run's current status. After the end of the server, return its last status."""
@@ -248,8 +250,8 @@ class Server:
         done = self._finished.wait(timeout_s)
         if self._thread.error is not None:
             raise self._thread.error
-        if done and self._run is not None and self._run.failed is not None:  # the server still tells its sites
-            raise self._run.failed
+        if done and self._served is not None and self._served.run.failed is not None:  # it still tells its sites
+            raise self._served.run.failed
         return done
 
     def save_state(self, path: str | Path) -> Path:
@@ -268,7 +270,7 @@ class Server:
             StateLocked: the server has ended, and another one uses its state directory.
             DiskFull: there is no space; no partial file is left.
         """
-        run, path = self._require_run(), Path(path)
+        run, path = self._require_served().run, Path(path)
         if not path.name or path.is_dir():
             raise UsageError(f"save_state got {str(path)!r}, which names no file.", "Pass the path of a file.")
         require_writable_folder(path.parent, "Pass a path in a folder that this user may write.")
@@ -313,27 +315,28 @@ class Server:
         Raises:
             UsageError: the server is not running.
         """
-        run, stopped = self._require_run(), UsageError("The server has stopped.", "Start it again, then its sites.")
-        if self._versions is None or self._versions[0] is not run:
-            self._versions = run, VersionsInUse(run.store.versions)
-        return SiteCalls(run, LocalSite(run, site, self._versions[1], HOST), self._thread.wait_for, stopped)
+        served = self._require_served()
+        stopped = UsageError("The server has stopped.", "Start it again, then its sites.")
+        if self._versions is None or self._versions[0] is not served:
+            self._versions = served, VersionsInUse(served.run.store.versions)
+        return SiteCalls(served, LocalSite(served, site, self._versions[1], HOST), self._thread.wait_for, stopped)
 
-    def _require_run(self) -> Coordinator:
-        if self._run is None:
+    def _require_served(self) -> ServedRun:
+        if self._served is None:
             raise UsageError("The server is not running.", "Call start() first.")
-        return self._run
+        return self._served
 
-    def _ask(self, question: Callable[[Coordinator], T]) -> T:
-        """Call `question(run)` on the server's event loop, where the run's state does not change meanwhile.
+    def _ask(self, question: Callable[[ServedRun], T]) -> T:
+        """Call `question(served)` on the server's event loop, where the run's state does not change meanwhile.
 
         Return its result.
         """
-        run, stopped = self._require_run(), UsageError("The server has stopped.", "Call this while it runs.")
+        served, stopped = self._require_served(), UsageError("The server has stopped.", "Call this while it runs.")
 
         def work() -> T:
             if self._last_status is not None:
                 raise stopped
-            return question(run)
+            return question(served)
 
         return self._thread.call(work, stopped)
 
@@ -361,19 +364,19 @@ class Server:
             failed: Exception | None = None
             is_again = False
             try:
-                while (shapes := (run := await self._serve_run(accept, failed)).shapes_to_take_over) is not None:
+                while (shapes := (served := await self._serve_run(accept, failed)).shapes.to_take_over) is not None:
                     is_again = True
                     try:
-                        await asyncio.to_thread(take_over_shapes, run.plan, shapes)
+                        await asyncio.to_thread(take_over_shapes, served.run.plan, shapes)
                     except Exception as error:  # nothing was changed: serve the run once more, to tell its sites
                         failed = error
             except AtollError as error:
                 await self._refuse(error, accept, is_again=is_again)
                 raise
-        if run.failed is not None:
-            raise run.failed
+        if served.run.failed is not None:
+            raise served.run.failed
 
-    async def _open(self) -> Coordinator:
+    async def _open(self) -> ServedRun:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
         if self._workflows is not None:
             self._workflows.load()
@@ -382,20 +385,20 @@ class Server:
         self._model = None  # free its memory: version 0 is on disk
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
-            return Coordinator(*opened, persistor, self._filters.results, guests, self._workflows)
+            return assemble(opened, persistor, self._filters, self._workflows)
         except BaseException:
             opened[1].close()
             raise
 
-    async def _serve_run(self, accept: Accept, failed: Exception | None = None) -> Coordinator:
+    async def _serve_run(self, accept: Accept, failed: Exception | None = None) -> ServedRun:
         """Serve the run of the state directory until it ends, or until it has to begin again with other shapes.
 
         Args:
             accept: starts to accept connections.
             failed: the error because of which the run could not begin again; it ends this run, too.
         """
-        run = await self._open()
-        schedule, app = self._workflows, make_app(run, self._gate, version("atoll"))
+        served = await self._open()
+        run, schedule, app = served.run, self._workflows, make_app(served, self._gate, version("atoll"))
         runner = runner_of(app, HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
@@ -405,17 +408,18 @@ class Server:
                 LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
             for name, on_event in self._followers.items():
                 run.events.subscribe(name, on_event)
-            run.start(self.url, before if _has_moved(before, self.url, self.settings.network.host) else "")
-            keep_status(run)
-            self._run = run
+            moved_from = before if _has_moved(before, self.url, self.settings.network.host) else ""
+            served.coordinator.start(self.url, moved_from)
+            keep_status(served)
+            self._served = served
             if schedule is not None:
-                schedule.start(run)
+                schedule.start(served)
             accepting = await accept(runner)
             run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
             if failed is not None:
                 run.fail_by(failed, "Taking over the shapes of the first update", "Restart the server to repeat this.")
-            await self._until_end(run)
+            await self._until_end(served)
         finally:
             if schedule is not None:
                 schedule.stop()
@@ -423,10 +427,10 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._run is run and run.shapes_to_take_over is None:  # else the start failed, or the run begins again
-                self._last_status = keep_status(run)
-            await run.stop()
-        return run
+            if self._served is served and served.shapes.to_take_over is None:
+                self._last_status = keep_status(served)  # else the start failed, or the run begins again
+            await served.coordinator.stop()
+        return served
 
     async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:
         """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.
@@ -439,7 +443,7 @@ class Server:
             accept: starts to accept connections.
             is_again: whether the run was to begin again with other shapes.
         """
-        before = recorded_failure(self.settings.disk.state_dir) if self._run is None else ""
+        before = recorded_failure(self.settings.disk.state_dir) if self._served is None else ""
         if not error.is_final or not (before or is_again):
             return
         state_dir, all_told = self.settings.disk.state_dir, asyncio.Event()
@@ -477,8 +481,8 @@ class Server:
                 rest = [each for each in status.workers if each.site not in workers]
                 write_status(state_dir, status.model_copy(update={"workers": [*workers.values(), *rest]}))
 
-    async def _until_end(self, run: Coordinator) -> None:
-        stopping = self._thread.stopping
+    async def _until_end(self, served: ServedRun) -> None:
+        run, stopping = served.run, self._thread.stopping
         events = (stopping, run.ended, run.finished, run.begins_again)
         waits = [asyncio.ensure_future(event.wait()) for event in events]
         heads_before = heads = [each.head for each in run.state.rounds]
@@ -486,9 +490,9 @@ class Server:
             heads = [each.head for each in run.state.rounds]
             if heads != heads_before:
                 heads_before = heads
-                await asyncio.to_thread(write_status, run.settings.disk.state_dir, status_of(run))
+                await asyncio.to_thread(write_status, run.settings.disk.state_dir, status_of(served))
         if run.finished.is_set() and not stopping.is_set() and run.failed is None:
-            keep_status(run)
+            keep_status(served)
             self._finished.set()
             await self._until_left(run)
             await self._until_seen(run)
@@ -496,30 +500,30 @@ class Server:
             if self._workflows is not None:
                 self._workflows.stop()
             run.store.run_log.fail(run.failed.message)
-            keep_status(run)
+            keep_status(served)
             self._finished.set()
-            await self._until_told(run)  # no wait after Ctrl-C, but the failure is recorded
+            await self._until_told(served)  # no wait after Ctrl-C, but the failure is recorded
             await self._until_seen(run)
         for wait in waits:
             wait.cancel()
 
-    async def _until_told(self, run: Coordinator) -> None:
+    async def _until_told(self, served: ServedRun) -> None:
         """After a failure, wait until every live site has asked for something, and so was told.
 
         A site is silent, and is not waited for, if its next request is overdue.
         """
         begin_s, is_logged = time.monotonic(), False
-        while untold := [site for site in run.untold_alive if not _is_overdue(run, site, begin_s)]:
+        while untold := [site for site in served.failure.untold if not _is_overdue(served.run, site, begin_s)]:
             if self._thread.stopping.is_set():
                 break
             if not is_logged and time.monotonic() - begin_s >= GRACE_SAID_S:
                 is_logged = True
                 LOG.info("telling %s that the run has failed; Ctrl-C ends this wait", ", ".join(untold))
             await asyncio.sleep(TELL_S)
-        if left := run.stop_telling():
+        if left := served.failure.stop_telling():
             LOG.warning("%s was not told that the run has failed", ", ".join(left))
 
-    async def _until_left(self, run: Coordinator) -> None:
+    async def _until_left(self, run: RunCore) -> None:
         """Wait until every worker has downloaded the result and left, for at most `GRACE_S` seconds.
 
         A worker is given up when it is silent. Without heartbeats, that is known only of one that has not asked for
@@ -544,14 +548,14 @@ class Server:
                 LOG.info("waiting for %s to download the result, at most %g s; Ctrl-C ends this wait", present, GRACE_S)
             await run.changed(0.25)
 
-    async def _until_seen(self, run: Coordinator) -> None:
+    async def _until_seen(self, run: RunCore) -> None:
         """If clients poll the status, wait `WATCHED_S` seconds, so that each of them sees how the run has ended."""
         if run.watched_s is not None and time.monotonic() - run.watched_s < WATCHED_S:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._thread.stopping.wait(), WATCHED_S)
 
 
-def _is_overdue(run: Coordinator, site: str, begin_s: float) -> bool:
+def _is_overdue(run: RunCore, site: str, begin_s: float) -> bool:
     """Return whether a site is silent: its next request should have come by now.
 
     Args:

@@ -87,13 +87,17 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     return built
 
 
+OpenedRun = tuple[Plan, Store, tuple[str, ...]]
+"""The plan of a run, its store, and one sentence for each loss of data in a crash."""
+
+
 def open_run(
     settings: Settings,
     model: nn.Module | Tensors | None,
     persistor: Persistor,
     outer: Outer = None,
     saved: SavedState | None = None,
-) -> tuple[Plan, Store, tuple[str, ...]]:
+) -> OpenedRun:
     """Begin a run in its state directory, or continue the run that is there.
 
     Args:

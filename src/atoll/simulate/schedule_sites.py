@@ -29,7 +29,7 @@ from atoll.errors import (
 )
 from atoll.protocol import run_events, status_messages
 from atoll.rounds import events, leases
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.local_site import LocalRound, LocalSite, VersionsInUse
 from atoll.simulate.engine import ATTEMPTS, Engine, Job, JobResult, SiteRound
 from atoll.worker.exchange.local_state import NEW, pending, state_in, wanted_anew
@@ -54,7 +54,7 @@ class SiteScheduler:
     """Runs the rounds of a simulation on the server's event loop.
 
     Args:
-        run: the part of a server that coordinates a run.
+        served: the run.
         sites: names of all simulated sites.
         engine: the processes that train the sites.
         folder: the folder with the state that sites keep between rounds; None: sites keep no state in this run.
@@ -71,24 +71,25 @@ class SiteScheduler:
 
     def __init__(
         self,
-        run: Coordinator,
+        served: ServedRun,
         sites: Sequence[str],
         engine: Engine,
         folder: Path | None,
         on_round: Callable[[status_messages.RoundSummary], object],
     ) -> None:
-        self._run, self._engine, self._folder, self._on_round = run, engine, folder, on_round
+        self._run, self._engine, self._folder, self._on_round = served.run, engine, folder, on_round
+        self._filters = served.updates.filters
         self._loop = asyncio.get_running_loop()
         self._news, self._rung = asyncio.Event(), False
         self._heard: deque[tuple[Job, JobResult]] = deque()
         self._lock = threading.Lock()  # guards `_rung`
-        self._bases = VersionsInUse(run.store.versions)
+        self._bases = VersionsInUse(served.run.store.versions)
         self._ended: list[status_messages.RoundSummary] = []  # rounds of which the watcher has not heard yet
-        run.events.subscribe("the simulation", self._on_event)
-        self._sites = {site: LocalSite(run, site, self._bases, HOST) for site in sites}
+        self._run.events.subscribe("the simulation", self._on_event)
+        self._sites = {site: LocalSite(served, site, self._bases, HOST) for site in sites}
         self._jobs: dict[str, Job] = {}
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
-        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
+        self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * self._run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
         self.worker_rounds = self.late = self.bytes_up = self.bytes_down = 0
         self.failed: dict[str, str] = {}
@@ -130,10 +131,10 @@ class SiteScheduler:
                 with self._lock:
                     self._rung = False
                 self._raise_what_failed()
-                while self._heard and self._run.filtering.filters:  # filters wait for threads: no transaction around
+                while self._heard and self._filters:  # filters wait for threads: no transaction around
                     await self._take(*self._heard.popleft())
                 with self._one_transaction():
-                    while self._heard and not self._run.filtering.filters:
+                    while self._heard and not self._filters:
                         now(self._take(*self._heard.popleft()))
                     self._give()
                 self._tell_of_rounds()

@@ -21,11 +21,11 @@ from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
+from atoll.server.assemble_run import assemble
 from atoll.server.coordinator.build_status import keep_status
-from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.guests import guests
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
@@ -231,42 +231,43 @@ class Simulation:
 
     async def _simulate(self) -> None:
         persistor = Persistor(self.settings)
-        plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
-        run = Coordinator(plan, store, lost, persistor, self._filters.results, guests)
-        run.attendance.simulated = True
+        opened = open_run(self.settings, self._model, persistor, self._outer)
+        served = assemble(opened, persistor, self._filters, simulated=True)
+        run, plan = served.run, served.run.plan
         self._model = None  # version 0 is on disk
         try:
-            beginning = self._beginning(run)
-            run.start()
-            keep_status(run)
+            beginning = self._beginning(served)
+            served.coordinator.start()
+            keep_status(served)
             lasts = plan.algorithm.state_groups or plan.codec.feedback or plan.schema.kept
             folder = Path(beginning.sites) if lasts else None
-            scheduler = SiteScheduler(run, self.sites, self._engine, folder, self._on_round)
+            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._on_round)
             if not run.state.finished:
                 await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, scheduler)
             first, begin_s = run.state.rounds[0].done, time.monotonic()
             await scheduler.run_rounds()
-            self._result = self._simulated(run, scheduler, first, time.monotonic() - begin_s)
+            self._result = self._simulated(served, scheduler, first, time.monotonic() - begin_s)
         finally:
             self._engine.close()
             run.send_away()
-            keep_status(run)
-            await run.stop()
+            keep_status(served)
+            await served.coordinator.stop()
 
-    def _beginning(self, run: Coordinator) -> Beginning:
+    def _beginning(self, served: ServedRun) -> Beginning:
         return Beginning(
             script=self._script,
             arguments=self._arguments,
             path=tuple(sys.path),
-            info=now(run.get_run()),
-            schema_message=now(run.get_schema()),
+            info=now(served.sites.get_run()),
+            schema_message=now(served.sites.get_schema()),
             threads=threads_of(self._processes),
             seed=self.settings.run.seed,
             sites=str((self.settings.disk.state_dir / SITES).resolve()),
-            own=run.plan.own_code,
+            own=served.run.plan.own_code,
         )
 
-    def _simulated(self, run: Coordinator, scheduler: SiteScheduler, first: int, seconds: float) -> Simulated:
+    def _simulated(self, served: ServedRun, scheduler: SiteScheduler, first: int, seconds: float) -> Simulated:
+        run = served.run
         summary = run.store.run_log.history(1, 0)[0].summary_json  # empty for version 0
         last = status_messages.RoundSummary.model_validate_json(summary) if summary else None
         return Simulated(

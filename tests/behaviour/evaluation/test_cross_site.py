@@ -226,7 +226,7 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
         together(*(partial(evaluate_big, server, tmp_path, name) for name in "abc"))
         server.run()
     assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
-    run = server._run
+    run = server._require_served().run
     assert 3 * nbytes <= run.bytes_up < 3.03 * nbytes
     assert 8 * nbytes <= run.bytes_down < 9.09 * nbytes
     assert list((tmp_path / "state" / "objects").glob("*")) == []

@@ -33,7 +33,7 @@ from atoll.filters import Filter, Outgoing
 from atoll.protocol.status_messages import KEPT
 from atoll.reducers import Reducer
 from atoll.server import startup
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.run_core import RunCore
 from atoll.testing.run import Threads
 
 ASYNC = {"rounds.sites": 2, "async.enabled": True, "rounds.total": 9, "aggregation.reducer.name": "stubborn"}
@@ -305,13 +305,13 @@ def test_a_failure_together_with_a_stop_is_recorded(
     tmp_path: Path, stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by Ctrl-C in the moment of the failure: the next start, and the status without a server, know the reason."""
-    fail = Coordinator.fail
+    fail = RunCore.fail
 
-    def fail_and_stop(run: Coordinator, error: AtollError) -> None:
+    def fail_and_stop(run: RunCore, error: AtollError) -> None:
         fail(run, error)
         server._thread.stopping.set()
 
-    monkeypatch.setattr(Coordinator, "fail", fail_and_stop)
+    monkeypatch.setattr(RunCore, "fail", fail_and_stop)
     stubborn.may_raise.set()
     with serve(tmp_path, None, **{"rounds.sites": 1, "aggregation.reducer.name": "stubborn"}) as server:
         WireSite(server.url, "a").train(1.0).submit()

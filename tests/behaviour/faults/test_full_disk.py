@@ -72,7 +72,7 @@ def test_waits_for_disk_space_and_open_files(
     No attempt leaves a version pinned.
     """
     with serve_wide(tmp_path) as server, failpoints(points) as times_reached:
-        versions = server._require_run().store.versions
+        versions = server._require_served().run.store.versions
         sites = Sites(server.url, tmp_path)
         run_to_end(server, sites)
         for point in points.split(";"):
@@ -288,7 +288,8 @@ def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     with serve_wide(tmp_path, sites=1) as server:
 
         def during(site: str, at: int) -> None:
-            server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
+            journal = server._require_served().run.store.journal
+            journal.value("PRAGMA query_only = ON")  # every change fails from here on
 
         sites = Sites(server.url, tmp_path, during=during, names=["a"])
         with pytest.raises(StoreError, match=r"write a readonly database\. Check the disk, and that this user may"):
@@ -310,11 +311,11 @@ def test_answers_507_below_min_free_bytes(
         "by itself, and nothing is lost."
     )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
-        store = server._require_run().store
+        store = server._require_served().run.store
         asked: list[int] = []
 
         def free_bytes() -> int:
-            asked.append(server._require_run().bytes_up)
+            asked.append(server._require_served().run.bytes_up)
             return 10**9 if seen and len(asked) > 3 else 10**5
 
         seen: list[str] = []
@@ -338,7 +339,7 @@ def test_answers_507_below_min_free_bytes(
 def test_notices_new_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No site has to try again for that."""
     with serve_wide(tmp_path, sites=1, **{"disk.min_free_bytes": 10**6}) as server:
-        run = server._require_run()
+        run = server._require_served().run
         update = WireSite(server.url).train()
         with monkeypatch.context() as patch:
             patch.setattr(run.store, "free_bytes", lambda: 10**5)

@@ -317,8 +317,7 @@ def test_drops_a_version_that_was_pulled(world: World) -> None:
     world.submit("a", -G[0])
     world.wait(1)
     world.pull("a")
-    server = world.server._run
-    assert server is not None
+    server = world.server._require_served().run
     wait_until(lambda: server.roster["a"].beat.version == 1, "the heartbeat that says so")
     advance(world, "b", 1, 2)
     wait_until(lambda: [row.version for row in server.store.versions.kept()] == [3], "that 1 and 2 are dropped")

@@ -92,9 +92,7 @@ def test_names_a_failing_follower_once(tmp_path: Path) -> None:
         raise ZeroDivisionError(event.number)
 
     with World(tmp_path, START, "a", rounds=1) as world:
-        run = world.server._run
-        assert run is not None
-        run.events.subscribe("a follower", fails)
+        world.server._require_served().run.events.subscribe("a follower", fails)
         world.pull("a")
         world.submit("a", float("nan"))
         (refused,) = [each for each in events_of(world.url)["events"] if each["what"] == "update refused"]
@@ -111,8 +109,7 @@ def test_names_a_failing_follower_once(tmp_path: Path) -> None:
 def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each check finds other free space; the stream, which keeps a bounded number of events, has it once."""
     with World(tmp_path, START, "a", rounds=1) as world:
-        run, free = world.server._run, iter(range(10_000, 0, -1))
-        assert run is not None
+        run, free = world.server._require_served().run, iter(range(10_000, 0, -1))
 
         def lacks(_: int) -> None:
             raise DiskFull(f"only {next(free)} MB are left")

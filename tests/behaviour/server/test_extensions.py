@@ -48,13 +48,16 @@ class Counts(Extension):
     def on_event(self, event):
         self.ended += isinstance(event, RoundEnded)
 
+    def warnings(self):
+        return ["the goal is far"] if self.goal.rounds > 0 else []
+
     def tick(self, now_s):
         self.ticks += 1
 
     def status(self):
         return {"ended": self.ended, "goal": self.goal.rounds, "has ticked": self.ticks > 0}
 """
-"""36 lines: operations, events, a part of the status, a tick."""
+"""39 lines: operations, events, a part of the status, a warning, a tick."""
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS, **settings: Any) -> World:
@@ -77,6 +80,7 @@ def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.Monke
         world.wait(1)
         wait_until(lambda: world.status.extensions["counts"]["has ticked"], "a tick")
         assert world.status.extensions == {"counts": {"ended": 1, "goal": 3, "has ticked": True}}
+        assert "the goal is far" in world.status.warnings
         world.finish()
 
 

@@ -239,7 +239,7 @@ def test_a_start_hands_over_a_due_best_version(tmp_path: Path) -> None:
     measure(world, 2, 0.9, 0.1, 0.1, 0.1)
     stopping = threading.Thread(target=world.close)
     stopping.start()
-    persistor = world.server._run.background.persistor  # type: ignore[union-attr]
+    persistor = world.server._require_served().background.persistor
     wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
     Slow.go.set()
     stopping.join()

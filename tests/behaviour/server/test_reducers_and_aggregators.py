@@ -264,8 +264,7 @@ def trained(site: str, number: int, state: dict[str, torch.Tensor]) -> dict[str,
 
 def require_updates_in_use(server: atoll.Server, count: int) -> None:
     """The aggregator comes to use so many updates; the others are given back."""
-    run = server._run
-    assert run is not None
+    run = server._require_served().run
 
     def in_use() -> int:
         found: dict[str, dict[str, int]] = run.store.slots.pool("spool", 0).holds()
@@ -354,8 +353,7 @@ def test_no_round_leaves_files_open(tmp_path: Path) -> None:
         world.rounds(trained, 1, 2)
 
         def spools_open() -> list[int]:
-            assert server._run is not None
-            pid = server._run.place._aggregator._process.pid
+            pid = server._require_served().place._aggregator._process.pid
             return [sum("/slots/spool-" in path for path in open_paths(each)) for each in ("self", str(pid))]
 
         require_updates_in_use(server, 0)
@@ -513,8 +511,7 @@ def test_starts_a_killed_aggregator_again(tmp_path: Path) -> None:
         world.wait(1)
         said = "was killed from outside, by SIGKILL. It is started again"
         assert world.text.count(said) == 2
-        assert world.server._run is not None
-        os.kill(world.server._run.place._aggregator._process.pid, signal.SIGKILL)
+        os.kill(world.server._require_served().place._aggregator._process.pid, signal.SIGKILL)
         wait_until(lambda: world.text.count(said) == 3, "the end of the process")
         world.rounds(trained, 2)
         world.finish()

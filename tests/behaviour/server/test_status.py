@@ -26,6 +26,7 @@ from kit.wire import WireSite, heard
 import atoll
 from atoll.errors import RunFailed
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.run_core import RunCore
 from atoll.testing.run import Threads, status
 
 UNHEARD = "no request since the server restarted"
@@ -62,8 +63,7 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
     from atoll.server.coordinator.roster import ROUNDS, TimeLeft
 
     with plain_server(tmp_path, START, rounds=100) as server:
-        run = server._run
-        assert run is not None
+        run = server._require_served().run
         left = TimeLeft(100, 1)
         for hour in range(1, 6):
             left.committed(3600.0 * hour)
@@ -78,8 +78,7 @@ def test_the_first_round_tells_no_time_left(tmp_path: Path) -> None:
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
-        run = server._run
-        assert run is not None
+        run = server._require_served().run
         left = TimeLeft(10, 1)
         left.committed(60.0)
         assert left.of(run.state, 60.0) is None
@@ -132,11 +131,11 @@ def test_status_and_log_tell_the_time_left(tmp_path: Path, nursery: Nursery, cap
 def test_compares_the_speeds_of_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
-    count, alive = itertools.count(), Coordinator.alive
+    count, alive = itertools.count(), RunCore.alive
     with plain_server(tmp_path, START, **dynamic, **SILENT) as server:
         for number in range(5):
             WireSite(server.url, f"site-{number}")
-        monkeypatch.setattr(Coordinator, "alive", lambda run: (next(count), alive(run))[1])
+        monkeypatch.setattr(RunCore, "alive", lambda run: (next(count), alive(run))[1])
         workers = server.status().workers
     assert [worker.local_steps for worker in workers] == [server.settings.diloco.sync_every] * 5
     assert next(count) < 5

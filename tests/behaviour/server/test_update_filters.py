@@ -185,8 +185,7 @@ def test_reducers_and_aggregators_see_filtered_updates(tmp_path: Path, how: str)
     }
     with filtered(tmp_path, filters=[Halved()], **options.get(how, {})) as world:
         found = after_one_round(world, a=become([2.0, 4.0], 0.0), b=become([6.0, 8.0], 0.0))
-        assert world.server._run is not None
-        assert world.server._run.filtering._done == {}  # nothing is left of the round
+        assert world.server._require_served().updates._filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
 
 
@@ -357,7 +356,7 @@ def test_asks_again_for_an_undone_part(tmp_path: Path) -> None:
 
     class Undone(Filter):
         def begin(self, update: Outgoing) -> None:
-            world.server._require_run().store.tickets.spool(1).begin_part(0)
+            world.server._require_served().run.store.tickets.spool(1).begin_part(0)
 
     with filtered(tmp_path, sites="a", filters=[Undone()]) as world:
         status, reply = WireSite(world.url).train(1.0).push().complete()
@@ -509,7 +508,7 @@ def test_accepts_an_update_completed_twice_once(tmp_path: Path, go: threading.Ev
         answers = [threads.submit(update.complete) for _ in range(2)]
         assert hangs.wait(30)
         wait_until(lambda: len(asked) == 2, "that both wait")
-        slot = world.server._run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
+        slot = world.server._require_served().run.store.tickets.spool(update.ticket).slot
         held = slot.holds[HOLDER]
         go.set()
         (status, receipt), again = (answer.result(30) for answer in answers)

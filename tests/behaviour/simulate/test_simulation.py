@@ -20,7 +20,7 @@ import atoll
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
 from atoll.protocol import messages
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.site_operations import SiteOperations
 from atoll.simulate import schedule_sites
 from atoll.testing.run import failpoints
 
@@ -83,16 +83,16 @@ def test_memory_runs_have_no_tensor_files(tmp_path: Path, client: str) -> None:
 def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulation of very many can be stopped while they join."""
     monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
-    joined, join = list[str](), Coordinator.join
+    joined, join = list[str](), SiteOperations.join
 
-    async def counted(self: Coordinator, message: messages.Join) -> messages.Joined:
+    async def counted(self: SiteOperations, message: messages.Join) -> messages.Joined:
         joined.append(message.site)
         if len(joined) == 25:
             task = asyncio.current_task()
             task.cancel()  # as `stop` does, which a signal calls
         return await join(self, message)
 
-    monkeypatch.setattr(Coordinator, "join", counted)
+    monkeypatch.setattr(SiteOperations, "join", counted)
     with pytest.raises(UsageError, match="The simulation was stopped"):
         run(tmp_path, client, sites=200)
     assert len(joined) == 30  # those of the three transactions that had begun

@@ -229,7 +229,7 @@ def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with serve_swarm(tmp_path, **tls) as server:
         sites = Sites(server.url.replace("127.0.0.1", "localhost"), tmp_path)
         run_to_end(server, sites)
-        peers = server._require_run().place
+        peers = server._require_served().place
         assert peers is not None
         assert all(peer.address.startswith("https://localhost:") for peer in peers.view.peers.values())
     assert len(set(Result(tmp_path).aggregators)) > 1

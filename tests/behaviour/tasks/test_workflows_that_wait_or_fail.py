@@ -159,7 +159,7 @@ def test_a_bug_beside_a_workflow_is_told_once(
 ) -> None:
     """A bug in the server's own code, which watches the workflow or comes after it, ends the run."""
 
-    def raises(_: Any) -> None:
+    def raises(*_: Any) -> None:
         raise KeyError("w")
 
     module = "workflow_schedule" if state == "failed" else "task_queue"

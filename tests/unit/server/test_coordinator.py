@@ -214,8 +214,7 @@ def test_ever_new_warnings_of_a_site_do_not_flood_the_log(caplog: pytest.LogCapt
 @pytest.mark.parametrize("simulated", [False, True])
 def test_only_a_simulation_has_no_surplus_sites(roster: dict[str, Presence], simulated: bool) -> None:
     """A simulation that goes on with other names of sites has named them itself, and no worker can be started again."""
-    attendance = Attendance(roster, 0)
-    attendance.simulated = simulated
+    attendance = Attendance(roster, 0, simulated=simulated)
     assert attendance.why_surplus("j", len(SITES)) == ""
     assert ("j is a new site, number 10 of a run" in attendance.why_surplus("j", 9)) is not simulated
 

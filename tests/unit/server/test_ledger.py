@@ -49,8 +49,8 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
     acted, happened = list[events.Effect](), list[run_events.Happened]()
     log = EventLog(store)
     log.subscribe("the test", happened.append)
-    ledger = Ledger(TWO, partial(write_change, store, {}, log), acted.append, publish=log.publish)
-    ledger.restore(Snapshot((FragmentSnapshot(head=0),)))
+    ledger = Ledger(TWO, partial(write_change, store, {}, log), publish=log.publish)
+    ledger.restore(Snapshot((FragmentSnapshot(head=0),)), acted.append)
     for site in "ab":
         ledger.record(events.WorkerJoined(site))
     for site, lease in (("a", 1), ("b", 2)):

@@ -141,6 +141,6 @@ def test_a_file_that_ends_early_is_refused_and_can_be_sent_again(tmp_path: Path)
 def test_calls_before_joining_are_refused(tmp_path: Path) -> None:
     async def story(run: LocalRun) -> None:
         with pytest.raises(UsageError, match="Site c has not joined"):
-            LocalSite(run.run, "c", run.versions, "here").seen()
+            LocalSite(run.served, "c", run.versions, "here").seen()
 
     play(tmp_path, story)

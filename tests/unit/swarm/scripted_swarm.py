@@ -15,13 +15,13 @@ from atoll import Settings
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound, Source, in_text
 from atoll.rounds import events
-from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.coordinator.filter_table import SiteFilters
+from atoll.server.assemble_run import assemble
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
-from atoll.server.guests import guests
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run
 from atoll.server.swarm.assignments import Assignment, Offer, SwarmRounds
+from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.tensors.reference import TensorRef
 
 DIGEST = "1" * 64
@@ -43,19 +43,18 @@ class ScriptedWorker:
 
 
 class ScriptedSwarm:
-    """A coordinator in this process, and its workers.
+    """A swarm's server in this process, and its workers.
 
     Attributes:
-        run: the coordinator.
+        run: what the server's parts share.
         workers: site → worker.
     """
 
-    def __init__(self, run: Coordinator) -> None:
-        self.run = run
+    def __init__(self, served: ServedRun) -> None:
+        self.served, self.run = served, served.run
         self.workers: dict[str, ScriptedWorker] = {}
-        assert run.place is not None
-        assert isinstance(run.place, SwarmRounds)
-        self.swarm = run.place
+        assert isinstance(served.place, SwarmRounds)
+        self.swarm = served.place
 
     @property
     def job(self) -> Assignment:
@@ -67,7 +66,7 @@ class ScriptedSwarm:
         for site in sites:
             worker = ScriptedWorker(site, Lease(site, 0, "", ""))
             join = messages.Join(protocol=routes.PROTOCOL, site=site, process=f"{site}1", peer=worker.reference(0))
-            worker.lease = Lease.parse((await self.run.join(join)).lease)
+            worker.lease = Lease.parse((await self.served.sites.join(join)).lease)
             self.workers[site] = worker
         for worker in self.workers.values():
             worker.said["reached"] = [each.address for each in self.workers.values() if each is not worker]
@@ -155,14 +154,14 @@ async def scripted_swarm(folder: Path, *sites: str, **settings: Any) -> AsyncIte
     chosen = Settings.build(given | settings)
     persistor = Persistor(chosen)
     opened = open_run(chosen, nn.Linear(3, 1), persistor, None)
-    run = Coordinator(*opened, persistor, SiteFilters(chosen), guests)
-    run.start()
+    served = assemble(opened, persistor, TaskFilters(chosen))
+    served.coordinator.start()
     try:
-        swarm = ScriptedSwarm(run)
+        swarm = ScriptedSwarm(served)
         swarm.swarm.view.peers._why_unreachable = lambda _: ""  # these workers have no addresses
         await swarm.join(*sites)
         await swarm.hold(*sites)
         yield swarm
     finally:
-        run.send_away()
-        await asyncio.wait_for(run.stop(), 20)
+        served.run.send_away()
+        await asyncio.wait_for(served.coordinator.stop(), 20)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atoll.aggregation.plan import Plan
 from atoll.errors import UpdateRefused
 from atoll.format_text import numbers
 from atoll.protocol import messages, run_events
 from atoll.rounds import events
-from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.reported_numbers import ReportedNumbers
 from atoll.server.coordinator.roster import Presence
+from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
@@ -32,25 +31,17 @@ class UpdateAdmission:
     """Checks the complete updates of a run, and accepts or refuses each.
 
     Args:
-        plan: plan of the run.
-        store: store of the run.
-        ledger: state of the run. It gets an event for each accepted or refused update.
-        roster: site → what the server knows about its worker.
+        run: the run. Its ledger gets an event for each accepted or refused update.
 
     Attributes:
         refused: number of updates refused in the whole run.
         reports: the weights and numbers of steps that sites report, with warnings about unusual ones.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        ledger: Ledger,
-        roster: MutableMapping[str, Presence],
-    ) -> None:
-        self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
-        self.refused, self.reports = 0, ReportedNumbers(needs_steps=plan.needs_steps)
+    def __init__(self, run: RunCore) -> None:
+        self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
+        self.refused = run.store.run_log.totals().refused
+        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from typing import NamedTuple, Self
 
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
 from atoll.posix import file_error
-from atoll.protocol import messages, status_messages
+from atoll.protocol import messages, run_events, status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.events import RoundClosed
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests, VersionDraft
+
+LOG = logging.getLogger("atoll.server")
 
 
 def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> FrozenRound:
@@ -131,8 +134,8 @@ class LocalRounds:
 
     is_here = True
 
-    def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
-        self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
+    def __init__(self, run: RunCore, filtering: Filtering) -> None:
+        self._run, self._plan, self._store, self._filtering = run, run.plan, run.store, filtering
         self._aggregator: Aggregator | None = None
         self._cancelled = threading.Event()
 
@@ -145,6 +148,8 @@ class LocalRounds:
         Raises:
             ConfigError, RunFailed: the aggregator cannot be started.
         """
+        if self._filtering.filters:
+            LOG.info("filters for the updates and answers of sites: %s", self._filtering.filters)
         if self._plan.settings.aggregation.aggregator.path:
             loop = asyncio.get_running_loop()
             self._aggregator = Aggregator(
@@ -174,10 +179,14 @@ class LocalRounds:
         """Return None: the parts of an update are at the server."""
         return None
 
-    def arrived(self, row: TicketRow, number: int) -> None:
-        """Pass an accepted update of round `number` to a user's aggregator that wants updates as they arrive."""
-        if self._aggregator is not None:
-            self._aggregator.offer(self._store, row, number)
+    def on_event(self, event: run_events.Happened) -> None:
+        """Pass accepted updates to a user's aggregator that wants them as they arrive. After a round, sweep filters."""
+        match event:
+            case run_events.UpdateAccepted(ticket=ticket, round=number) if self._aggregator is not None:
+                self._aggregator.offer(self._store, self._store.tickets.get(ticket), number)
+            case run_events.RoundEnded() if event.summary.version is not None:
+                self._filtering.sweep()
+                self._filtering.filters.warn_of_strangers(self._run.roster)
 
     def tick(self) -> None:
         """Do nothing."""
@@ -201,7 +210,7 @@ class LocalRounds:
         frozen = frozen_round(self._plan, self._store, closed, number)
         rows = [self._store.tickets.get(ticket) for ticket in frozen.tickets]
         await self._filtering.prepare_accepted(rows, number)
-        return await asyncio.get_running_loop().run_in_executor(self._io, self._aggregate, frozen, rows)
+        return await asyncio.get_running_loop().run_in_executor(self._run.io, self._aggregate, frozen, rows)
 
     def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> MadeVersion:
         store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
@@ -243,9 +252,10 @@ class LocalRounds:
         self._cancelled.set()
 
     def close(self) -> None:
-        """End the process of the user's aggregator, if there is one."""
+        """End the process of the user's aggregator, if there is one, and close the filtered updates."""
         if self._aggregator is not None:
             self._aggregator.close()
+        self._filtering.close()
 
 
 def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_messages.RoundSummary:

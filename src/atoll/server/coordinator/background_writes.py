@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import shlex
 import threading
@@ -37,9 +36,8 @@ from atoll.posix import (
     write_at,
 )
 from atoll.protocol import status_messages
-from atoll.rounds.early_stopping import Measurement, Tracking
+from atoll.rounds.early_stopping import Measurement
 from atoll.server.coordinator.persistor import Persistor
-from atoll.store.journal_tables import HistoryRow
 from atoll.store.store import Store
 
 # -- Exports: the model as a safetensors file, and a file with one line of metrics per round.
@@ -356,41 +354,6 @@ def require_own_results(folder: Path, run: str) -> None:
             f"{folder} has the exports of run {other[:8]}, which this run, {run[:8]}, would replace.",
             "Set another disk.export_dir, or move the old files away.",
         )
-
-
-def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
-    """Return the metric's value in each round, together with the version that the value belongs to.
-
-    This is the version that the round starts from, because workers measure the model that they download.
-
-    Args:
-        history: the journal's rows about the versions of one fragment, oldest first.
-        metric: name of the metric.
-    """
-    found, base = [], 0
-    for row in history:
-        if row.summary_json:
-            summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
-            if (value := value_of(summary, metric)) is not None:
-                found.append(Measurement(base, summary.round, value))
-        base = row.version
-    return found
-
-
-def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
-    """Return the value of a metric in a round; None if no site reported it, or if the mean is not finite."""
-    value = summary.metrics.get(metric)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """Return the warning for a round without a finite value of the metric that `rounds.best_metric` names."""
-    has = ", ".join(sorted(summary.metrics)) or "none"
-    return (
-        f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so the round is "
-        "ignored for the best version and for rounds.early_stop_after. Report the metric: submit(model, "
-        f"metrics={{{tracking.metric!r}: …}})"
-    )
 
 
 T = TypeVar("T")

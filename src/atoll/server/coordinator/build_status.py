@@ -11,22 +11,25 @@ from atoll.algorithms.resolve import ResolvedAlgorithm
 from atoll.posix import no_sync, replace_file
 from atoll.protocol import routes, status_messages
 from atoll.server.coordinator.accept_update import staleness
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.background_writes import BestVersion
 from atoll.server.coordinator.roster import Presence
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.store.reader import saved_status
 
 LOG = logging.getLogger("atoll.server")
 
 
-def status_of(run: Coordinator) -> status_messages.Status:
+def status_of(served: ServedRun) -> status_messages.Status:
     """Return the status of a run: its settings, rounds, workers, last metrics and warnings."""
+    run, tasks, history = served.run, served.tasks, served.history
     now_s = run.clock()
     settings, algorithm = run.settings, run.plan.algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
-    roster, local_steps = sorted(run.roster.items()), run.local_steps(run.roster)
-    last = {each.site: each for summary in run.history for each in summary.sites}
+    roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster)
+    last = {each.site: each for summary in history.summaries for each in summary.sites}
     return status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
@@ -35,13 +38,13 @@ def status_of(run: Coordinator) -> status_messages.Status:
         protocol=routes.PROTOCOL,
         epoch=run.store.run_log.epoch,
         rounds=settings.rounds.total,
-        finished=run.state.finished if run.workflows is None else run.task_queue.finished,
+        finished=tasks.finished if run.has_workflows else run.state.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
         failed=run.failed.message if run.failed is not None else "",
         address=run.address,
-        best=_best(run),
+        best=_best(run, served.background.best),
         uptime_s=now_s - run.started_s,
-        left_s=run.time_left.of(run.state, now_s),
+        left_s=history.time_left.of(run.state, now_s),
         model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
         codec=str(algorithm.codec),
         outer=outer_in_words(algorithm, settings.algorithm.outer_lr_of),
@@ -50,28 +53,28 @@ def status_of(run: Coordinator) -> status_messages.Status:
         dylu=settings.diloco.dynamic_local_steps,
         downlink_codec=str(settings.aggregation.download_codec) or "none",
         sync_every=algorithm.sync_every,
-        fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
+        fragments=[_fragment(served, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost, local_steps[site], last.get(site)) for site, presence in roster],
-        history=list(run.history),
+        history=list(history.summaries),
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
-        deaths=run.attendance.deaths,
-        refused=run.admission.refused,
-        staleness={str(behind): count for behind, count in sorted(run.stale.counts.items())},
-        tasks=run.task_queue.counts if run.task_queue.active else {},
-        workflows=run.workflows.status() if run.workflows is not None else [],
-        sent=run.task_queue.status(),
+        deaths=history.attendance.deaths,
+        refused=served.admission.refused,
+        staleness={str(behind): count for behind, count in sorted(history.stale.counts.items())},
+        tasks=tasks.counts if tasks.active else {},
+        workflows=tasks.workflows_status(),
+        sent=tasks.tasks_status(),
         durability=settings.disk.durability,
         durable_version=min(durable) if len(durable) == len(found) else None,
-        warnings=run.warnings,
-        extensions=run.extensions.status(),
+        warnings=served.warnings.now(),
+        extensions=served.extensions.status(),
     )
 
 
-def keep_status(run: Coordinator) -> status_messages.Status:
+def keep_status(served: ServedRun) -> status_messages.Status:
     """Return the status of a run. Also save it to disk."""
-    status = status_of(run)
-    write_status(run.settings.disk.state_dir, status)
+    status = status_of(served)
+    write_status(served.run.settings.disk.state_dir, status)
     return status
 
 
@@ -117,7 +120,7 @@ def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> st
     return f"{algorithm.outer_name}({', '.join(options)})"
 
 
-def _best(run: Coordinator) -> status_messages.BestStatus | None:
+def _best(run: RunCore, saved: BestVersion) -> status_messages.BestStatus | None:
     tracking, progress = run.state.rules.tracking, run.state.progress
     if not tracking.metric:
         return None
@@ -129,11 +132,12 @@ def _best(run: Coordinator) -> status_messages.BestStatus | None:
         round=best.round if best else None,
         value=best.value if best else None,
         stale=progress.stale,
-        file=str(run.background.best.path.absolute()) if best and run.background.best.saved == best else "",
+        file=str(saved.path.absolute()) if best and saved.saved == best else "",
     )
 
 
-def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.FragmentStatus:
+def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.FragmentStatus:
+    run = served.run
     round_ = run.state.rounds[index]
     awaited = [
         status_messages.Missing(site=site, for_s=max(0.0, now_s - since)) for site, since in run.state.missing(index)
@@ -144,13 +148,13 @@ def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.Fra
         phase=round_.phase,
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
-        reason=run.trouble.get(index) or run.why(index, now_s),
-        place=run.place.status(index),
+        reason=run.trouble.get(index) or served.tickets.why(index, now_s),
+        place=served.place.status(index),
     )
 
 
 def _worker(
-    run: Coordinator,
+    run: RunCore,
     presence: Presence,
     now_s: float,
     lost: Sequence[Sequence[int]],

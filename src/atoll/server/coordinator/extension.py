@@ -1,8 +1,8 @@
 """Extensions of a server: guests with operations of their own, which follow the events and show a part of the status.
 
-A package brings an extension by an entry point of the group `atoll.extensions`: a subclass of `Extension`. The run file
-names it (`server.extensions`). An extension that raises is named once, in the log and in the status, and the run goes
-on.
+The tasks and the published objects are extensions that Atoll brings for every run. A package brings an extension by an
+entry point of the group `atoll.extensions`: a subclass of `Extension`. The run file names it (`server.extensions`). If
+such an extension raises, the log and the status name it once, and the run goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from pydantic import JsonValue, TypeAdapter
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError, StoreError
+from atoll.format_text import visible
 from atoll.protocol.openapi import OPERATIONS, Operation
 from atoll.protocol.run_events import Happened
 from atoll.rounds.state import State
@@ -30,6 +31,8 @@ CLOSE_S = 5.0
 """Seconds that an extension has to close."""
 PART_BYTES = 2**16
 """Maximum size of an extension's part of the status, as JSON."""
+MOST_WARNINGS = 20
+"""Maximum number of warnings of an extension in the status."""
 _JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
 
 
@@ -75,6 +78,10 @@ class Extension:
         """Return the extension's part of the status: at most `PART_BYTES` of JSON, so no NaN; None for no part."""
         return None
 
+    def warnings(self) -> Iterable[str]:
+        """Return what is probably wrong at present, for the status and the events."""
+        return ()
+
     def tick(self, now_s: float) -> None:
         """Do what is due at a time of `time.monotonic`. This is called about once a second."""
 
@@ -86,16 +93,18 @@ class Extensions:
     """The extensions of a run.
 
     Attributes:
-        problems: extension → the first error that it raised, as a warning for the status.
+        own: the extensions that Atoll brings, which carry out operations of `OPERATIONS`. If one raises, the run fails,
+            as with any part of the server.
+        problems: other extension → the first error that it raised, as a warning for the status.
     """
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: RunView, own: Sequence[Extension]) -> None:
         """Make the extensions that the settings name.
 
         Raises:
             ConfigError: there is no such extension, it cannot be made, or an operation of it is not possible.
         """
-        self._all: dict[str, Extension] = {}
+        self.own, self._all = own, dict[str, Extension]()
         self.problems: dict[str, str] = {}
         for name in run.settings.server.names:
             kind = registry.load("extensions", name)
@@ -139,11 +148,11 @@ class Extensions:
 
     @property
     def operations(self) -> list[Operation]:
-        """The operations of all extensions."""
+        """The operations of the extensions that packages bring."""
         return [operation for each in self._all.values() for operation in each.operations]
 
     def method(self, operation: Operation) -> Callable[..., Any]:
-        """Return a function that carries out an operation by the method of its extension.
+        """Return a function that carries out an operation by the method of its extension, which a package brings.
 
         Errors that mean something else where requests are handled, such as a broken connection of the extension's own,
         become a `RuntimeError`: the request gets status 500, and the log the error.
@@ -160,12 +169,21 @@ class Extensions:
         return carry_out
 
     def status(self) -> dict[str, Any]:
-        """Return the parts of the status: name of the extension → its part."""
+        """Return the parts of the status of extensions that packages bring: name of the extension → its part."""
         parts = {name: self._try(name, partial(_part, each)) for name, each in self._all.items()}
         return {name: part for name, part in parts.items() if part is not None}
 
+    def warnings(self) -> list[str]:
+        """Return the warnings of all extensions, and the problems with those that packages bring."""
+        found = [text for each in self.own for text in each.warnings()]
+        for name, extension in self._all.items():
+            found += self._try(name, partial(_warnings, extension)) or []
+        return [*found, *self.problems.values()]
+
     def tick(self, now_s: float) -> None:
         """Let each extension do what is due at a time of `time.monotonic`."""
+        for own in self.own:
+            own.tick(now_s)
         for name, each in self._all.items():
             self._try(name, partial(each.tick, now_s))
 
@@ -179,13 +197,19 @@ class Extensions:
             return None
 
     async def close(self) -> None:
-        """Close all extensions, each within `CLOSE_S` seconds."""
+        """Close all extensions; those that packages bring, within `CLOSE_S` seconds each."""
+        for own in self.own:
+            await own.close()
         for name, each in self._all.items():
             try:
                 async with asyncio.timeout(CLOSE_S):
                     await each.close()
             except Exception as error:
                 LOG.error("the extension %s could not be closed: %r", name, error)
+
+
+def _warnings(extension: Extension) -> list[str]:
+    return [visible(str(text)) for text in extension.warnings()][:MOST_WARNINGS]
 
 
 def _part(extension: Extension) -> JsonValue:

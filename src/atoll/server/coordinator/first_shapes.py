@@ -8,15 +8,20 @@ another layout. Else the site is refused.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from atoll.aggregation.plan import Plan
-from atoll.errors import SchemaMismatch
+from atoll.errors import Busy, SchemaMismatch
 from atoll.format_text import size
+from atoll.protocol import messages
 from atoll.rounds.state import State
+from atoll.server.coordinator.run_core import RunCore
 from atoll.store.store import Store
+
+LOG = logging.getLogger("atoll.server")
 
 MOST_BYTES = 2**26
 """Limit for buffers with new shapes, in bytes; a larger model raises it to its own size."""
@@ -40,6 +45,54 @@ class NewShapes:
         few = [f"{name} {list(shape)}" for name, shape in sorted(self.shapes.items())[:8]]
         more = f" and {len(self.shapes) - len(few)} more" if len(self.shapes) > len(few) else ""
         return f"{', '.join(few)}{more}"
+
+
+class FirstShapes:
+    """The shapes that a run takes over from a site's first update. It then begins again with them.
+
+    Attributes:
+        taken: the shapes; None: the run has those of its initial model.
+    """
+
+    def __init__(self, run: RunCore) -> None:
+        self._run = run
+        self.taken: NewShapes | None = None
+
+    @property
+    def to_take_over(self) -> NewShapes | None:
+        """The shapes with which the run begins again after this server; None if it does not, or has failed."""
+        return self.taken if self._run.failed is None else None
+
+    def require(self, site: str, message: messages.TicketRequest) -> None:
+        """Check the shapes of a site's buffers. If the run takes them over, begin again with them.
+
+        Raises:
+            SchemaMismatch: the run cannot have these shapes.
+            Busy: it takes them over, and the site has to ask again.
+        """
+        if not message.shapes:
+            return
+        asked = NewShapes(site, message.fragment, {name: tuple(shape) for name, shape in message.shapes.items()})
+        run = self._run
+        found = new_shapes(run.plan, run.store, run.state, asked, has_workflows=run.has_workflows)
+        if found is None:
+            return
+        if self.taken is None:
+            LOG.info("%s has the first update, which decides the shapes of buffers: %s", site, found)
+            self.taken = found
+            run.begins_again.set()
+        self.require_settled()
+
+    def require_settled(self) -> None:
+        """Raise an error while the run takes over other shapes.
+
+        Raises:
+            Busy: it does, and the site has to ask again.
+        """
+        if self.taken is not None:
+            busy = Busy("The server writes version 0 again, with the shapes of the first update.", "Ask again.")
+            busy.retry_after_s = 0.2  # sites then log no warning
+            raise busy
 
 
 def new_shapes(plan: Plan, store: Store, state: State, asked: NewShapes, *, has_workflows: bool) -> NewShapes | None:

@@ -53,7 +53,6 @@ class Ledger:
     Args:
         rules: rules of the run's rounds.
         write: function that writes a change into the journal (the server's database), all of it or nothing.
-        act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: callback with an error of the store after which the run cannot go on.
         publish: callback after each change that was written, before its effects are carried out.
@@ -68,18 +67,24 @@ class Ledger:
         self,
         rules: Rules,
         write: Callable[[Change], None],
-        act: Callable[[events.Effect], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[StoreError], None] = lambda error: None,
         publish: Callable[[], None] = nothing,
     ) -> None:
         self.rules = rules
-        self._write, self._act, self._clock = write, act, clock
+        self._write, self._clock = write, clock
         self._on_failure, self._publish = on_failure, publish
 
-    def restore(self, snapshot: Snapshot) -> None:
-        """Set the state from the journal's content, and finish what a crash has interrupted."""
+    def restore(self, snapshot: Snapshot, act: Callable[[events.Effect], None]) -> None:
+        """Set the state from the journal's content, and finish what a crash has interrupted.
+
+        Args:
+            snapshot: the journal's content.
+            act: function that carries out one effect, now and later. It is called after the decisions are in the
+                journal.
+        """
+        self._act = act
         state, effects = machine.restore(self.rules, snapshot, self._clock())
         self._follow(Change(state, state, _decided(effects)), effects)
 

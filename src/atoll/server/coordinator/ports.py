@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from atoll.errors import AtollError
 from atoll.protocol import messages, status_messages
+from atoll.protocol.run_events import Happened
 from atoll.rounds import events
 from atoll.server.coordinator.aggregate_round import MadeVersion
 from atoll.server.coordinator.roster import Lease
@@ -56,8 +57,8 @@ class RoundPlace(Protocol):
             TicketClosed, UpdateRefused: the update is not accepted.
         """
 
-    def arrived(self, row: TicketRow, number: int) -> None:
-        """Hear that the update of a ticket was accepted, for round `number`."""
+    def on_event(self, event: Happened) -> None:
+        """Follow the events of the run. If this raises an error, the run fails."""
 
     async def aggregate(self, closed: events.RoundClosed, number: int) -> MadeVersion | None:
         """Make the next version from a closed round; None: the round is open again.
@@ -86,8 +87,8 @@ class Tasks(Protocol):
         rounds: state of the run's rounds: "to come", "now" or "over".
         follows: whether the run sends tasks after its rounds.
         finished: whether the last workflow has ended.
+        keeps_local: whether sites must keep the models that they submit, because a later task needs them.
         counts: how a task's payload is sent → number of tasks so far.
-        warnings: name of a task → a warning about it.
     """
 
     active: bool
@@ -95,8 +96,11 @@ class Tasks(Protocol):
     rounds: Literal["to come", "now", "over"]
     follows: bool
     finished: bool
+    keeps_local: bool
     counts: dict[str, int]
-    warnings: dict[str, str]
+
+    def will_evaluate(self, site: str) -> bool:
+        """Return whether a later task will ask this site to evaluate models."""
 
     def require_rounds(self) -> None:
         """Raise an error if a site asks for a ticket, but the run has only tasks.
@@ -105,12 +109,8 @@ class Tasks(Protocol):
             ConfigError: the run has no rounds.
         """
 
-    def status(self) -> list[status_messages.TaskStatus]:
+    def workflows_status(self) -> list[status_messages.WorkflowStatus]:
+        """Return the status of each workflow, in order."""
+
+    def tasks_status(self) -> list[status_messages.TaskStatus]:
         """Return the status of the last tasks, oldest first."""
-
-
-class Guests(NamedTuple):
-    """What plugs into a coordinator."""
-
-    place: RoundPlace
-    tasks: Tasks

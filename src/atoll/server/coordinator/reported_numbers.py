@@ -9,6 +9,8 @@ import logging
 import statistics
 from dataclasses import dataclass, field
 
+from atoll.protocol.run_events import Happened, RoundClosed
+
 LOG = logging.getLogger("atoll.server")
 
 
@@ -72,10 +74,11 @@ class ReportedNumbers:
         if steps and self._needs_steps:
             self._steps.last[site] = steps
 
-    def compare(self) -> None:
-        """Compare the last numbers of all sites, when a round has closed. Log a warning once for each unusual site."""
-        self._steps.compare()
-        self._weights.compare()
+    def on_event(self, event: Happened) -> None:
+        """When a round has closed, compare the last numbers of all sites. Log a warning once for each unusual site."""
+        if isinstance(event, RoundClosed):
+            self._steps.compare()
+            self._weights.compare()
 
     @property
     def warnings(self) -> list[str]:

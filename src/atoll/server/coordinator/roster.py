@@ -248,16 +248,21 @@ class Attendance:
         roster: site → what the server knows about its worker.
         deaths: number of workers that were declared dead before the server started.
         expected: fragment → sites that its open round waited for before the server started.
+        simulated: whether the sites are those of a simulation, which cannot be started one by one.
 
     Attributes:
         deaths: number of workers declared dead in the whole run.
-        simulated: whether the sites are those of a simulation, which cannot be started one by one.
     """
 
     def __init__(
-        self, roster: MutableMapping[str, Presence], deaths: int, expected: Mapping[int, Collection[str]] | None = None
+        self,
+        roster: MutableMapping[str, Presence],
+        deaths: int,
+        expected: Mapping[int, Collection[str]] | None = None,
+        *,
+        simulated: bool = False,
     ) -> None:
-        self._roster, self.deaths, self.simulated = roster, deaths, False
+        self._roster, self.deaths, self._simulated = roster, deaths, simulated
         self._expected = {fragment: set(sites) for fragment, sites in (expected or {}).items()}
         self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
@@ -278,7 +283,9 @@ class Attendance:
         log = LOG.info if why == "left" else LOG.warning
         log("%s %s%s", effect.site, {"dead": "is dead"}.get(why, why), f": {effect.detail}" if effect.detail else "")
         self.deaths += why == "dead"
-        if not self.simulated and (warning := short_of(state, self._roster)):  # a simulation ends with an error instead
+        if not self._simulated and (
+            warning := short_of(state, self._roster)
+        ):  # a simulation ends with an error instead
             log("%s", warning)
 
     def why_surplus(self, site: str, sites: int) -> str:
@@ -288,7 +295,7 @@ class Attendance:
             site: name of the new site, which is in the roster.
             sites: the setting `rounds.sites`.
         """
-        if self.simulated or len(self._roster) <= sites:
+        if self._simulated or len(self._roster) <= sites:
             return ""
         away = [other for other in self._roster if other != site and not self._is_alive(other)]
         meant = nearest(site, away)
@@ -338,7 +345,7 @@ class Attendance:
     def _in_words(self, summary: status_messages.RoundSummary, absent: list[str], complete: bool) -> str:
         ended = [f"{site} {how}" for site in absent if (how := self._roster[site].ended)]
         of = summary.population if complete else summary.expected
-        again = "the simulation again" if self.simulated else f"{listed(absent)} under the same name"
+        again = "the simulation again" if self._simulated else f"{listed(absent)} under the same name"
         remedy = (
             f"To include them again, start {again}"
             if complete
@@ -353,7 +360,7 @@ class Attendance:
     def warnings(self, state: State) -> list[str]:
         """Return the warnings for the status. Fragments that miss the same sites share one warning."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
-        short = "" if self.simulated else short_of(state, self._roster)
+        short = "" if self._simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
         all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
         return [text for text in (short, all_out, *partial.values()) if text]

@@ -36,13 +36,14 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages
+from atoll.protocol import messages, routes, run_events, status_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
 from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.server.coordinator.build_status import status_of
-from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease, Presence
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.auth import Gate, Refusals
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
@@ -73,30 +74,32 @@ CALLER: ContextVar[Caller] = ContextVar("caller")
 RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
+def make_app(served: ServedRun, gate: Gate, version: str) -> web.Application:
     """Return the application that serves a run.
 
     Args:
-        coordinator: the run.
+        served: the run.
         gate: the server's tokens, and the check of the Host header.
         version: version of Atoll, for the OpenAPI document.
     """
-    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
+    app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, served)])
     owners = (
-        ServerPages(coordinator, version, gate),
-        ByteRoutes(coordinator),
-        PartReceiver(coordinator),
-        coordinator,
-        coordinator.task_queue,
-        coordinator.place,
+        ServerPages(served, version, gate),
+        ByteRoutes(served),
+        PartReceiver(served),
+        served.sites,
+        served.tickets,
+        served.updates,
+        *served.extensions.own,
+        served.place,
         NoSwarm(),
     )
-    for operation in coordinator.extensions.operations:
-        handler = _adapt(operation, coordinator.extensions.method(operation), coordinator)
+    for operation in served.extensions.operations:
+        handler = _adapt(operation, served.extensions.method(operation), served)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     for operation in OPERATIONS:
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
-        handler = _adapt(operation, method, coordinator)
+        handler = _adapt(operation, method, served)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
         if operation.path == routes.HEALTH:  # load balancers ask with HEAD, too
             app.router.add_route("HEAD", operation.path, handler, name=f"{operation.name}_head")
@@ -128,21 +131,15 @@ def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[Lease 
 class NoSwarm:
     """Handlers of a swarm's requests at a server that aggregates itself."""
 
-    async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
+    async def get_swarm_plan(self, **_: object) -> None:
         """Refuse the request.
 
         Raises:
             ConfigError: the run is not a swarm.
         """
-        raise _no_swarm()
+        raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
 
-    async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Refuse the request, as `get_swarm_plan` does."""
-        raise _no_swarm()
-
-
-def _no_swarm() -> ConfigError:
-    return ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
+    work_in_swarm = get_swarm_plan
 
 
 STATUS_S = 0.5
@@ -152,14 +149,14 @@ STATUS_S = 0.5
 class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
-    def __init__(self, coordinator: Coordinator, version: str, gate: Gate) -> None:
-        self._run, self._refusals = coordinator, gate.refusals
+    def __init__(self, served: ServedRun, version: str, gate: Gate) -> None:
+        self._served, self._refusals = served, gate.refusals
         self._status: status_messages.Status | None = None
         self._status_json, self._status_until_s, self._reading = b"", 0.0, asyncio.Lock()
-        coordinator.events.subscribe("the status", self._on_event)
+        served.run.events.subscribe("the status", self._on_event)
         # most servers never need it
         self._document = functools.cache(
-            lambda: openapi(version, is_open=gate.tokens.is_open, more=coordinator.extensions.operations)
+            lambda: openapi(version, is_open=gate.tokens.is_open, more=served.extensions.operations)
         )
 
     async def get_openapi(self) -> web.Response:
@@ -178,7 +175,7 @@ class ServerPages:
     def _newest_status(self) -> status_messages.Status:
         now_s = time.monotonic()
         if self._status is None or now_s >= self._status_until_s:
-            self._status = status_of(self._run)
+            self._status = status_of(self._served)
             self._status_json = self._status.model_dump_json().encode()
             self._status_until_s = now_s + STATUS_S
         return self._status
@@ -189,7 +186,7 @@ class ServerPages:
         Raises:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
-        return await self._run.events.get_events(query)
+        return await self._served.run.events.get_events(query)
 
     async def get_site_curves(self, query: SiteCurvesQuery) -> web.Response:
         """Return one number of each site's updates over the rounds.
@@ -202,7 +199,7 @@ class ServerPages:
         """
 
         def read() -> bytes:
-            with open_state(self._run.store.directory, in_server=True) as state:
+            with open_state(self._served.run.store.directory, in_server=True) as state:
                 return state.site_curves(query).model_dump_json().encode()
 
         async with self._reading:
@@ -224,13 +221,13 @@ class ServerPages:
         return "ok\n"
 
 
-def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> RequestHandler:
+def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], served: ServedRun) -> RequestHandler:
     """Return the aiohttp handler of an operation. It parses the request, calls `method`, and encodes the result.
 
     Args:
         operation: the operation.
         method: function that carries out the operation.
-        coordinator: the run.
+        served: the run.
     """
     takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
@@ -243,7 +240,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
         if operation.secret:
             arguments["secret"] = caller.stated_secret()
         if operation.lease:
-            arguments["lease"] = coordinator.require_lease(caller.stated_lease())
+            arguments["lease"] = served.leases.require_lease(caller.stated_lease())
         if operation.query is not None:
             arguments["query"] = _query(operation.query, request.query)
         if takes_message:
@@ -253,7 +250,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
         if operation.reply is bytes:
             arguments["caller"] = caller
         if operation.path in (routes.STATUS, routes.EVENTS) and caller.lease is None:
-            coordinator.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
+            served.run.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
             return result
@@ -326,8 +323,8 @@ PAGES = {operation.name for operation in OPERATIONS if hasattr(ServerPages, oper
 """Operations that are answered even after the run has failed: `atoll status` shows why."""
 
 
-def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    operations = {operation.name: operation for operation in (*OPERATIONS, *coordinator.extensions.operations)}
+def _guard(gate: Gate, served: ServedRun) -> Any:
+    operations = {operation.name: operation for operation in (*OPERATIONS, *served.extensions.operations)}
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
@@ -336,11 +333,11 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         operation = operations.get(name) or operations.get(name.removesuffix("_head"))
 
         def failure() -> ServerFailed | None:
-            return None if operation and operation.name in PAGES else coordinator.failure_for(caller.lease)
+            return None if operation and operation.name in PAGES else served.failure.failure_for(caller.lease)
 
         try:
             try:
-                caller = _admit(gate, request, operation, coordinator.roster)
+                caller = _admit(gate, request, operation, served.run.roster)
                 CALLER.set(caller)
             except AuthError as refused:
                 return problem(refused.code, refused.message, refused.remedy)
@@ -358,7 +355,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         except Exception as error:
             if request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
                 gate.refusals.note("join", f"refused to let a site join from {caller.address}: {error.message}")
-            return _failed(coordinator, request, failure() or error)  # the run may have failed meanwhile
+            return _failed(served.run, request, failure() or error)  # the run may have failed meanwhile
         finally:
             interceptor = interceptor_of(request)
             if interceptor is not None and request.method == "PUT":
@@ -409,26 +406,26 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
     raise refused
 
 
-def _failed(coordinator: Coordinator, request: web.Request, error: Exception) -> web.StreamResponse:
+def _failed(run: RunCore, request: web.Request, error: Exception) -> web.StreamResponse:
     """Return the answer to a request that failed. If the server cannot go on after the error, end the server."""
     if no_more_files(error):
         LOG.error("%s", transient_reason(error))
         return problem(
             "busy", "The server has too many files open.", "Try again: it accepts requests when fewer are open.", 2.0
         )
-    gone = directory_gone(coordinator.settings.disk.state_dir) if isinstance(error, StoreError | OSError) else None
+    gone = directory_gone(run.settings.disk.state_dir) if isinstance(error, StoreError | OSError) else None
     if isinstance(error, AtollError):
         if isinstance(error, StoreError) and (journal_failed(error) or gone):
-            coordinator.fail(error)
+            run.fail(error)
         return problem(error.code, error.message, error.remedy, error.retry_after_s)
     if gone is not None:
-        coordinator.fail(gone)
+        run.fail(gone)
     else:
         LOG.error("the request %s %r failed", request.method, request.path, exc_info=error)
     if isinstance(error, OSError):
         return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
     if (failed := out_of_memory(error)) is not None:
-        coordinator.fail(failed)
+        run.fail(failed)
         return problem("busy", failed.message, "Try again after the server has restarted.", 2.0)
     return problem("error", "The server failed; see its log.")
 

@@ -1,7 +1,7 @@
 """Handlers of requests that transfer bytes: downloads of versions, differences and objects, and uploads of parts.
 
 A part is checked and written to disk while its bytes arrive. Only one request at a time can upload the same part. After
-an interrupted upload, a worker asks which parts the server has (`Coordinator.get_ticket`), and sends the rest. An
+an interrupted upload, a worker asks which parts the server has (`TicketOperations.get_ticket`), and sends the rest. An
 incomplete part is sent again from its first byte.
 """
 
@@ -18,15 +18,14 @@ from aiohttp import web
 from blake3 import blake3
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartHasher
-from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.format_text import number_of
 from atoll.protocol import messages, routes
 from atoll.protocol.read_message import LENGTH_BYTES, framed, read_framed
 from atoll.rounds.events import WorkerSeen
-from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.caller import Caller
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
@@ -46,21 +45,22 @@ OBJECT_PARTS = 64
 class ByteRoutes:
     """Handlers of requests for a run's versions and published objects."""
 
-    def __init__(self, run: Coordinator) -> None:
-        self.run, self.store, self.plan = run, run.store, run.plan
+    def __init__(self, served: ServedRun) -> None:
+        self.run, self.store, self.plan = served.run, served.run.store, served.run.plan
+        self._place, self._objects, self._tickets = served.place, served.objects.store, served.tickets
 
     async def request_ticket(
         self, lease: Lease, message: messages.TicketRequest
     ) -> messages.TicketReply | web.Response:
-        """Return what `Coordinator.request_ticket` does, with the ticket's version if the site lacks it.
+        """Return what `TicketOperations.request_ticket` does, with the ticket's version if the site lacks it.
 
         The manifest comes with every such version. Its bytes come if there are at most `routes.VERSION_BYTES`, unless
         the site can download fewer: a difference, or the parts of one rank.
 
         Raises:
-            Exception: an error of `Coordinator.request_ticket`.
+            Exception: an error of `TicketOperations.request_ticket`.
         """
-        reply = await self.run.request_ticket(lease, message)
+        reply = await self._tickets.request_ticket(lease, message)
         data: bytes | memoryview = b""
         if message.holds is None:
             return reply
@@ -75,7 +75,7 @@ class ByteRoutes:
     async def _small_version(self, ticket: messages.Ticket, site: str) -> bytes | memoryview:
         """Return the bytes of the version of a ticket, if they are here and few enough to come with the ticket."""
         nbytes = self.plan.fragments[ticket.fragment].version.nbytes
-        if not self.run.place.is_here or nbytes > routes.VERSION_BYTES or self.plan.settings.model.ranks > 1:
+        if not self._place.is_here or nbytes > routes.VERSION_BYTES or self.plan.settings.model.ranks > 1:
             return b""
         data: bytes | memoryview | None
         with self.store.versions.pin(ticket.fragment, ticket.base_version) as pin:
@@ -102,7 +102,7 @@ class ByteRoutes:
             digest=row.digest,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
-            sources=self.run.place.sources(fragment, version, row.digest),
+            sources=self._place.sources(fragment, version, row.digest),
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
@@ -124,7 +124,7 @@ class ByteRoutes:
         Raises:
             Gone: the server does not have the version, or has one with another digest.
         """
-        if self.run.place.is_here:
+        if self._place.is_here:
             pinned = self.store.versions.pin(fragment, version)
             return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, caller, request)
         if version or self.store.run_log.version_digest(fragment, version) != digest:
@@ -223,48 +223,6 @@ class ByteRoutes:
 
     # -- objects that a process publishes at the server, and others download
 
-    async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
-        """Create an empty object, to which the publisher sends parts. The answer has the object's secret.
-
-        Raises:
-            BadRequest: the object is too large, or its part sizes are invalid.
-            Busy, DiskFull: there is no space now.
-        """
-        cuts = Cuts(message.head_bytes, message.nbytes, message.part_bytes)
-        cuts.require_object("The object")
-        if message.inline and message.nbytes > routes.INLINE_BYTES:
-            raise BadRequest(
-                f"The object has {message.nbytes} bytes, too many to be sent inside a message.",
-                f"Inside a message, send at most {routes.INLINE_BYTES} bytes. For more, leave chunk_bytes out.",
-            )
-        self.run.require_space()
-        entry, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)
-        return messages.ObjectOpened(
-            object=entry.object, secret=secret, expires_s=max(0.0, entry.expires_at - time.time())
-        )
-
-    async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
-        """Make an object downloadable after all its parts have arrived. The same request may be repeated.
-
-        Raises:
-            Gone: the object does not exist or has expired.
-            AuthError: the secret does not belong to the object.
-            Conflict: parts are missing, or do not match the digest.
-            DiskFull, StoreError: the record of the object could not be written.
-        """
-        self.run.objects.complete(self.run.objects.find(object, secret), message.digest)
-
-    async def get_object(self, object: str, secret: str) -> messages.BlobManifest:
-        """Return the manifest of a complete object. If the object is inline, the manifest contains its bytes.
-
-        Raises:
-            Gone: the object does not exist or has expired.
-            AuthError: the secret does not belong to the object.
-            Conflict: the object is not complete.
-        """
-        entry = self.run.objects.complete_one(object, secret)
-        return messages.BlobManifest.of(entry.manifest, self.run.objects.inline_bytes(entry))
-
     async def get_object_data(
         self, object: str, secret: str, caller: Caller, request: web.Request
     ) -> web.StreamResponse:
@@ -275,29 +233,20 @@ class ByteRoutes:
             AuthError: the secret does not belong to the object.
             Conflict: the object is not complete.
         """
-        entry = self.run.objects.complete_one(object, secret)
-        fd = self.run.objects.reader(entry)
+        entry = self._objects.complete_one(object, secret)
+        fd = self._objects.reader(entry)
         try:
             return await self._send(caller, request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
         finally:
             os.close(fd)
 
-    async def remove_object(self, object: str, secret: str) -> None:
-        """Delete an object. Its running downloads end with an error.
-
-        Raises:
-            Gone: the object does not exist or has expired.
-            AuthError: the secret does not belong to the object.
-            Conflict: the object is the server's own.
-        """
-        self.run.objects.remove(object, secret)
-
 
 class PartReceiver:
     """Handlers of requests that upload parts of updates and of objects."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator, plan = coordinator, coordinator.plan
+    def __init__(self, served: ServedRun) -> None:
+        self._run, self._leases, self._updates = served.run, served.leases, served.updates
+        self._objects, plan = served.objects.store, served.run.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
@@ -313,34 +262,34 @@ class PartReceiver:
             TicketClosed, UpdateRefused: the ticket is not open.
             Busy, DiskFull: the site uploads too many parts at the same time, or the disk has too little space.
             PartCorrupt: the part does not match its digest.
-            Conflict, TicketClosed, UpdateRefused: as for `Coordinator.complete`.
+            Conflict, TicketClosed, UpdateRefused: as for `UpdateOperations.complete`.
         """
-        coordinator = self._coordinator
-        fragment, settings = coordinator.store.tickets.get(ticket).fragment, coordinator.settings
-        layout = coordinator.plan.fragments[fragment].update
+        run = self._run
+        fragment, settings = run.store.tickets.get(ticket).fragment, run.settings
+        layout = run.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
                 f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
                 "Divide the update into parts as the ticket's layout says.",
             )
-        coordinator.require_open(lease, ticket)
+        self._leases.require_open(lease, ticket)
         planned = layout.parts[part]
         rest_bytes = require_part_bytes(request, planned.nbytes, LENGTH_BYTES + routes.CONTROL_BODY_BYTES)
-        coordinator.require_space()
+        run.require_space()
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
-            spool, inspection = coordinator.store.tickets.spool(ticket), self._inspections[fragment]
-            writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
+            spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]
+            writer = await asyncio.get_running_loop().run_in_executor(run.io, spool.begin_part, part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
                 framed = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
                 message = _complete_in(framed) if framed else None
-                coordinator.record_part(lease, ticket, part, arriving.stats, writer)
+                self._updates.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
         if message is not None:
-            return await coordinator.complete(lease, ticket, message)
-        coordinator.ledger.record(WorkerSeen(lease.site, lease.number))
+            return await self._updates.complete(lease, ticket, message)
+        run.ledger.record(WorkerSeen(lease.site, lease.number))
         return None
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
@@ -354,26 +303,26 @@ class PartReceiver:
             Conflict: the object is complete already.
             PartCorrupt: the part does not match its digest.
         """
-        coordinator, loop = self._coordinator, asyncio.get_running_loop()
+        run, loop = self._run, asyncio.get_running_loop()
         if (request.content_length or 0) <= routes.DIGEST_BYTES:
             raise BadRequest(
                 "The request contains no part.", "Send the bytes of the part, then the BLAKE3 digest of these bytes."
             )
-        entry = coordinator.objects.find(object, secret)
+        entry = self._objects.find(object, secret)
         if not entry.is_arriving:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= entry.cuts.count:
             raise BadRequest(f"Object {object[:8]} has no part {part}, only {number_of(entry.cuts.count, 'part')}.")
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
-        coordinator.require_space()
+        run.require_space()
         with self._only_upload(key, "the publishers of objects", OBJECT_PARTS, request):
             before = self._writers.get(key)
             entry.digests.pop(part, None)
-            writer = self._writers[key] = _ObjectPart(coordinator.objects, entry, expected.start)
+            writer = self._writers[key] = _ObjectPart(self._objects, entry, expected.start)
             try:
                 if before is not None:
-                    await loop.run_in_executor(coordinator.io, before.end)
+                    await loop.run_in_executor(run.io, before.end)
                 arriving = PartHasher(expected, writer.write)
                 await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
                 if entry.removed.is_set():
@@ -382,7 +331,7 @@ class PartReceiver:
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
-                await asyncio.shield(loop.run_in_executor(coordinator.io, writer.end))
+                await asyncio.shield(loop.run_in_executor(run.io, writer.end))
 
     @contextlib.contextmanager
     def _only_upload(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
@@ -433,18 +382,18 @@ class PartReceiver:
         Raises:
             PartCorrupt: the part does not match the digest that follows it.
         """
-        coordinator = self._coordinator
+        run = self._run
 
         def count(nbytes: int) -> None:
-            coordinator.bytes_up += nbytes
-            if site in coordinator.roster:
-                coordinator.roster[site].bytes_up += nbytes
+            run.bytes_up += nbytes
+            if site in run.roster:
+                run.roster[site].bytes_up += nbytes
 
         rest = await receive_part(
             request,
             arriving,
-            pool=coordinator.io,
-            idle_timeout_s=coordinator.settings.network.idle_timeout_s,
+            pool=run.io,
+            idle_timeout_s=run.settings.network.idle_timeout_s,
             on_bytes=count,
             rest_bytes=rest_bytes,
         )

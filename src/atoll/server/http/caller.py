@@ -30,7 +30,7 @@ class Caller:
         address: IP address of the connection; empty if it is closed already.
         site: name of the site, if the request proves with the secret of the site's newest lease that it is from there;
             else empty.
-        lease: the lease that the request states, of which only the form was checked. `Coordinator.require_lease` tells
+        lease: the lease that the request states, of which only the form was checked. `LeaseChecks.require_lease` tells
             whether it is valid. None if the request has none, or a malformed one.
         secret: secret of an object, of which only the form was checked; empty if there is none.
         has_token: whether the request has a token, be it a wrong one.

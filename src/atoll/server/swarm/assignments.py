@@ -21,6 +21,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import AtollError, BadRequest, RunFailed, StoreError, UpdateRefused
 from atoll.protocol import messages, routes, status_messages
+from atoll.protocol.run_events import Happened
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
     Collect,
@@ -41,10 +42,12 @@ from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, rankin
 from atoll.runtime import OWN_RANDOM, failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import MadeVersion, frozen_round, summary_of
-from atoll.server.coordinator.coordinator import receipt_again
+from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.update_operations import receipt_again
 from atoll.server.swarm.peer_reachability import Peers
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -353,12 +356,9 @@ class SwarmRounds:
     Call methods on the server's event loop. No method connects to a worker.
 
     Args:
-        plan: plan of the run.
-        store: store of the run.
-        ledger: state of the run.
+        run: the run.
         admission: object that accepts and refuses updates.
-        wake: callback that wakes the requests of workers that wait for a ticket.
-        require_open: function that raises an error unless a site may submit an update under a ticket.
+        leases: checks of leases and tickets.
 
     Attributes:
         plan_message: the values that a worker needs to aggregate.
@@ -366,21 +366,13 @@ class SwarmRounds:
         news: event that is set when the state of the swarm changes.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        ledger: Ledger,
-        admission: UpdateAdmission,
-        wake: Callable[[], None],
-        require_open: Callable[[Lease, int], None],
-    ) -> None:
-        self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
-        self._admission, self._wake, self._require_open = admission, wake, require_open
+    def __init__(self, run: RunCore, admission: UpdateAdmission, leases: LeaseChecks) -> None:
+        self._plan, self._store, self._ledger, self._settings = run.plan, run.store, run.ledger, run.settings
+        self._run, self._admission, self._leases = run, admission, leases
         self._fail: Callable[[AtollError], None] = lambda error: None
         self._decodes = False  # whether a worker has decoded an update since the start of the server
-        self.plan_message = plan.values.message()
-        self.view = SwarmView(plan, store, ledger)
+        self.plan_message = run.plan.values.message()
+        self.view = SwarmView(run.plan, run.store, run.ledger)
         self.news = FairEvent()
         self._longest_s: dict[int, float] = {}  # fragment → longest `busy_s` of an earlier round
         self._lost_at: dict[tuple[int, str], int] = {}  # (fragment, site) → base version of the last failed round
@@ -449,14 +441,14 @@ class SwarmRounds:
                 raise why_closed(row)
             if row.is_in:
                 return receipt_again(row, message.digest)
-            self._require_open(lease, row.ticket)
+            self._leases.require_open(lease, row.ticket)
             unpulled = row.ticket not in self.view.offers
             if unpulled or time.monotonic() >= until_s:
                 return messages.Receipt(digest=message.digest, accepted=False, unpulled=unpulled)
             await self.news.wait(until_s - time.monotonic())
 
-    def arrived(self, row: TicketRow, number: int) -> None:
-        """Do nothing: the aggregating worker has the update already."""
+    def on_event(self, event: Happened) -> None:
+        """Do nothing: the aggregating worker has each accepted update already."""
 
     def offer(self, site: str, ticket: int, fragment: int, complete: messages.Complete) -> None:
         """Record that other workers can download an update.
@@ -601,7 +593,7 @@ class SwarmRounds:
         """Choose an aggregator for a round that has none. Return whether a worker could be chosen."""
         job.aggregator, job.since_s = self._aggregator_of(fragment, job), None
         if job.aggregator:
-            self._wake()
+            self._run.wake()
         return bool(job.aggregator)
 
     def _aggregator_of(self, fragment: int, job: Assignment) -> str:

@@ -83,22 +83,22 @@ def cross_site_evaluation(
         RunFailed: no evaluation gave a value; the message names reasons.
     """
     require(versions, site_models, sites, evaluation_timeout_s)
-    run = controller.run
+    run, workflows, background = controller.run, controller.queue.workflows, controller.background
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
-    assert run.workflows is not None
+    assert workflows is not None
     with ModelsToEvaluate(controller) as models:
         sources = [ModelSource(row, location=location, is_final=True) for row, location in models.of_run(versions)]
         if site_models:
             sources += [ModelSource(EvaluatedModel(name=site, kind="site"), owner=site) for site in chosen]
         matrix = EvaluationMatrix(controller, models, sources, chosen, evaluation_timeout_s)
-        run.workflows.evaluated = matrix.so_far
+        workflows.evaluated = matrix.so_far
         controller.note(matrix.progress)
         controller.ask(matrix.fill())
     evaluation = matrix.so_far(finished=True)
-    run.workflows.evaluated = lambda: evaluation
-    folder, state_dir = run.background.exports.folder, run.store.directory
+    workflows.evaluated = lambda: evaluation
+    folder, state_dir = run.settings.exports, run.store.directory
     export = functools.partial(_export, evaluation, folder, state_dir, controller.name)
-    controller.ask(run.background.saved("the evaluation", export))
+    controller.ask(background.saved("the evaluation", export))
     return evaluation
 
 
@@ -203,7 +203,7 @@ class ModelsToEvaluate:
         except ValidationError:
             return None, "the site's answer to submit_model is not a reference to a model"
         try:
-            payload = TaskPayload.taken_over(self._run.objects, key)
+            payload = TaskPayload.taken_over(self._controller.queue.objects, key)
         except AtollError as error:
             return None, f"the server does not have the model of the site: {error}"
         self._payloads.append(payload)
@@ -233,7 +233,7 @@ class ModelsToEvaluate:
         Raises:
             Gone: there is no such model, or it is no longer kept.
         """
-        run, exports = self._run, self._run.background.exports.folder
+        run, exports = self._run, self._run.settings.exports
         if isinstance(version, str) and is_file(version):
             return Path(version), row.model_copy(update={"kind": "file"}), False
         if version == "best":
@@ -275,7 +275,7 @@ class ModelsToEvaluate:
         state = LazyState.open(path)
         try:
             cut = Cut(run.settings.workflow.tensor_part_bytes or 2**23)
-            payload = TaskPayload.write(run.objects, packed_state(state), cut)
+            payload = TaskPayload.write(self._controller.queue.objects, packed_state(state), cut)
         finally:
             state.release()
 

@@ -22,10 +22,10 @@ from atoll.filters.base import About, Filter, filtered, with_cause
 from atoll.posix import file_error, nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
-from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given, SiteFilters
+from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.user_code import UserThreads
-from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, queue_of, read_contents
+from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, TaskQueue, read_contents
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
@@ -176,16 +176,22 @@ class PayloadWriter:
     Filters run in threads for user code, everything else in the workflow's thread.
 
     Args:
-        run: the server's coordinator.
+        run: the run.
+        queue: the run's tasks.
         filters: filters of payloads.
         sizes: sizes of the parts of payloads, in bytes.
         ask: function that runs a coroutine on the server's event loop and returns its result.
     """
 
     def __init__(
-        self, run: Coordinator, filters: TaskFilters, sizes: ChunkSizes, ask: Callable[[Coroutine[Any, Any, Any]], Any]
+        self,
+        run: RunCore,
+        queue: TaskQueue,
+        filters: TaskFilters,
+        sizes: ChunkSizes,
+        ask: Callable[[Coroutine[Any, Any, Any]], Any],
     ) -> None:
-        self._run, self._filters, self._sizes, self._ask = run, filters, sizes, ask
+        self._run, self._queue, self._filters, self._sizes, self._ask = run, queue, filters, sizes, ask
 
     def write(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
         """Write the payload of a task: once for all sites, and again for each site with filters that change it.
@@ -273,11 +279,11 @@ class PayloadWriter:
 
     def written(self, task: str, packed: Packed) -> TaskPayload:
         """Write a payload in the calling thread. A small payload without tensors becomes a text, and needs no file."""
-        objects, queue = self._run.objects, queue_of(self._run)
+        objects = self._queue.objects
         streamed = task in self._run.settings.workflow.streamed_tasks
         way = way_of(task, packed, self._sizes, streamed=streamed)
         if way.warning:
-            queue.warn(task, way.warning)
+            self._queue.warn(task, way.warning)
         if way.plain is not None:
             return TaskPayload(objects, way.kind, tm.TaskBody(plain=way.plain))
         return TaskPayload.write(objects, packed, way.cut)

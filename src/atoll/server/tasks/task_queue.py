@@ -11,19 +11,21 @@ import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.blobs.object_file import ChunkSizes, Contents, Cut, read_plain, write_object
-from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
+from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, Gone, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile, file_error
 from atoll.protocol import run_events
 from atoll.protocol import task_messages as tm
-from atoll.protocol.status_messages import TaskStatus
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.protocol.status_messages import TaskStatus, WorkflowStatus
+from atoll.server.coordinator.extension import Extension
+from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.user_code import shared
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.tensors.payload import Packed
@@ -220,39 +222,88 @@ class OpenTask:
         )
 
 
-def queue_of(run: Coordinator) -> TaskQueue:
-    """Return the queue of tasks of a run."""
-    assert isinstance(run.task_queue, TaskQueue)
-    return run.task_queue
+class Workflows(Protocol):
+    """Facts about a run's workflows (training, evaluations, functions of the user).
+
+    Attributes:
+        evaluated: function that returns the results so far of the newest cross-site evaluation; None before the first.
+    """
+
+    evaluated: Callable[[], tm.Evaluation] | None
+
+    @property
+    def trains(self) -> bool:
+        """Whether one of the workflows is training."""
+
+    @property
+    def sends_tasks(self) -> bool:
+        """Whether one of the workflows sends tasks."""
+
+    @property
+    def follows(self) -> bool:
+        """Whether a workflow follows training."""
+
+    @property
+    def keeps_local(self) -> bool:
+        """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
+
+    def will_evaluate(self, site: str) -> bool:
+        """Return whether a cross-site evaluation will still ask this site to evaluate models."""
+
+    def status(self) -> list[WorkflowStatus]:
+        """Return the status of each workflow, in order."""
 
 
-class TaskQueue:
-    """The tasks that a server has sent, and their answers. It is the `Tasks` of the coordinator.
+AnswerFilter = Callable[[Answer, str], Awaitable[Answer]]
+"""Function (answer, name of the task) → filtered answer."""
+
+
+class TaskQueue(Extension):
+    """The tasks that a server has sent, and their answers. It is the `Tasks` of the run, and one of its extensions.
 
     Args:
-        run: the coordinator of the run.
+        run: the run.
+        leases: checks of leases.
+        objects: the objects of payloads and answers.
+        workflows: the run's workflows; None: the run only trains.
+        answer_filter: changes answers; None: the run has no filters of answers.
 
     Attributes:
         moves: number of tasks sent plus answers received.
-        answer_filter: function (answer, task name) → filtered answer; None if the run has no filters of answers.
         names: names of all tasks that were sent.
+        warned: name of a task → a warning about it.
     """
 
-    def __init__(self, run: Coordinator) -> None:
-        self.objects, self.wake, self.alive, self._tell = run.objects, run.wake, run.alive, run.events.tell
-        self._changed, self._require_lease = run.changed, run.require_lease
-        self._require_space, self._io = run.require_space, run.io
-        self.active = self.finished = self.follows = False
-        self.trains = True
-        self.rounds: Literal["to come", "now", "over"] = "now"
+    name = "tasks"
+
+    def __init__(
+        self,
+        run: RunCore,
+        leases: LeaseChecks,
+        objects: ObjectStore,
+        workflows: Workflows | None,
+        answer_filter: AnswerFilter | None,
+    ) -> None:
+        super().__init__(run)
+        self.alive, self._run, self._leases, self.objects = run.alive, run, leases, objects
+        self.workflows, self._answer_filter = workflows, answer_filter
+        self.active = workflows is not None and workflows.sends_tasks
+        self.trains = workflows is None or workflows.trains
+        self.follows = workflows is not None and workflows.follows
+        self.keeps_local = workflows is not None and workflows.keeps_local
+        self.finished = False
+        self.rounds: Literal["to come", "now", "over"] = "now" if workflows is None else "to come"
         self.moves = 0
-        self.answer_filter: Callable[[Answer, str], Awaitable[Answer]] | None = None
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "without_tensors": 0}
-        self.warnings: dict[str, str] = {}  # by the name of the task
+        self.warned: dict[str, str] = {}
         self.names: set[str] = set()
         self._ended: deque[TaskStatus] = deque(maxlen=SHOWN)
         self._open: dict[str, OpenTask] = {}
         self._answer_keys: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
+
+    def will_evaluate(self, site: str) -> bool:
+        """Return whether a later task will ask this site to evaluate models."""
+        return self.workflows is not None and self.workflows.will_evaluate(site)
 
     def require_workflow(self) -> None:
         """Raise an error if a site asks for tasks, but the run has only rounds.
@@ -309,11 +360,11 @@ class TaskQueue:
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
-        self._tell(run_events.TaskOpened(task=name, sites=list(sites)))
+        self._run.events.tell(run_events.TaskOpened(task=name, sites=list(sites)))
         for site, error in payloads.failed.items():
             self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
-        self.wake()
+        self._run.wake()
         return task
 
     def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
@@ -327,7 +378,7 @@ class TaskQueue:
         """
         self._set_answer(task, Answer(site, "", error=why, lost=lost))
 
-    def close(self, task: OpenTask) -> None:
+    def end(self, task: OpenTask) -> None:
         """End a task: refuse further answers, and remove the payloads. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
             self._ended.append(task.status(is_open=False))
@@ -338,15 +389,23 @@ class TaskQueue:
     def finish(self) -> None:
         """Record that the last workflow has ended. A site that asks for a task, and has none open, is told so."""
         self.finished = True
-        self.wake()
+        self._run.wake()
 
     def warn(self, name: str, text: str) -> None:
         """Show a warning about the task `name` in the status. Log only the first warning for each name."""
-        if name not in self.warnings:
+        if name not in self.warned:
             LOG.warning("%s", text)
-        self.warnings[name] = text
+        self.warned[name] = text
 
-    def status(self) -> list[TaskStatus]:
+    def warnings(self) -> Collection[str]:
+        """Return the warnings about tasks."""
+        return self.warned.values()
+
+    def workflows_status(self) -> list[WorkflowStatus]:
+        """Return the status of each workflow, in order."""
+        return [] if self.workflows is None else self.workflows.status()
+
+    def tasks_status(self) -> list[TaskStatus]:
         """Return the status of the last `SHOWN` tasks, oldest first."""
         running = [task.status(is_open=True) for task in self._open.values()]
         return sorted([*self._ended, *running], key=lambda task: task.number)[-SHOWN:]
@@ -410,16 +469,16 @@ class TaskQueue:
         if (own := task.payloads.own.get(answer.site)) is not None:
             own.discard()  # it was for this site only
         self._set_answer(task, answer)
-        self.wake()
+        self._run.wake()
 
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
         task.answers[answer.site] = answer
-        self._tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
+        self._run.events.tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
         self._answer_keys[task.message.task, answer.site] = answer.key
         while len(self._answer_keys) > REMEMBERED:
             del self._answer_keys[next(iter(self._answer_keys))]
 
-    # -- requests of sites
+    # -- requests of clients
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
         """Return the site's next open task, or why there is none. Wait up to `wait_s` seconds for a task.
@@ -442,8 +501,8 @@ class TaskQueue:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 return tm.TaskReply(status="wait")
-            await self._changed(left_s)
-            self._require_lease(lease)  # if it was lost meanwhile, another process gets the task
+            await self._run.changed(left_s)
+            self._leases.require_lease(lease)  # if it was lost meanwhile, another process gets the task
 
     async def answer_task(self, lease: Lease, task: str, message: tm.TaskAnswer) -> None:
         """Record a site's answer: an error, a payload as JSON, or an object, which the server takes over.
@@ -497,21 +556,35 @@ class TaskQueue:
 
     async def _take(self, task: OpenTask, site: str, key: str, object_key: tm.ObjectKey) -> None:
         what = f"The answer of site {site}"
-        if self.answer_filter is not None:
-            self._require_space()
+        if self._answer_filter is not None:
+            self._run.require_space()
         entry, fd = self.objects.take(object_key.object, object_key.secret)
         answer = Answer(site, key, way="inline" if entry.inline else "streamed", fd=fd)
         try:
             if entry.manifest.id != object_key.digest:
                 raise Conflict(f"{what} does not match its digest.", "Send the answer again.")
             loop = asyncio.get_running_loop()
-            answer.contents = await loop.run_in_executor(self._io, read_contents, answer, entry.cuts, what)
-            if self.answer_filter is not None:
-                answer = await self.answer_filter(answer, task.message.name)
+            answer.contents = await loop.run_in_executor(self._run.io, read_contents, answer, entry.cuts, what)
+            if self._answer_filter is not None:
+                answer = await self._answer_filter(answer, task.message.name)
             self.answer(task.message.task, answer)
         except Exception:  # if cancelled, a thread may still read the file; it is closed with its last reference
             answer.close()
             raise
+
+    async def get_evaluation(self) -> tm.Evaluation:
+        """Return the results so far of the newest cross-site evaluation, as a matrix of sites and models.
+
+        Raises:
+            Gone: the run has had no cross-site evaluation.
+        """
+        workflows = self.workflows
+        if workflows is None or workflows.evaluated is None:
+            raise Gone(
+                "This server has no results of a cross-site evaluation.",
+                'Add {kind = "cross_site_evaluation"} to the workflows of the run, or use atoll evaluate RUN.TOML.',
+            )
+        return workflows.evaluated()
 
 
 def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:

@@ -31,9 +31,10 @@ from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.background_writes import BackgroundWriter
+from atoll.server.coordinator.run_core import RunCore
 from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters
-from atoll.server.tasks.task_queue import Answer, TaskPayloads, queue_of
+from atoll.server.tasks.task_queue import Answer, TaskPayloads, TaskQueue
 from atoll.tensors.payload import pack
 
 LOG = logging.getLogger("atoll.server")
@@ -51,7 +52,7 @@ ProgressSigns = tuple[object, ...]
 """Values that change while a site, or a run, makes progress."""
 
 
-def progress_of(run: Coordinator, site: str) -> ProgressSigns:
+def progress_of(run: RunCore, site: str) -> ProgressSigns:
     """Return those values of a site that change when the site makes progress: bytes, steps and reported state."""
     presence = run.roster.get(site)
     if presence is None:
@@ -61,10 +62,10 @@ def progress_of(run: Coordinator, site: str) -> ProgressSigns:
     return presence.process, beat.state, beat.step, *moved
 
 
-def progress_of_run(run: Coordinator) -> ProgressSigns:
+def progress_of_run(run: RunCore, queue: TaskQueue) -> ProgressSigns:
     """Return those values of a run that change when the server or a site makes progress."""
     return (
-        queue_of(run).moves,
+        queue.moves,
         run.bytes_up,
         run.bytes_down,
         tuple(round_.head for round_ in run.state.rounds),
@@ -73,7 +74,7 @@ def progress_of_run(run: Coordinator) -> ProgressSigns:
     )
 
 
-def why_gone(run: Coordinator, site: str) -> str:
+def why_gone(run: RunCore, site: str) -> str:
     """Return why a site does not take part, as words after its name, such as "has left"; empty if it takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
@@ -112,7 +113,7 @@ class AnswerLimits:
             if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
                 raise UsageError(f"{name} is {value!r}, which is not a valid number.", remedy)
 
-    def exceeded(self, run: Coordinator, site: str) -> tuple[str, str]:
+    def exceeded(self, run: RunCore, site: str) -> tuple[str, str]:
         """Check whether the workflow should stop waiting for a site.
 
         Returns:
@@ -211,24 +212,27 @@ class Controller:
 
     Attributes:
         name: name of the workflow, as in the run file.
-        run: the server's coordinator, for the workflows that Atoll ships; its interface may change without notice.
+        run, queue, background: the run, its tasks and the writer of its files, for the workflows that Atoll ships;
+            their interfaces may change without notice.
     """
 
     def __init__(
         self,
-        run: Coordinator,
+        run: RunCore,
+        queue: TaskQueue,
+        background: BackgroundWriter,
         loop: asyncio.AbstractEventLoop,
         filters: TaskFilters,
         name: str = "workflow",
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.name, self.run = name, run
+        self.name, self.run, self.queue, self.background = name, run, queue, background
         self._loop, self._note = loop, note
         self._lock, self._stopped = threading.Lock(), False
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.workflow.tensor_part_bytes, run.settings.workflow.array_part_bytes)
         self._filters = filters
-        self._writer = PayloadWriter(run, filters, self._sizes, self.ask)
+        self._writer = PayloadWriter(run, queue, filters, self._sizes, self.ask)
 
     def note(self, text: str) -> None:
         """Show a text in the status, such as how far the workflow is. The call counts as progress of the workflow."""
@@ -244,7 +248,7 @@ class Controller:
         Raises:
             RunFailed: fewer than `at_least` sites take part after `timeout_s`.
         """
-        alive = queue_of(self.run).alive
+        alive = self.run.alive
 
         async def wait() -> list[str]:
             if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
@@ -386,7 +390,7 @@ class Controller:
         Raises:
             UsageError: one of these sites has not joined by then. The message suggests the nearest name.
         """
-        roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, queue_of(self.run)
+        roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, self.queue
         waits = f"{task} waits"
 
         def unknown() -> str:
@@ -408,9 +412,9 @@ class Controller:
             return False
 
         try:
-            await self._until(decided, timeout_s, lambda: queue.warnings[waits])
+            await self._until(decided, timeout_s, lambda: queue.warned[waits])
         finally:
-            queue.warnings.pop(waits, None)
+            queue.warned.pop(waits, None)
         if site := unknown():
             remedy = f"Sites that have joined: {joined()}. To wait for more, call controller.sites(at_least=…)."
             raise UsageError(
@@ -421,7 +425,7 @@ class Controller:
     async def _collect(
         self, name: str, sites: Sequence[str], payloads: TaskPayloads, limits: AnswerLimits
     ) -> list[Answer]:
-        queue, min_responses = queue_of(self.run), limits.min_responses
+        queue, min_responses = self.queue, limits.min_responses
         streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 
@@ -431,7 +435,7 @@ class Controller:
                 if lost:
                     queue.give_up(task, site, lost, why)
             enough = min_responses is not None and task.good >= min_responses
-            return not task.missing or (enough and not set(task.missing) & set(queue.alive()))
+            return not task.missing or (enough and not set(task.missing) & set(self.run.alive()))
 
         try:
             await self._until(answered, limits.timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
@@ -448,7 +452,7 @@ class Controller:
                 answer.close()
             raise
         finally:
-            queue.close(task)
+            queue.end(task)
 
     async def _until(
         self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None

@@ -29,10 +29,10 @@ from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events
 from atoll.runtime import failpoint
 from atoll.server.coordinator.background_writes import until_passed
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.coordinator.user_code import Components, Function
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.server.tasks.task_queue import queue_of
+from atoll.server.tasks.task_queue import TaskQueue
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
 
 LOG = logging.getLogger("atoll.server")
@@ -177,6 +177,16 @@ class WorkflowSchedule:
         return not all(step.trains for step in self.steps)
 
     @property
+    def _training(self) -> int | None:
+        """Position of training among the workflows; None if there is none."""
+        return next((index for index, step in enumerate(self.steps) if step.trains), None)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a workflow follows training."""
+        return self._training is not None and self._training + 1 < len(self.steps)
+
+    @property
     def keeps_local(self) -> bool:
         """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
         return self.trains and any(
@@ -201,20 +211,15 @@ class WorkflowSchedule:
             if not step.trains:
                 step.function = components.function_of(step.entry)
 
-    def start(self, run: Coordinator) -> None:
+    def start(self, served: ServedRun) -> None:
         """Begin the workflows, or continue them after a restart of the server. Call this on the server's event loop."""
-        self._run, queue = run, queue_of(run)
-        queue.active, queue.trains = self.sends_tasks, self.trains
-        queue.rounds = "to come"
-        train = next((index for index, step in enumerate(self.steps) if step.trains), None)
-        queue.follows = train is not None and train + 1 < len(self.steps)
-        if self._filters.results and self.sends_tasks:  # without filters no answer needs a thread
-            queue.answer_filter = functools.partial(self._filters.received_in_thread, run.user_threads)
+        assert isinstance(served.tasks, TaskQueue)
+        self._run, self._queue, self._background = served.run, served.tasks, served.background
         if self._filters.data:
             LOG.info("filters for the payloads that are sent to sites: %s", self._filters.data)
         if self.recorded:
-            self._mark_ended(train)
-        self._task = run.spawn(self._main())
+            self._mark_ended()
+        self._task = self._run.spawn(self._main())
 
     def stop(self) -> None:
         """Stop the running workflow: its function gets an error from its current or next call of the controller."""
@@ -229,18 +234,15 @@ class WorkflowSchedule:
 
     # -- on the loop
 
-    def _mark_ended(self, train: int | None) -> None:
+    def _mark_ended(self) -> None:
         """Mark the workflows that had ended before this start of the server, according to the journal.
 
         If the settings now have more rounds, training continues, and all later workflows run again.
 
-        Args:
-            train: position of training among the workflows; None if there is none.
-
         Raises:
             ConfigError: a workflow that has ended is no longer at its position in the settings.
         """
-        ended = self._run.store.run_log.ended_workflows()
+        ended, train = self._run.store.run_log.ended_workflows(), self._training
         for index, name in ended.items():
             entry = self.steps[index].entry if index < len(self.steps) else None
             current = entry.name if entry else "none"
@@ -253,7 +255,7 @@ class WorkflowSchedule:
                 )
         if train is not None and train in ended:
             if self._run.state.finished:
-                queue_of(self._run).rounds = "over"
+                self._queue.rounds = "over"
             else:  # the settings ask for more rounds now
                 self._run.store.run_log.forget_workflows_from(train)
                 ended = {index: name for index, name in ended.items() if index < train}
@@ -283,8 +285,8 @@ class WorkflowSchedule:
         if self.trains:
             await self._run.trained.wait()  # until the result is exported, even if training ended before this start
         LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
-        self._filters.warn_of_unsent(queue_of(self._run).names)
-        queue_of(self._run).finish()
+        self._filters.warn_of_unsent(self._queue.names)
+        self._queue.finish()
         self._run.finished.set()
 
     async def _record(self, index: int, name: str) -> None:
@@ -292,7 +294,7 @@ class WorkflowSchedule:
         failpoint("workflow.ended")
 
     async def _train(self, step: WorkflowRun) -> None:
-        run, queue = self._run, queue_of(self._run)
+        run, queue = self._run, self._queue
         queue.rounds = "now"
 
         async def begin() -> None:
@@ -318,7 +320,7 @@ class WorkflowSchedule:
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
         if limit_s and time.monotonic() - step.begun_s >= limit_s:
-            present = queue_of(self._run).alive()
+            present = self._run.alive()
             names = ", ".join(present) or "none"
             raise RunFailed(
                 f"The workflow {step.entry.name} waited {limit_s:g} s for {number_of(wanted, 'site')}, but only "
@@ -330,7 +332,9 @@ class WorkflowSchedule:
     async def _send_tasks(self, step: WorkflowRun, index: int) -> None:
         await self._wait_for_sites(step, index)
         loop = asyncio.get_running_loop()
-        self._controller = controller = Controller(self._run, loop, self._filters, step.entry.name, step.note)
+        self._controller = controller = Controller(
+            self._run, self._queue, self._background, loop, self._filters, step.entry.name, step.note
+        )
         ended: asyncio.Future[BaseException | None] = loop.create_future()
         work = (step.function, controller, loop, ended)
         threading.Thread(target=_call, args=work, name="atoll-workflow", daemon=True).start()
@@ -360,7 +364,7 @@ class WorkflowSchedule:
             limit_s = LATER_START_S if index else 0.0
         while True:
             members = self._run.state.members.values()
-            present, ended = len(queue_of(self._run).alive()), sum(each.why in ("left", "failed") for each in members)
+            present, ended = len(self._run.alive()), sum(each.why in ("left", "failed") for each in members)
             wanted = max(1, self._settings.rounds.sites - (ended if index else 0))
             if present >= wanted:
                 step.detail = ""
@@ -386,7 +390,7 @@ class WorkflowSchedule:
         last: object = None
         try:
             while not future.done():
-                now_s, progress = time.monotonic(), (step.notes, progress_of_run(self._run))
+                now_s, progress = time.monotonic(), (step.notes, progress_of_run(self._run, self._queue))
                 if progress != last:
                     last, step.moved_s = progress, now_s
                 on_progress(step)

@@ -1,0 +1,101 @@
+"""Puts the parts together that serve a run: where its rounds become versions, its tasks, and what clients may call."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+from atoll.server.coordinator.accept_update import UpdateAdmission
+from atoll.server.coordinator.aggregate_round import LocalRounds
+from atoll.server.coordinator.background_writes import BackgroundWriter
+from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.extension import Extensions
+from atoll.server.coordinator.first_shapes import FirstShapes
+from atoll.server.coordinator.lease_checks import LeaseChecks
+from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.ports import RoundPlace
+from atoll.server.coordinator.published_objects import PublishedObjects
+from atoll.server.coordinator.round_history import RoundHistory
+from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.run_warnings import RunWarnings
+from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.coordinator.site_operations import SiteOperations
+from atoll.server.coordinator.tell_failure import FailureNotices
+from atoll.server.coordinator.ticket_operations import TicketOperations
+from atoll.server.coordinator.update_filters import Filtering
+from atoll.server.coordinator.update_operations import UpdateOperations
+from atoll.server.startup import OpenedRun
+from atoll.server.swarm.assignments import SwarmRounds
+from atoll.server.tasks.task_payloads import TaskFilters
+from atoll.server.tasks.task_queue import TaskQueue
+from atoll.server.tasks.workflow_schedule import WorkflowSchedule
+
+LOG = logging.getLogger("atoll.server")
+
+
+def assemble(
+    opened: OpenedRun,
+    persistor: Persistor,
+    filters: TaskFilters,
+    workflows: WorkflowSchedule | None = None,
+    *,
+    simulated: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> ServedRun:
+    """Return a run that was opened, with all parts that serve it. `Coordinator.start` starts it.
+
+    Args:
+        opened: what `open_run` has returned.
+        persistor: the user's persistor.
+        filters: the server's filters of what sites send, and of the payloads of tasks.
+        workflows: the run's workflows; None: the run only trains.
+        simulated: whether the sites are those of a simulation.
+        clock: returns the time in seconds, as `time.monotonic` does.
+    """
+    plan, store, lost = opened
+    run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock)
+    background = BackgroundWriter(plan, store, run.io, persistor)
+    history, shapes = RoundHistory(run, simulated=simulated), FirstShapes(run)
+    leases, admission = LeaseChecks(run, shapes), UpdateAdmission(run)
+    run.events.subscribe("the reported numbers", admission.reports.on_event)
+
+    filtering = Filtering(filters.results, plan, store, run.user_threads)
+    place: RoundPlace = SwarmRounds(run, admission, leases) if plan.is_swarm else LocalRounds(run, filtering)
+
+    objects, answer_filter = PublishedObjects(run), None
+    if filters.results and workflows is not None and workflows.sends_tasks:  # else no answer needs a thread
+        answer_filter = functools.partial(filters.received_in_thread, run.user_threads)
+    tasks = TaskQueue(run, leases, objects.store, workflows, answer_filter)
+    extensions = Extensions(run, [tasks, objects])
+
+    warnings = RunWarnings(
+        run,
+        [
+            lambda: background.unsaved.values(),
+            history.warnings,
+            lambda: admission.reports.warnings,
+            extensions.warnings,
+        ],
+    )
+    for sentence in lost:
+        LOG.warning("%s", sentence)
+    return ServedRun(
+        run=run,
+        coordinator=Coordinator(run, place, history, background, extensions, warnings),
+        place=place,
+        tasks=tasks,
+        objects=objects,
+        extensions=extensions,
+        leases=leases,
+        shapes=shapes,
+        sites=SiteOperations(run, place, tasks, history.attendance),
+        tickets=TicketOperations(run, leases, shapes, place, tasks, history.time_left),
+        updates=UpdateOperations(run, leases, place, admission, filtering),
+        admission=admission,
+        history=history,
+        background=background,
+        warnings=warnings,
+        failure=FailureNotices(run, leases),
+    )

@@ -1,0 +1,125 @@
+"""The rounds that have ended, and what the log and the status say of them: missing sites, staleness, remaining time."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+
+from atoll.format_text import time_left
+from atoll.protocol import status_messages
+from atoll.rounds import events
+from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
+from atoll.server.coordinator.roster import Attendance, StalenessCounter, TimeLeft
+from atoll.server.coordinator.run_core import RunCore
+from atoll.store.journal_tables import HistoryRow
+
+LOG = logging.getLogger("atoll.server")
+
+
+class RoundHistory:
+    """What the log and the status say of the rounds of a run.
+
+    Args:
+        run: the run.
+        simulated: whether its sites are those of a simulation, which cannot be started one by one.
+
+    Attributes:
+        summaries: summaries of the last rounds.
+        attendance: which sites are missing.
+        stale: staleness of the updates.
+        time_left: estimate of the remaining time.
+    """
+
+    def __init__(self, run: RunCore, *, simulated: bool = False) -> None:
+        run_log = run.store.run_log
+        asked = {row.fragment: row.expected for row in run_log.rounds()}
+        self._run, self._tracking = run, run.ledger.rules.tracking
+        self.attendance = Attendance(run.roster, run_log.totals().deaths, asked, simulated=simulated)
+        self.stale = StalenessCounter(run.plan)
+        self.time_left = TimeLeft(run.settings.rounds.total, len(run.plan.fragments))
+        summaries = [each.summary_json for each in run_log.summaries(status_messages.HISTORY)]
+        self.summaries = deque(
+            map(status_messages.RoundSummary.model_validate_json, summaries), status_messages.HISTORY
+        )
+        self._said_missing = False
+
+    def progress(self) -> MetricProgress:
+        """Return the progress of the run by the metric that `rounds.best_metric` names, from the journal."""
+        metric = self._tracking.metric
+        rows = self._run.store.run_log.history(None, 0) if metric else []
+        return self._tracking.follow_all(measured_of(rows, metric))
+
+    def act(self, effect: events.Effect) -> None:
+        """Follow an effect of an event: which sites a round waits for, and which have ended."""
+        match effect:
+            case events.LeaseEnded():
+                self.attendance.ended(effect, self._run.state)
+            case events.RoundOpened() | events.ExpectedChanged():
+                self.attendance.expects(effect, self._run.state)
+            case events.RoundSatOut():
+                self.attendance.all_sat_out(effect, self._run.state)
+
+    def value(self, summary: status_messages.RoundSummary) -> float | None:
+        """Return the value of the metric that `rounds.best_metric` names in a round; None if there is none."""
+        return value_of(summary, self._tracking.metric) if self._tracking.metric else None
+
+    def ended(self, summary: status_messages.RoundSummary) -> None:
+        """Follow the end of a round. If it has a version, update the counters, and log the summary."""
+        self.summaries.append(summary)
+        if summary.version is None:
+            return
+        run = self._run
+        for each in summary.sites:
+            if each.site in run.roster:
+                run.roster[each.site].rounds += 1
+        self.stale.note_round(summary)
+        self.attendance.closed(summary)
+        if self._tracking.metric and self.value(summary) is None and not self._said_missing:
+            self._said_missing = True
+            LOG.warning("%s", missing(summary, self._tracking))
+        self.time_left.committed(run.clock())
+        left = f"; {told}" if (told := time_left(self.time_left.of(run.state, run.clock()))) else ""
+        LOG.info("%s%s", summary.line(has_fragments=run.plan.has_fragments), left)
+        done = min(round_.done for round_ in run.state.rounds)
+        if summary.round == done == run.settings.async_.sync_rounds_first and not run.state.finished:
+            LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
+
+    def warnings(self) -> list[str]:
+        """Return the warnings for the status."""
+        return [*self.attendance.warnings(self._run.state), *self.stale.warnings]
+
+
+def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
+    """Return the metric's value in each round, together with the version that the value belongs to.
+
+    This is the version that the round starts from, because workers measure the model that they download.
+
+    Args:
+        history: the journal's rows about the versions of one fragment, oldest first.
+        metric: name of the metric.
+    """
+    found, base = [], 0
+    for row in history:
+        if row.summary_json:
+            summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
+            if (value := value_of(summary, metric)) is not None:
+                found.append(Measurement(base, summary.round, value))
+        base = row.version
+    return found
+
+
+def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
+    """Return the value of a metric in a round; None if no site reported it, or if the mean is not finite."""
+    value = summary.metrics.get(metric)
+    return value if value is not None and math.isfinite(value) else None
+
+
+def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
+    """Return the warning for a round without a finite value of the metric that `rounds.best_metric` names."""
+    has = ", ".join(sorted(summary.metrics)) or "none"
+    return (
+        f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so the round is "
+        "ignored for the best version and for rounds.early_stop_after. Report the metric: submit(model, "
+        f"metrics={{{tracking.metric!r}: …}})"
+    )
