@@ -217,6 +217,9 @@ def cuts(sizes: list[tuple[int, int]], part_bytes: int, *, header_bytes: int = 0
         sizes: bytes of each tensor, and of one of its tiles.
         header_bytes: before the first tensor, less than a part; then the tensors follow each other without gaps.
     """
+    total = header_bytes + sum(nbytes + (0 if header_bytes else -nbytes % _ALIGN) for nbytes, _ in sizes)
+    if total > 4 * 2**20:  # then four parts at least, with room for one tile of the widest dtype
+        part_bytes = min(part_bytes, -(-total // 4) + TILE * 8)
     start, end, offset = 0, header_bytes, header_bytes
     for nbytes, tile in sizes:
         behind = offset + nbytes + (0 if header_bytes else -nbytes % _ALIGN)
