@@ -125,11 +125,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1464,
-    "aggregation": 1307,
+    ".": 1466,
+    "aggregation": 1310,
     "algorithms": 1921,
     "blobs": 466,
-    "cli": 1770,
+    "cli": 1777,
     "cli/templates": 80,
     "codecs": 460,
     "config": 1327,
@@ -142,7 +142,7 @@ LINES: dict[str, int] = {
     "rounds": 1081,
     "server": 1480,
     "server/coordinator": 3719,
-    "server/http": 752,
+    "server/http": 765,
     "server/swarm": 725,
     "server/tasks": 1480,
     "simulate": 1586,

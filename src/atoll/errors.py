@@ -347,8 +347,10 @@ def transient_reason(error: BaseException) -> str | None:
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
     """If memory or threads ran out, return a `RunFailed` that ends the server. For other errors, return None."""
-    no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
-    if not no_thread and not isinstance(error, MemoryError):
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    no_thread = text == "can't start new thread"
+    no_tensor = "DefaultCPUAllocator: can't allocate memory" in text  # torch raises no MemoryError
+    if not no_thread and not no_tensor and not isinstance(error, MemoryError):
         return None
     failed = RunFailed(
         "The server has run out of memory.",

@@ -123,8 +123,9 @@ def tail_region(state: Layout) -> Ranges:
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
     """Return whether an outer state file matches its digests, without the outer optimizer's settings.
 
-    An entry counts as one of the group `runs` if its shape in the file's header is the tensor's shape. If every tensor
-    of the version is a scalar, shapes do not tell the groups apart: then try every possible grouping of the keys.
+    The entries of a key count as those of the group `runs` if each has its tensor's shape in the file's header. If
+    every tensor of the version is a scalar, shapes do not tell the groups apart: then try every possible grouping of
+    the keys.
 
     Args:
         fd: the outer state file.
@@ -136,7 +137,10 @@ def is_whole(fd: int, version: Layout, digests: Sequence[bytes], in_chunks: bool
     shapes = {segment.spec.name: segment.spec.shape for segment in version.segments}
     split = [(spec.name.rpartition("."), spec) for spec, _ in header.tensors]
     keys = {key for (_, _, key), _ in split}
-    cut = {key for (name, _, key), spec in split if in_chunks and shapes.get(name) and spec.shape == shapes[name]}
+    entries = {key: [(shapes.get(name), spec.shape) for (name, _, own), spec in split if own == key] for key in keys}
+    cut = {
+        key for key, each in entries.items() if in_chunks and all(a == b for a, b in each) and any(a for a, _ in each)
+    }
     are_scalars = in_chunks and not any(shapes.get(name) for (name, _, _), _ in split)
     ways = [set(some) for n in range(len(keys) + 1) for some in combinations(keys, n)] if are_scalars else [cut]
 

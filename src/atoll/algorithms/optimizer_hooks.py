@@ -197,7 +197,7 @@ class Steps:
     ) -> None:
         self._after, self._due = after, 0  # called outside of compiled code, by the end of a step
         trained = [id(layers[-1]) for layers in optimizers if _trains(layers[-1])]
-        self._cycles = Cycles(trained) if len(trained) > 1 else None
+        self._cycles = Cycles(trained) if trained and len(optimizers) > 1 else None
         self._steps: list[WholeSteps] = []
         self._others: UnfollowedSteps | None = None
         try:

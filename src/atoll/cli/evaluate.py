@@ -71,6 +71,12 @@ def command(
             "Give either a run file or --server.",
             "A run file starts an evaluation of stored models; --server shows the results of a running server.",
         )
+    given = {"--versions": versions, "--sites": sites, "--set": sets, "--port": port}
+    if server is not None and (surplus := [name for name, value in given.items() if value]):
+        raise UsageError(
+            f"{', '.join(surplus)}: only for an evaluation that this command starts, not with --server.",
+            "Give a run file in place of --server, or leave this out.",
+        )
     if out is not None:  # now, not after the evaluation
         require_file(out, "evaluation.md")
     if server is not None:
@@ -84,10 +90,10 @@ def command(
         if sites is not None:
             arguments["sites"] = _listed(sites)
         evaluation = _evaluated(settings, arguments)
-    if out is not None:
+    show(evaluation, as_json=json)
+    if out is not None:  # after the tables, which are then not lost if the disk is full
         text = evaluation.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(evaluation)
         out.write_text(text, encoding="utf-8")
-    show(evaluation, as_json=json)
 
 
 def _listed(text: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import textwrap
 from importlib.resources import files
 from pathlib import Path
@@ -103,7 +104,7 @@ def next_commands(directory: Path, algorithm: str) -> str:
     """Return the text that lists the commands to try next."""
     server = f"http://127.0.0.1:{DEFAULT_PORT}"
     lines = [
-        *([] if directory.resolve() == Path.cwd() else [f"  cd {directory}"]),
+        *([] if directory.resolve() == Path.cwd() else [f"  cd {shlex.quote(str(directory))}"]),
         "  python train.py                  # try the script alone, without a server",
         "  atoll server run.toml            # start the server, then in two more terminals:",
         *(f"  atoll worker --server {server} --site {site} -- python train.py" for site in "ab"),

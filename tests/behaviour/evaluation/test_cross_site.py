@@ -450,6 +450,7 @@ def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> 
     (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
     for arguments, code, words in (
         ([], 2, "Give either a run file or --server."),
+        (["--server", "http://127.0.0.1:1", "--versions", "12"], 2, "--versions: only for an evaluation that this"),
         (["run.toml"], 2, "There is no run in"),
         (["run.toml", "--server", "http://127.0.0.1:1"], 2, "Give either"),
         (["--server", f"http://127.0.0.1:{free_port()}"], 5, "does not answer"),

@@ -440,6 +440,10 @@ def test_tells_sites_of_an_error_with_new_shapes(tmp_path: Path, monkeypatch: py
         (DiskFull("no space"), False),
         (StateCorrupt("a damaged base"), False),
         (out_of_memory(MemoryError()), False),
+        (
+            out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")),
+            False,
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -182,7 +182,7 @@ class Story:
 
     async def repeat(self, name: str, sent: Sent) -> None:
         """An acknowledged update gets its receipt again, and another one under its ticket none."""
-        complete, ticket = self.run.run.complete, sent.ticket.id
+        complete, ticket = self.run.served.updates.complete, sent.ticket.id
         if self.run.run.store.tickets.get(ticket).is_in:
             message = Complete(weight=1.0, digest=sent.digest)
             assert (await complete(self.sites[name].lease, ticket, message)).digest == sent.digest
@@ -197,9 +197,9 @@ class Story:
                 if other != name:
                     message = Complete(weight=1.0, digest=sent.digest or NONE)
                     with pytest.raises(refusal, match="was not issued to"):
-                        await self.run.run.complete(site.lease, sent.ticket.id, message)
+                        await self.run.served.updates.complete(site.lease, sent.ticket.id, message)
             return
-        self.run.run.require_open(site.lease, ticket.id)  # else it is refused for that
+        self.run.served.leases.require_open(site.lease, ticket.id)  # else it is refused for that
         if name not in self.opened or (what == "part" and tickets.parts(ticket.id)):
             return
         values = MODEL | {"b": torch.full((3,), {"NaN": torch.nan, "norm": 1e5}.get(what, 1.0))}
@@ -250,7 +250,7 @@ class Story:
             self.counted |= dict.fromkeys(due, base + 1)
             self.specified.close([each.update for each in due.values()])
         require_equal(self.run.model(), self.specified.b)
-        assert self.run.run.admission.refused == self.run.run.store.run_log.totals().refused == self.refused
+        assert self.run.served.admission.refused == self.run.run.store.run_log.totals().refused == self.refused
 
     async def end(self) -> None:
         """All sites join and take part until each acknowledged update counts; one more round takes all of them."""

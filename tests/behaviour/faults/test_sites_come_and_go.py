@@ -228,6 +228,7 @@ def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F23", "L10")
+@pytest.mark.usefixtures("pulled_apart")
 def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
     late, resumed = Gate(1, "a"), Gate(5, "b")
 
@@ -248,6 +249,7 @@ def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F42")
+@pytest.mark.usefixtures("pulled_apart")
 def test_a_ticket_outlives_a_restored_backup(tmp_path: Path) -> None:
     """The site has a ticket and has not pulled when the server is restored.
 

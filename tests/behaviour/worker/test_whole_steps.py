@@ -209,6 +209,25 @@ def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Modul
     assert vars(optimizer) == before
 
 
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_steps_of_a_frozen_optimizer_do_not_count(tmp_path: Path, is_first: bool) -> None:
+    """Two optimizers step in turn, and one has no trained parameters: with H = 2, two turns are a round."""
+    model = Weights(w=torch.zeros(3), frozen=torch.ones(2))
+    trained, frozen = SGD([model.w], lr=1.0), SGD([model.frozen.requires_grad_(False)], lr=1.0)
+    turn = [frozen, trained] if is_first else [trained, frozen]
+
+    def step() -> None:
+        model.w.grad = torch.full_like(model.w, -1.0)
+        for optimizer in turn:
+            optimizer.step()
+
+    initial = Weights(w=torch.zeros(3), frozen=torch.ones(2))
+    world = World(tmp_path, initial, "a", rounds=2, H=2, **PLAIN_DILOCO)
+    world.train_steps(model, turn, step)
+    assert world.result["w"].tolist() == [4.0] * 3
+
+
 class Sharpness(SGD):
     """SAM: its first call moves the weights by ρ = 1, the second takes them back and steps the optimizer inside."""
 

@@ -29,6 +29,7 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.caller import Caller
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
+from atoll.store.update_spool import PartWriter
 from atoll.store.versions import Pin
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import read_cached, serve_file
@@ -127,10 +128,12 @@ class ByteRoutes:
         if self._place.is_here:
             pinned = self.store.versions.pin(fragment, version)
             return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, caller, request)
-        if version or self.store.run_log.version_digest(fragment, version) != digest:
+        if version:
             raise Gone(
                 f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
+        if self.store.run_log.version_digest(fragment, version) != digest:
+            raise Gone(f"Version 0 does not have the digest {digest[:12]}.", "Get its manifest, which has the digest.")
         with self.store.initial_file(fragment) as fd:
             return await self._send(caller, request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
@@ -259,10 +262,11 @@ class PartReceiver:
         Raises:
             BadRequest: there is no such part, the length of the body is wrong, or the message is not valid.
             LeaseLost, Superseded: the lease is not valid.
-            TicketClosed, UpdateRefused: the ticket is not open.
+            Gone: this run has never issued the ticket.
+            TicketClosed, UpdateRefused: the ticket is not open, or the update does not count.
             Busy, DiskFull: the site uploads too many parts at the same time, or the disk has too little space.
             PartCorrupt: the part does not match its digest.
-            Conflict, TicketClosed, UpdateRefused: as for `UpdateOperations.complete`.
+            Conflict: the update's digest is not that of its parts.
         """
         run = self._run
         fragment, settings = run.store.tickets.get(ticket).fragment, run.settings
@@ -279,11 +283,16 @@ class PartReceiver:
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
             spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]
-            writer = await asyncio.get_running_loop().run_in_executor(run.io, spool.begin_part, part)
+            beginning = asyncio.get_running_loop().run_in_executor(run.io, spool.begin_part, part)
+            try:
+                writer = await asyncio.shield(beginning)
+            except asyncio.CancelledError:  # the thread may begin the part all the same
+                beginning.add_done_callback(_abandon)
+                raise
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                framed = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
-                message = _complete_in(framed) if framed else None
+                trailer = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
+                message = _complete_in(trailer) if trailer else None
                 self._updates.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
@@ -325,6 +334,8 @@ class PartReceiver:
                     await loop.run_in_executor(run.io, before.end)
                 arriving = PartHasher(expected, writer.write)
                 await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
+                if self._writers.get(key) is not writer:  # a newer request is about to write over these bytes
+                    raise ConnectionAbortedError("the part was sent again")
                 if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
                 entry.digests[part] = arriving.digest
@@ -402,9 +413,14 @@ class PartReceiver:
         return rest[routes.DIGEST_BYTES :]
 
 
-def _complete_in(framed: bytes) -> messages.Complete:
+def _abandon(begun: asyncio.Future[PartWriter]) -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().abandon()
+
+
+def _complete_in(trailer: bytes) -> messages.Complete:
     try:
-        message, more = read_framed(messages.Complete, framed)
+        message, more = read_framed(messages.Complete, trailer)
     except ValueError as error:
         raise BadRequest(
             f"The message after the part is not valid: {error}.", "See Complete in /openapi.json."

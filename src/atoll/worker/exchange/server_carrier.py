@@ -64,7 +64,7 @@ class ServerCarrier:
                 digests.
         """
         outbox, note, bar = upload.outbox, upload.note, upload.bar
-        attempts = [(upload.sent, upload.failure)]
+        attempts = [(upload.sent, upload.failure)]  # the first one is that which sent parts early
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
         session, transfer, path_of = self._session, self._transfer, routes.parts_of(note.ticket)
         is_whole = len(outbox.layout.all_parts) == 1 and outbox.layout.rank is None
