@@ -236,7 +236,10 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
 def test_an_evaluation_waits_for_writable_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """A file takes the place of the folder, or a folder that of a file in it: nothing is evaluated again."""
+    """If the exports folder or the report cannot be written, the log says so.
+
+    The result is saved once it can be, without a new evaluation.
+    """
     monkeypatch.setattr("atoll.server.coordinator.background_writes.RETRY_S", 0.05)
     big_models(tmp_path, 4, "a")
     with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}, has_model=False) as server:

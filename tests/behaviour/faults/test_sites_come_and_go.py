@@ -248,10 +248,10 @@ def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F42")
-def test_a_ticket_outlives_a_restored_backup(tmp_path: Path) -> None:
-    """The site has a ticket and has not pulled when the server is restored.
+def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
+    """The server goes back to version 1 while site a has a ticket for round 4 and has not pulled yet.
 
-    The backup has version 1, and nothing of round 2; site a has a ticket for round 4 when it is restored.
+    Then a trains rounds 2 and 3 again, and round 4 once.
     """
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")

@@ -254,7 +254,8 @@ def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCa
     assert said[0].endswith("submit(model, metrics={'acc': …})")
 
 
-def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_best_finds_the_version_or_says_why_not(tmp_path: Path, nursery: Nursery) -> None:
+    """From a server or a state directory. Damaged, missing or other runs' files are never exported."""
     out = tmp_path / "best.safetensors"
 
     def exported(*source: str) -> int | str:

@@ -260,8 +260,11 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     assert sorted(Spy.told) == [("a", 1, 0, 1.0, {"loss": 0.5}, -0.5), ("b", 1, 0, 2.0, {"loss": 0.5}, -1.0)]
 
 
-def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
-    """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
+def test_update_filters_leave_scaffold_controls_unchanged(tmp_path: Path) -> None:
+    """The filter halves the parameters only.
+
+    The control c is the mean of the sites' c_i, and a site does not know of the server's filter.
+    """
     with filtered(tmp_path, sites="a", algorithm="scaffold", rounds=2, filters=[Halved()]) as world:
         world.pull(number=1)
         client = world.sites["a"]

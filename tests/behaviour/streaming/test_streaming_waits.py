@@ -207,11 +207,8 @@ def test_takes_a_skipped_synchronous_turn_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L18")
-def test_dylu_steps_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
-    """Those of a slow site.
-
-    A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement.
-    """
+def test_dynamic_local_steps_are_a_multiple_of_fragments(tmp_path: Path) -> None:
+    """A site at a third of the speed, with H = 12 and K = 2, is asked for about 4 steps: always an even number."""
     server = new_server(
         tmp_path,
         K=2,

@@ -398,11 +398,8 @@ def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("T8", "T7")
-def test_a_server_without_room_says_so(tmp_path: Path) -> None:
-    """A server without room for a site's own payload keeps none.
-
-    There is room for one object of 80 kB, not for that of b and, beside it, that of a.
-    """
+def test_a_filtered_broadcast_without_space_leaves_no_file(tmp_path: Path) -> None:
+    """Site a's data filter needs a second 80 kB payload; the limit of 100 kB has room for one."""
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}

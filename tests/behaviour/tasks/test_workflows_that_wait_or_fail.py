@@ -93,8 +93,8 @@ def test_a_task_names_the_nearest_site(tmp_path: Path, ask: Callable[[Any], obje
     assert "'clinic-b'" in error.remedy
 
 
-def test_a_late_site_is_refused_at_the_timeout(tmp_path: Path) -> None:
-    """A named site that has not joined yet is waited for."""
+def test_sending_to_an_absent_site_fails_at_the_timeout(tmp_path: Path) -> None:
+    """Until then `send` waits for the site to join. The error names it, and its remedy names the sites that did."""
     error = refusal(tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ["a"])
     assert "'late'" in error.message
     assert "a" in error.remedy

@@ -83,7 +83,8 @@ main(make(torch.optim.SGD(model.parameters(), lr=0.1)))
 @pytest.mark.parametrize(
     ("script", "times"), [("drops", 1), ("stays", 1), ("error", 0), ("start", 0), ("constructor", 0)]
 )
-def test_an_unstarted_loop_is_told_once(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
+def test_warns_once_if_the_loop_never_started(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
+    """A script that makes a DiLoCo and never enters it gets one line at its end; none if it failed or did start."""
     (tmp_path / "train.py").write_text(UNSTARTED)
     ended = command(nursery, tmp_path, script, program=str(tmp_path / "train.py"))
     told = "atoll: atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().\n"

@@ -112,9 +112,8 @@ def test_a_refusal_says_which_tokens_help() -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_the_document_offers_the_admins_operation_to_no_stranger(
-    monkeypatch: pytest.MonkeyPatch, is_open: bool
-) -> None:
+def test_openapi_requires_the_admin_for_admin_operations(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    """At a server with tokens and at an open one."""
     monkeypatch.setattr("atoll.protocol.openapi.OPERATIONS", (operation("admin"),))
     assert openapi("1", is_open=is_open)["paths"]["/v1/stop"]["post"]["security"] == [{"admin": []}]
 

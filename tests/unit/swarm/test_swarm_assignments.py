@@ -193,7 +193,10 @@ async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) ->
 
 
 async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
-    """An accepted update that the aggregator has no longer, and its site does not offer, has to be sent again."""
+    """The aggregator is replaced, and the site's ticket opens again.
+
+    Both happen only when the site no longer offers the update.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         offer = swarm.offer("c", ticket)
