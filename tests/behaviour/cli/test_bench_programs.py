@@ -227,7 +227,7 @@ def test_every_stress_run_has_the_same_bits(figures_of, chosen: str, ways: list[
 def test_different_bits_end_a_stress_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
-    """Each way is one of its own: on disk and in memory, at the server and at a worker."""
+    """The four runs (on disk and in memory, at the server and in a swarm) must end with the same digest."""
     program = runpy.run_path(str(BENCH / "stress.py"))
     asked: list[tuple[str, bool]] = []
 

@@ -260,7 +260,7 @@ def test_goes_on_if_power_loss_cut_the_journal(
 
 @pytest.mark.covers("F42")
 def test_says_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It was the server's last start, which adds no entry to the audit log."""
+    """The log says that audit.head has a later epoch than the journal, with the same number of entries."""
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(later) as server:
@@ -316,7 +316,7 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
 def test_makes_a_lost_audit_head_anew(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says that the head is missing or damaged."""
+    """The log says once that audit.head is missing or damaged; the next start finds the new one."""
     damage(later / "state" / HEAD)
     with serve(later):
         pass

@@ -228,7 +228,7 @@ async def test_says_ever_less_often_that_it_tries_again(
 
 
 def test_the_best_version_waits_for_its_export(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """Without it, the best version would be replaced before it is saved."""
+    """A file takes the place of the exports folder in round 2. Once it is removed, the best version is saved."""
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:

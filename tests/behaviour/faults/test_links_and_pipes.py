@@ -226,7 +226,7 @@ NOT_A_FILE = "is a named pipe, a socket or a device"
 def test_commands_name_pipes_and_links_at_once(
     nursery: Nursery, tmp_path: Path, images: dict[str, Halfway], name: str, words: str, plant: Callable[[Path], object]
 ) -> None:
-    """Those in the state directory that a command reads."""
+    """A command names in one line a pipe or link that is in place of a file that it reads."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     plant(tmp_path / "state" / name)
     outcome = command(nursery, tmp_path, *words.split())
@@ -286,7 +286,7 @@ def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, n
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("variable", ["ATOLL_TOKEN_FILE", "ATOLL_TLS_CA"])
 def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Path, variable: str) -> None:
-    """It is in place of a file that a variable names."""
+    """A variable names a file that is a pipe: the command ends at once with an error."""
     pipe(tmp_path / "file")
     (tmp_path / "file").chmod(0o600)
     outcome: Outcome = command(

@@ -132,7 +132,10 @@ def test_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callabl
     ids=["three sites", "one site"],
 )
 def test_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
-    """And for none with another model."""
+    """The remedy asks for as many of the sites that left as a round needs.
+
+    A site that failed is asked for only if no other is left.
+    """
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:

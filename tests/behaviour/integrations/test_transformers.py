@@ -183,7 +183,7 @@ def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch:
 
 
 def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
-    """An evaluation before the first round is no measure of the second."""
+    """The evaluation before the first round is sent with round 1, and not again with round 2."""
     server = serve(rounds=2)
     trainer_of(server, tmp_path, sync_every=2, eval_on_start=True).train()
     assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]

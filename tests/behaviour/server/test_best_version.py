@@ -165,7 +165,7 @@ def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
 
 
 def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
-    """Also where an earlier best version is a file already."""
+    """The server does not end while the second best version is being exported over the first."""
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
         return target.name == background_writes.BEST_MODEL and target.exists()

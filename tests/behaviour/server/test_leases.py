@@ -188,7 +188,10 @@ def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F19")
 def test_reports_both_hosts_of_one_name(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
-    """And that the process that was displaced still lives."""
+    """The log names both hosts when the second process joins.
+
+    Once the displaced process sends a heartbeat, the status warns that it still lives.
+    """
     caplog.set_level(logging.WARNING, "atoll.server")
     first = WireSite(server.url, host="ward-1", process="one")
     first.beat()

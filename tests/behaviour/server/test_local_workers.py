@@ -125,7 +125,7 @@ def test_an_error_ends_the_site(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_ends_its_sites_wait(tmp_path: Path) -> None:
-    """And a new server with the same folder continues the run, with new workers."""
+    """The waiting site gets an error. A new server with the same folder continues the run with new workers."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []
 

@@ -346,7 +346,7 @@ class Keeper:
 
 
 def test_no_round_leaves_files_open(tmp_path: Path) -> None:
-    """Neither at the server nor at the aggregator."""
+    """After twelve rounds, the server and the aggregator have about as many files open as after two."""
     write(tmp_path, MEAN)
     with aggregated(tmp_path, "mean", rounds=12) as world:
         server = world.server

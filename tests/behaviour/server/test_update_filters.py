@@ -426,7 +426,7 @@ def test_goes_on_without_a_failing_sites_filter(tmp_path: Path) -> None:
 
 
 def test_a_failing_filter_leaves_the_outbox(tmp_path: Path) -> None:
-    """A server that lost power may ask for the update before once more."""
+    """The update of round 1 stays: a server that lost power may ask for it again."""
 
     class Second(Filter):
         def begin(self, update: Outgoing) -> None:

@@ -251,9 +251,9 @@ def test_a_stuck_round_ends_with_9(tmp_path: Path, undisturbed: bytes, caplog: p
 
 @pytest.mark.covers("S2", "V2", "F41")
 def test_a_damaged_control_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control that is damaged or lost is no zero.
+    """A site whose control is damaged or lost fails.
 
-    At zero it would train that site away from the rest, without a word.
+    It does not go on with zero, which would train it away from the rest, without a word.
     """
 
     def simulated(rounds: int) -> Any:

@@ -130,7 +130,10 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("at_the_server", [False, True])
 def test_a_filter_sees_one_fragment(tmp_path: Path, at_the_server: bool) -> None:
-    """But `Drop` knows the whole model."""
+    """Each filter is called once for each fragment with its tensors.
+
+    Patterns of `Drop` name tensors of any fragment.
+    """
     seen: list[tuple[int, set[str]]] = []
 
     class Look(Filter):

@@ -169,7 +169,7 @@ def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.covers("L3", "L16")
 def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
-    """int4 up and int8 down: every worker ends with what workers hold; the export has the masters."""
+    """int4 up and int8 down: all workers end with the same values; the export has the server's full precision."""
     settings = {"async.enabled": True, "aggregation.download_codec.name": "int8"}
     settings |= {"algorithm.outer_optimizer.momentum": 0.0, "algorithm.outer_optimizer.lr": 0.4}
     pacer = threading.Event()  # where no site waits, a turn is passed over while an exchange is under way

@@ -251,7 +251,7 @@ MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
 def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
-    """A mask of infinities is no obstacle to a filter that only drops."""
+    """A filter that only drops tensors accepts a mask of infinities."""
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 

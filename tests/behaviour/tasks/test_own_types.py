@@ -213,7 +213,7 @@ def test_a_planted_fault_fails_the_contract(
     consume: Callable[[Any], Blob],
     fault: str,
 ) -> None:
-    """A planted fault fails the contract. Without a fault, the type passes all of it."""
+    """A type with a fault fails the test of that fault. Without a fault, the type passes all of the contract."""
     register(Blob, "tests.blob", produce, consume)
     KEPT.clear()
     RUNS.clear()

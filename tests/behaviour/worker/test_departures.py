@@ -125,7 +125,7 @@ def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None
 
 
 def test_lease_notes_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the incomplete note nor the complete one, nor through a link in place of the folder."""
+    """Links in place of the note, of its incomplete file or of the folder: no file behind them is changed."""
     leases, victim = tmp_path / "leases", tmp_path / "victim"
     leases.mkdir()
     victim.write_text("mine")

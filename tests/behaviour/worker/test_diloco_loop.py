@@ -200,7 +200,7 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
 
 
 def test_refuses_what_is_no_state(tmp_path: Path) -> None:
-    """Refuses what is no state and has none without a server."""
+    """`load_state_dict` refuses other data, and a loop that has started. Without a server, the state is empty."""
     with serve(tmp_path, **RESUMED) as server:
         loop = diloco(server, tmp_path)
         with pytest.raises(UsageError, match="state_dict was not written by Atoll: it has the keys 'epoch'"):

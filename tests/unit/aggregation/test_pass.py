@@ -293,7 +293,7 @@ def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
-    """NaN there: neither the version nor its state nor the norm has it."""
+    """The padding is filled with zeros or 0xff: version, state and norm are the same."""
     results = []
     for filler in (b"\0", b"\xff"):
         world = World(tmp_path / filler.hex(), codec=codec)

@@ -298,7 +298,7 @@ def test_every_foreign_name_leads_to_a_setting() -> None:
 
 
 def test_other_variables_are_no_settings() -> None:
-    """Variables of a worker and of others are no settings."""
+    """Environment variables of a worker and of other programs do not change the settings."""
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
 

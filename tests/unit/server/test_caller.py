@@ -70,7 +70,7 @@ def test_a_site_is_named_only_with_the_secret_of_its_lease() -> None:
 
 
 def test_no_secret_is_shown() -> None:
-    """Neither in the log nor in a traceback."""
+    """The repr of a caller, as in a log or a traceback, has neither the lease's secret nor the object's."""
     shown = repr(caller(LEASE | SECRET))
     assert LEASE_SECRET not in shown
     assert OBJECT_SECRET not in shown
@@ -96,7 +96,7 @@ def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_
 
 @pytest.mark.parametrize("kind", ["stranger", "peer"])
 def test_a_wrong_token_is_called_wrong(kind: CallerKind) -> None:
-    """Also beside the secret of an object: the sender believes that its token is the server's."""
+    """Whatever else the caller shows, such as an object's secret: it believes that its token is the server's."""
     with pytest.raises(AuthError, match=messages.WRONG_TOKEN) as refused:
         require_caller(Caller(kind, has_token=True), operation("site"), is_open=False)
     assert not isinstance(refused.value, Forbidden)

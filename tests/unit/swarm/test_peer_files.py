@@ -177,7 +177,7 @@ def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> 
 
 
 def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
-    """It reads it where it lies: no byte travels."""
+    """The aggregator reads its own update from its file, without the network, and notices damage."""
     layout, (outbox, digests, digest) = mine.planned.update, mine.update()
     ref = mine.server.serve(outbox.fd, Manifest.of_layout(layout, digests))
     own, target = collect(digest, ref), mine.slot(SPOOL)
