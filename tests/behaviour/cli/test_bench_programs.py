@@ -58,7 +58,7 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
 
 
 def test_recognises_the_exact_mean() -> None:
-    """One wrong bit, or a round too few, is noticed."""
+    """The bench notices one wrong bit, or a round too few."""
     for rounds in (1, 3):
         assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)

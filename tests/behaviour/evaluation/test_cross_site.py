@@ -90,7 +90,10 @@ def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: P
 
 
 def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
-    """A failed measurement leaves a reason in its cell. The site fails, refuses, or measures what is no number."""
+    """The cell of a failed measurement has the reason.
+
+    The site fails, refuses, or measures something that is not a number.
+    """
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}

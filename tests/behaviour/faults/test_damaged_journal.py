@@ -131,7 +131,10 @@ def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
 
 
 def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -> None:
-    """One bit of each column of each table, past all constraints: a start is refused, and `atoll audit` says it."""
+    """One bit of each column of each table is changed, past all constraints.
+
+    The start is refused, and `atoll audit` says it.
+    """
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     unnoticed, empty = [], []

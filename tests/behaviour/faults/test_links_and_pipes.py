@@ -89,7 +89,7 @@ RECOVERS = {"status.json", "best.json", "best.safetensors", "metrics.jsonl", "mo
 def test_a_server_changes_nothing_through_a_link(
     tmp_path: Path, images: dict[str, Halfway], link: Callable[[Path, Path], None]
 ) -> None:
-    """Each file and folder in turn. Once the links are gone, the run comes to the same bits."""
+    """Each file and folder in turn is a link. Once the links are gone, the run comes to the same bits."""
     image, folder = images["plain"], tmp_path / "a" / "b"
     copy_folder(image.later, folder)
     refused = set()
@@ -131,7 +131,7 @@ def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str,
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
 def test_a_link_found_later_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
-    """Without the link, the site goes on."""
+    """The site ends with an error. Without the link, it goes on."""
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")

@@ -86,7 +86,7 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
 
 
 def test_a_site_comes_and_goes_often(tmp_path: Path) -> None:
-    """It gets its open ticket again each time; every lease that it gave back is refused."""
+    """The site gets its open ticket again each time; every lease that it gave back is refused."""
     with serve_wide(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
         gate, tickets = Gate(1, "a"), set()
         other = Sites(server.url, tmp_path, during=gate, names=["a"])

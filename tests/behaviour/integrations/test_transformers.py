@@ -97,7 +97,7 @@ def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    """The model's head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
     import transformers
 
     from atoll.integrations.transformers import AtollCallback

@@ -170,7 +170,10 @@ def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
 def test_keeps_tokens_until_their_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two secrets in private files. A new file has a new token; the log has none of them."""
+    """The two tokens are kept in private files.
+
+    After a file is deleted, the next start writes a new token. The log shows no token.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
 
     def tokens() -> list[str]:

@@ -167,7 +167,7 @@ def test_a_superseded_process_completes_no_update(server: atoll.Server, update: 
 
 @pytest.mark.covers("F19")
 def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
-    """It slept while another process joined under its name, and wakes up after the server was started again."""
+    """The older process slept while another one joined under its name. It wakes up after a restart of the server."""
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:

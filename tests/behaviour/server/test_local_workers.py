@@ -107,7 +107,7 @@ def test_sits_out_and_is_refused_as_any_site(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_stays_alive_in_long_training(tmp_path: Path) -> None:
-    """Its thread calls nothing while it trains; the server knows that it is there."""
+    """The worker's thread calls nothing while it trains; the server knows that it is there."""
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
         begun_s = world.status.uptime_s

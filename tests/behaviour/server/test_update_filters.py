@@ -234,7 +234,7 @@ class Spy(Filter):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """It may read the whole update, which is lazy, and its metadata."""
+    """The filter reads the whole update, which is lazy, and its metadata."""
     Spy.seen.clear()
     Spy.told.clear()
     generator = torch.Generator().manual_seed(0)
@@ -560,8 +560,10 @@ def test_counts_no_part_replaced_while_filtered(tmp_path: Path, go: threading.Ev
 def test_a_hanging_filter_costs_its_site_the_round(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request is answered when the round is closed without it, by the deadline, not after `idle_timeout_s`. The
-    filter, which is at its first update, does not begin the next one. The server ends all the same.
+    """The site's request is answered when the round is closed without it.
+
+    That is at the deadline, not after `idle_timeout_s`. The filter, which is at its first update, does not begin the
+    next one. The server ends all the same.
     """
     begun: list[int] = []
     monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)

@@ -293,7 +293,7 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 @pytest.mark.covers("S2", "V2")
 def test_a_restored_simulation_comes_to_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
-    """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
+    """The run was restored, the folder of its sites was not. Each site has a pending update that the run has lost."""
     ahead_of_journal(tmp_path, RULES, by=1)
     assert result_of(tmp_path, **RULES) == undisturbed
 

@@ -232,7 +232,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at all updates once more before it reduces them, which takes its time where they are large."""
+    """An aggregator looks at all updates once more before it reduces them, which takes long where they are large."""
     from atoll.worker.peer.agent import SwarmPeer
 
     moved, reducing, move, reduce = list[int](), threading.Event(), SwarmPeer._move, SwarmPeer._reduce

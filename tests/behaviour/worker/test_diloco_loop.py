@@ -290,7 +290,7 @@ def test_an_update_that_fails_has_no_rate(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
 def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
-    """Its weight would be a number of samples, that of the other workers 1."""
+    """The weight of such a script would be a number of samples, that of the other workers 1."""
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
         with pytest.raises(
             ConfigError, match=r"synchronises every 5 local steps.*Use atoll\.DiLoCo\(model, optimizer\)"

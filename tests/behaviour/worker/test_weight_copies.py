@@ -132,7 +132,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """Its parameters may have the values of the run's model: both models were built alike."""
+    """Such an optimizer's parameters may equal those of the run's model: both models were built alike."""
     model = two()
     with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):

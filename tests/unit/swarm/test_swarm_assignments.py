@@ -293,7 +293,7 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
 
 
 async def test_replaces_silent_checkers(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Each checker has the idle timeout to get the version; after the last one, the aggregator is replaced."""
+    """Each checker has the idle timeout to get the version. After the last one, the aggregator is replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         reduced = swarm.reduced()
