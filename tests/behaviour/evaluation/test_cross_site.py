@@ -317,7 +317,7 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
 def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
     """The model of a site passes its filters before it is evaluated.
 
-    What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1.
+    The filter of b rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1.
     """
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})

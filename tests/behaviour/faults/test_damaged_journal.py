@@ -97,7 +97,7 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
 
 
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
-    """Also where the row has a new checksum, and not of the newest alone: the audit log has the weight, too."""
+    """The start is refused for any row, also one with a new checksum: the audit log has the weight, too."""
     from atoll.store.journal_tables import write_checksums
 
     gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}

@@ -182,7 +182,7 @@ def test_a_mended_run_uses_the_failed_update(tmp_path: Path, stubborn: type[Stub
 
 
 def test_a_diloco_site_ends_between_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
-    """Its heartbeats are told, and its next step ends with the reason."""
+    """The site's heartbeats are told of the failure, and its next step ends with the reason."""
     settings = {"algorithm": "diloco", "H": 10**6, "network.heartbeat_interval_s": 0.2} | ASYNC
     settings |= {"codec": "none"}
     stubborn.may_raise.set()

@@ -421,7 +421,10 @@ def memory_bytes(pid: int) -> int:
 def test_a_server_without_memory_loses_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """Its address space is limited while both sites train in round 2. It ends, stands still or has just enough."""
+    """The server's address space is limited while both sites train in round 2.
+
+    It ends, stands still or has just enough.
+    """
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)

@@ -277,7 +277,10 @@ with atoll.DiLoCo(model, optimizer, weight=SITES[site], labels={"start": os.envi
 def test_a_restarted_worker_waits_for_its_updates_round(
     tmp_path: Path, nursery: Nursery, overlap: dict[str, Any]
 ) -> None:
-    """Its local steps on the other fragment are lost, and with them the bits; none is trained from the old version."""
+    """The worker's local steps on the other fragment are lost, so the bits differ.
+
+    No step is trained from the old version.
+    """
     (tmp_path / "open").touch()
 
     def start(site: ForkedSite, failpoints: str = "", gate: str = "open") -> Process:

@@ -110,7 +110,10 @@ def test_a_server_changes_nothing_through_a_link(
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("run", RUNS)
 def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str, Halfway], run: str) -> None:
-    """Its folder and each file in turn. Once the links are gone, the site still has its update: the same bits."""
+    """The site's folder and each file in turn is a link.
+
+    Once the links are gone, the site still has its update: the same bits.
+    """
     image, folder = images[run], tmp_path / "a"
     copy_folder(image.later, folder)
     with serve(folder, **{"network.port": image.port}, **image.settings) as server:

@@ -97,7 +97,7 @@ def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, pro
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("L10")
 def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """Its calls are answered meanwhile, though it waits for longer than one may take."""
+    """The site's calls are answered at first, though it waits for longer than one call may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))

@@ -216,7 +216,7 @@ def test_follows_no_link_to_a_token(tmp_path: Path, name: str) -> None:
 def test_a_site_hears_which_token_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It shows a reader's token. The refusal is in the log and in the metrics."""
+    """The site shows a reader's token. The refusal is in the log and in the metrics."""
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         monkeypatch.setenv("ATOLL_TOKEN", token_in(tmp_path, "reader.token"))

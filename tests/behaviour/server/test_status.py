@@ -187,7 +187,7 @@ def test_tells_no_time_while_it_waits(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L13", "X4")
 def test_names_sites_unheard_since_the_restart(tmp_path: Path, nursery: Nursery) -> None:
-    """Their version is the one that they had."""
+    """The status shows for such a site the version that it had before the restart."""
     settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
 
     def of_a(server: atoll.Server) -> tuple[int, int]:

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.covers("P10")
 def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """Its bits are those of a server.
+    """The swarm has the bits of a server.
 
     SCAFFOLD's controls are the mean over all sites that have joined: when a fourth one joins, three quarters are left.
     """

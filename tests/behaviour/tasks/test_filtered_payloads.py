@@ -101,7 +101,7 @@ register(
 
 
 def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
-    """A flat dict has its keys; numbers, NumPy's too, are no tensors."""
+    """In a flat dict the path is the key. Numbers, NumPy's too, do not count as tensors."""
     names: list[str] = []
 
     class Named(Filter):

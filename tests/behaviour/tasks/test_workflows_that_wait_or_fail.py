@@ -180,7 +180,7 @@ def test_a_bug_beside_a_workflow_is_told_once(
 def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A site tells what its server would not take, and goes on.
 
-    An error with a file's name that is no UTF-8; an answer larger than all that the server keeps.
+    An error with a file's name that is not UTF-8; an answer larger than all that the server keeps.
     """
     caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
 

@@ -591,7 +591,7 @@ def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCapt
 def test_unknown_slow_weights_are_not_undone(tmp_path: Path, passes: str) -> None:
     """Slow weights in a wrapper that Atoll does not know are not undone: the submit is refused.
 
-    Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
+    Lookahead is not a torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
     """
     model = two()
     lookahead = Lookahead(model.parameters(), k=2)

@@ -83,7 +83,7 @@ def operation(*callers: CallerKind) -> Operation:
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("kind", EVERYONE)
 def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_open: bool) -> None:
-    """Also at a server without a token: the user that may read the state directory is the admin."""
+    """With and without a token at the server. The user that may read the state directory is the admin."""
     asked = Caller(kind)
     if kind == "admin":
         require_caller(asked, operation("admin"), is_open=is_open)
