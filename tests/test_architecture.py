@@ -601,7 +601,8 @@ def test_names_that_may_be_imported_are_made_from_settings_and_calls_alone() -> 
         ("__import__(name)", "__import__"),
     ],
 )
-def test_a_planted_name_that_may_be_imported_is_found(tmp_path: Path, text: str, expected: str) -> None:
+def test_finds_code_that_imports_by_a_received_name(tmp_path: Path, text: str, expected: str) -> None:
+    """The check of the sources reports each such call in a file written for the test."""
     (complaint,) = loading_calls(plant(tmp_path, "worker/x.py", text))
     assert complaint.endswith(f": {expected}")
 

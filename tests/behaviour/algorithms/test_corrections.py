@@ -240,7 +240,7 @@ def fails() -> None:
 @pytest.mark.covers("S5")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
-    """A step that calls its parent's is one step, and one that raises an error is none."""
+    """A step that calls its parent's is counted once, and one that raises an error is not counted."""
     model = One(2.0)
     sgd(model)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)
@@ -336,7 +336,7 @@ def test_a_line_search_that_breaks_off_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L2")
 def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
-    """H = 2: one synchronisation in three steps. An error inside of one is no step."""
+    """H = 2: one synchronisation in three steps. A step that raises an error is not counted."""
     model = One()
     sgd(model)
     optimizer = Calls(model.parameters(), lr=ETA)

@@ -169,7 +169,7 @@ def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_corrects_in_a_simulation_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes, without the package, load it from the path in the settings."""
+    """The processes of a simulation, without the package, load the algorithm from the path in the settings."""
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])

@@ -181,7 +181,7 @@ def test_its_folder_may_move_to_another_machine(world: World) -> None:
 
 
 def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
-    """So does one without a counted update."""
+    """A site that joins late, and one without a counted update, begin with controls of zero."""
     with ManualSite(world.url, site="a", folder=world.workers) as client:
         client.next_round()
         client.pull()

@@ -58,7 +58,7 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
 
 
 def test_recognises_the_exact_mean() -> None:
-    """One wrong bit, or a round too few, is noticed."""
+    """The bench notices one wrong bit, or a round too few."""
     for rounds in (1, 3):
         assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)
@@ -227,7 +227,7 @@ def test_every_stress_run_has_the_same_bits(figures_of, chosen: str, ways: list[
 def test_different_bits_end_a_stress_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
-    """Each way is one of its own: on disk and in memory, at the server and at a worker."""
+    """The four runs (on disk and in memory, at the server and in a swarm) must end with the same digest."""
     program = runpy.run_path(str(BENCH / "stress.py"))
     asked: list[tuple[str, bool]] = []
 

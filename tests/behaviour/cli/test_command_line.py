@@ -134,7 +134,7 @@ def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch
     "algorithm", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("scaffold", "diloco"))]
 )
 def test_new_files_train_alone(atoll_command, tmp_path: Path, algorithm: str) -> None:
-    """Their run file is valid."""
+    """`atoll new` writes a valid run file, and its train.py trains without a server."""
     outcome = atoll_command("new", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr
     assert "atoll server run.toml" in outcome.stdout
@@ -217,7 +217,10 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("algorithm", "options"), OPTIONS.items(), ids=OPTIONS)
 def test_new_writes_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str, options: list[str]) -> None:
-    """Those of the algorithm, too. Uncommenting every line that shows a value changes nothing."""
+    """The run file lists the general and the algorithm's defaults as comments.
+
+    Uncommenting every line that shows a value changes nothing.
+    """
     atoll_command("new", "x", "--algorithm", algorithm)
     file = tmp_path / "x" / "run.toml"
     text = file.read_text()

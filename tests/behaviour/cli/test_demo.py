@@ -88,7 +88,8 @@ def test_children_that_ignore_a_request_are_ended(tmp_path: Path, monkeypatch) -
 
 @pytest.mark.slow
 @pytest.mark.covers("X1", "X4")
-def test_the_federated_demo_trains_and_leaves_only_files(script, tmp_path) -> None:
+def test_the_federated_demo_leaves_no_process(script, tmp_path) -> None:
+    """The demo writes its model, metrics, plot and logs, and none of its processes is left."""
     outcome = script(
         "examples/demo/demo.py", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2"
     )

@@ -60,7 +60,7 @@ def require_refused(outcome: int | str, error: type[AtollError], words: str) -> 
 
 @pytest.mark.covers("P8")
 def test_an_export_takes_no_part(nursery: Nursery, atoll_command, server, model, tmp_path) -> None:
-    """An export from a server, or from its directory, is no worker and no start of the server.
+    """An export does not join as a worker and does not start the server.
 
     An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free.
     """

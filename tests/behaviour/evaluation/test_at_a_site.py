@@ -66,7 +66,7 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
 def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Callable[[Any], None], words: str) -> None:
-    """Its row is empty."""
+    """The row of that model has no metrics, and its cell has the reason."""
 
     def both(worker: Any) -> None:
         worker.evaluates(measure, model=NET)
@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Cal
     ids=["nothing", "list", "text", "too many"],
 )
 def test_a_site_refuses_what_is_no_metric(tmp_path: Path, gives: Any, words: str) -> None:
-    """What is no metric is said to the site."""
+    """A result that is not a metric is an error in its cell; the next result counts."""
     given = iter([gives, {"loss": 1.0}])
 
     def register(worker: Any) -> None:
@@ -237,10 +237,7 @@ def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("by_hand", [False, True], ids=["left out of the sites", "with a handler of its own"])
 def test_a_site_that_is_not_evaluated_trains(tmp_path: Path, by_hand: bool) -> None:
-    """So does one with a handler of its own.
-
-    Site a evaluates; site b is left out of `sites`, or answers the task by a handler.
-    """
+    """Site b trains though it does not evaluate: it is left out of `sites`, or answers the task by a handler."""
     evaluation: dict[str, Any] = {"kind": "cross_site_evaluation", "site_models": False}
     workflows = [{"kind": "train"}, evaluation if by_hand else {**evaluation, "sites": ["a"]}]
 

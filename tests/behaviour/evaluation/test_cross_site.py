@@ -90,7 +90,10 @@ def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: P
 
 
 def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
-    """A failed measurement leaves a reason in its cell. The site fails, refuses, or measures what is no number."""
+    """The cell of a failed measurement has the reason.
+
+    The site fails, refuses, or measures something that is not a number.
+    """
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -236,7 +239,10 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
 def test_an_evaluation_waits_for_writable_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """A file takes the place of the folder, or a folder that of a file in it: nothing is evaluated again."""
+    """If the exports folder or the report cannot be written, the log says so.
+
+    The result is saved once it can be, without a new evaluation.
+    """
     monkeypatch.setattr("atoll.server.coordinator.background_writes.RETRY_S", 0.05)
     big_models(tmp_path, 4, "a")
     with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}, has_model=False) as server:
@@ -311,7 +317,7 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
 def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
     """The model of a site passes its filters before it is evaluated.
 
-    What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1.
+    The filter of b rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1.
     """
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})

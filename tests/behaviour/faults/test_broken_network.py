@@ -82,7 +82,7 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
 def test_sends_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """Also a damaged one; no other part is sent again."""
+    """A part that was broken off or damaged is sent again, and no other part."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -106,7 +106,7 @@ def test_sends_a_broken_part_again(
 def test_fetches_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """Also a damaged one; no other part comes again."""
+    """A part that was broken off or damaged is fetched again, and no other part."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []

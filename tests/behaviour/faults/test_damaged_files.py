@@ -101,10 +101,10 @@ def test_a_site_goes_on_without_a_damaged_note(
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """It warns, and what the note described is pulled or trained again. It does not warn of a missing note.
+    """The site warns, and what the note described is pulled or trained again.
 
-    Without its residuals, error feedback begins anew: other bits. For the outbox, the server has nothing of round 2:
-    the site has its update for it.
+    It does not warn of a missing note. Without its residuals, error feedback begins anew: other bits. For the outbox,
+    the server has nothing of round 2: the site has its update for it.
     """
     image = images[SITE_NOTES[name][0]]
     copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
@@ -167,7 +167,10 @@ def test_drops_an_object_with_a_damaged_note(
 def test_mends_a_damaged_note_of_the_best_version(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where the version itself is not kept any more: the model's own header says which it is."""
+    """The note is written again from the header of the best model's file.
+
+    The version itself may not be kept any more.
+    """
     with serve(tmp_path, **BEST) as server:
         FederatedSites(server.url, tmp_path).join()
     path = tmp_path / "state" / "exports" / "best.json"
@@ -214,7 +217,7 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_warns_of_a_damaged_note_of_held_versions(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not warn of a missing one."""
+    """A damaged held.json is one warning, a missing one is none. The result has the same bits."""
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 

@@ -97,7 +97,7 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
 
 
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
-    """Also where the row has a new checksum, and not of the newest alone: the audit log has the weight, too."""
+    """The start is refused for any row, also one with a new checksum: the audit log has the weight, too."""
     from atoll.store.journal_tables import write_checksums
 
     gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}
@@ -131,7 +131,10 @@ def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
 
 
 def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -> None:
-    """One bit of each column of each table, past all constraints: a start is refused, and `atoll audit` says it."""
+    """One bit of each column of each table is changed, past all constraints.
+
+    The start is refused, and `atoll audit` says it.
+    """
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     unnoticed, empty = [], []
@@ -260,7 +263,7 @@ def test_goes_on_if_power_loss_cut_the_journal(
 
 @pytest.mark.covers("F42")
 def test_says_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It was the server's last start, which adds no entry to the audit log."""
+    """The log says that audit.head has a later epoch than the journal, with the same number of entries."""
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(later) as server:
@@ -316,7 +319,7 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
 def test_makes_a_lost_audit_head_anew(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says that the head is missing or damaged."""
+    """The log says once that audit.head is missing or damaged; the next start finds the new one."""
     damage(later / "state" / HEAD)
     with serve(later):
         pass

@@ -126,10 +126,10 @@ def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.covers("L10", "F6")
 def test_diloco_trains_on_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All that it trained counts when the server is back.
+    """All steps that the site trains without its server count when the server is back.
 
-    Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at
-    step 8 brings in all of 3 … 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: no step is lost, none doubled.
+    Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at step
+    8 brings in all of 3 … 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: no step is lost, none doubled.
     """
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")

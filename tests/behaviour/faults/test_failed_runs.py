@@ -182,7 +182,7 @@ def test_a_mended_run_uses_the_failed_update(tmp_path: Path, stubborn: type[Stub
 
 
 def test_a_diloco_site_ends_between_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
-    """Its heartbeats are told, and its next step ends with the reason."""
+    """The site's heartbeats are told of the failure, and its next step ends with the reason."""
     settings = {"algorithm": "diloco", "H": 10**6, "network.heartbeat_interval_s": 0.2} | ASYNC
     settings |= {"codec": "none"}
     stubborn.may_raise.set()
@@ -362,9 +362,9 @@ def test_a_failed_server_waits_for_no_silent_site(
 
 @pytest.mark.covers("X9")
 def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows no site as alive.
+    """The stored status shows the reason, and no site as alive.
 
-    Site a is told of the failure, and b is silent; the status is shown with and without the saved one.
+    Site a is told of the failure, and b is silent. The status is shown with and without the saved one.
     """
 
     def fails(controller: Any) -> None:

@@ -120,7 +120,10 @@ def fill(disk: Path) -> Path:
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_full_disk(tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int) -> None:
-    """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
+    """The disk fills up while the round is trained.
+
+    In the first round there is no room for a spool, in the second for a row.
+    """
     full: list[Path] = []
 
     def during(site: str, at: int) -> None:
@@ -213,7 +216,7 @@ def test_rounds_go_on_without_exports(
 async def test_says_ever_less_often_that_it_tries_again(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says so after 1, 2, 4, 8 and 16 of 20 attempts."""
+    """Of 20 attempts, the log has attempts 1, 2, 4, 8 and 16."""
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -228,7 +231,7 @@ async def test_says_ever_less_often_that_it_tries_again(
 
 
 def test_the_best_version_waits_for_its_export(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """Without it, the best version would be replaced before it is saved."""
+    """A file takes the place of the exports folder in round 2. Once it is removed, the best version is saved."""
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:
@@ -374,7 +377,7 @@ def test_a_failed_fsync_ends_the_server(
 
 @pytest.mark.covers("T14", "T13", "X3")
 def test_a_site_lacks_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
-    """It reports that and goes on. The payload has 8 MiB, and a file of this site has 1 MiB at most."""
+    """The site reports that and goes on. The payload has 8 MiB, and a file of this site has 1 MiB at most."""
 
     def workflow(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
@@ -418,7 +421,10 @@ def memory_bytes(pid: int) -> int:
 def test_a_server_without_memory_loses_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """Its address space is limited while both sites train in round 2. It ends, stands still or has just enough."""
+    """The server's address space is limited while both sites train in round 2.
+
+    It ends, stands still or has just enough.
+    """
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)

@@ -196,7 +196,7 @@ def test_atoll_worker_tells_the_exit_code(tmp_path: Path, way: str, end: str, co
 @pytest.mark.covers("F43")
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_path: Path, fails: bool) -> None:
-    """It says nothing of rounds where every site was in all."""
+    """The summary does not list the rounds of a site that took part in all."""
     with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
         if fails:
             failing = SiteProcess(nursery, tmp_path, server.url, "b").start(FAIL_IN="1")

@@ -89,7 +89,7 @@ RECOVERS = {"status.json", "best.json", "best.safetensors", "metrics.jsonl", "mo
 def test_a_server_changes_nothing_through_a_link(
     tmp_path: Path, images: dict[str, Halfway], link: Callable[[Path, Path], None]
 ) -> None:
-    """Each file and folder in turn. Once the links are gone, the run comes to the same bits."""
+    """Each file and folder in turn is a link. Once the links are gone, the run comes to the same bits."""
     image, folder = images["plain"], tmp_path / "a" / "b"
     copy_folder(image.later, folder)
     refused = set()
@@ -110,7 +110,10 @@ def test_a_server_changes_nothing_through_a_link(
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("run", RUNS)
 def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str, Halfway], run: str) -> None:
-    """Its folder and each file in turn. Once the links are gone, the site still has its update: the same bits."""
+    """The site's folder and each file in turn is a link.
+
+    Once the links are gone, the site still has its update: the same bits.
+    """
     image, folder = images[run], tmp_path / "a"
     copy_folder(image.later, folder)
     with serve(folder, **{"network.port": image.port}, **image.settings) as server:
@@ -131,7 +134,7 @@ def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str,
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
 def test_a_link_found_later_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
-    """Without the link, the site goes on."""
+    """The site ends with an error. Without the link, it goes on."""
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")
@@ -226,7 +229,7 @@ NOT_A_FILE = "is a named pipe, a socket or a device"
 def test_commands_name_pipes_and_links_at_once(
     nursery: Nursery, tmp_path: Path, images: dict[str, Halfway], name: str, words: str, plant: Callable[[Path], object]
 ) -> None:
-    """Those in the state directory that a command reads."""
+    """A command names in one line a pipe or link that is in place of a file that it reads."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     plant(tmp_path / "state" / name)
     outcome = command(nursery, tmp_path, *words.split())
@@ -286,7 +289,7 @@ def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, n
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("variable", ["ATOLL_TOKEN_FILE", "ATOLL_TLS_CA"])
 def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Path, variable: str) -> None:
-    """It is in place of a file that a variable names."""
+    """A variable names a file that is a pipe: the command ends at once with an error."""
     pipe(tmp_path / "file")
     (tmp_path / "file").chmod(0o600)
     outcome: Outcome = command(

@@ -97,7 +97,7 @@ def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, pro
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("L10")
 def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """Its calls are answered meanwhile, though it waits for longer than one may take."""
+    """The site's calls are answered at first, though it waits for longer than one call may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
@@ -236,7 +236,10 @@ def test_a_dead_connection_does_not_stop_training(
 
 
 def test_gives_up_half_open_connections_in_time(tmp_path: Path) -> None:
-    """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
+    """Such connections take every byte and answer nothing.
+
+    The timeout is far below the half minute that a request may take.
+    """
     gate = Gate(1, "a")
     network = {"network.heartbeat_timeout_s": 8.0, "network.idle_timeout_s": 1.0}
     with serve(tmp_path, sites=1, rounds=1, **network) as server, Proxy(server.port) as proxy:

@@ -86,7 +86,7 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
 
 
 def test_a_site_comes_and_goes_often(tmp_path: Path) -> None:
-    """It gets its open ticket again each time; every lease that it gave back is refused."""
+    """The site gets its open ticket again each time; every lease that it gave back is refused."""
     with serve_wide(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
         gate, tickets = Gate(1, "a"), set()
         other = Sites(server.url, tmp_path, during=gate, names=["a"])
@@ -132,7 +132,10 @@ def test_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callabl
     ids=["three sites", "one site"],
 )
 def test_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
-    """And for none with another model."""
+    """The remedy asks for as many of the sites that left as a round needs.
+
+    A site that failed is asked for only if no other is left.
+    """
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:
@@ -250,10 +253,10 @@ def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F42")
 @pytest.mark.usefixtures("pulled_apart")
-def test_a_ticket_outlives_a_restored_backup(tmp_path: Path) -> None:
-    """The site has a ticket and has not pulled when the server is restored.
+def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
+    """The server goes back to version 1 while site a has a ticket for round 4 and has not pulled yet.
 
-    The backup has version 1, and nothing of round 2; site a has a ticket for round 4 when it is restored.
+    Then a trains rounds 2 and 3 again, and round 4 once.
     """
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")

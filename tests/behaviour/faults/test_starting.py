@@ -239,7 +239,7 @@ def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [None, "same"])
 def test_the_lock_refuses_a_second_server(tmp_path: Path, port: str | None) -> None:
-    """Its port is taken, too, but only because the first server listens there."""
+    """The second server cannot have the port either, but only because the first one listens there."""
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
         chosen = server.port if port == "same" else None

@@ -59,7 +59,7 @@ COVERING = covering(RUNS)
 def test_every_way_of_a_run_leaves_the_same_bits(
     tmp_path: Path, request: pytest.FixtureRequest, rows: list[Row]
 ) -> None:
-    """Those of the specification; if they have been written down for this build, they have never changed."""
+    """The bits are those of the specification, and those that have been written down for this build, if any."""
     found = {
         name_of(row): digests_of(row, tmp_path / str(number), lambda: request.getfixturevalue("nursery"))
         for number, row in enumerate(rows)

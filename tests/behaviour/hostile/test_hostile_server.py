@@ -59,7 +59,10 @@ def test_no_wrong_answer_holds_fills_or_breaks_a_site(tmp_path: Path, recordings
 @pytest.mark.slow
 @pytest.mark.covers("X8")
 def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
-    """Each place of each answer has one: a site goes on or ends with one line, and does nothing with the name."""
+    """Each place of each answer has a name in turn.
+
+    A site goes on or ends with one line, and does nothing with the name.
+    """
     verdicts: list[Verdict] = []
     run_all(naming_plans(recordings), recordings, tmp_path, 3, verdicts.append)
     wrong = [f"{verdict.plan}: {verdict.wrong}" for verdict in verdicts if verdict.wrong]

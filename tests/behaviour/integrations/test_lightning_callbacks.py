@@ -71,7 +71,7 @@ def test_a_trainer_takes_part_once() -> None:
 
 @pytest.mark.covers("S5", "S7")
 def test_steps_before_training_do_not_count(tmp_path: Path) -> None:
-    """Steps that another callback tries before training are none of the round.
+    """Steps that another callback tries before training do not count.
 
     A LearningRateFinder takes steps with the same optimizer, and undoes them: three are left, c = −0.271/0.3.
     """

@@ -164,7 +164,7 @@ for algorithm in ("fedavg", "scaffold"):
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.long)])
 def test_controls_are_imported_when_a_run_has_them(tmp_path: Path, package: str) -> None:
-    """That atoll.integrations.lightning imports no Lightning, tests/test_architecture.py shows."""
+    """Lightning's modules are not imported by atoll.integrations.lightning itself: see tests/test_architecture.py."""
     done = run_python("-c", IMPORTS, Path(__file__).parent, package, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -188,7 +188,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 @pytest.mark.covers("T8", "X3")
 def test_refuses_what_is_no_filter_first(tmp_path: Path) -> None:
-    """What is no filter is refused before the Trainer trains."""
+    """An object that is not a filter is refused before the Trainer trains."""
     with pytest.raises(UsageError, match="'drop' is not a filter"):
         patched(None, tmp_path, filters=["drop"])
 

@@ -224,7 +224,7 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path) -> None:
     ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
 )
 def test_each_fit_trains_further_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
-    """Each fit trains as many more as max_steps or min_epochs say.
+    """Each fit trains as many steps or epochs more as max_steps or min_epochs say.
 
     A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same.
     """

@@ -34,12 +34,13 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 
 @pytest.mark.covers("S4", "S13")
 @pytest.mark.parametrize("other", [False, True])
-def test_validation_before_a_fit_receives_for_it(tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A validation before a fit receives the version; one inside receives nothing.
+def test_fit_reuses_the_version_that_validate_pulled(
+    tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`trainer.validate` before `fit` pulls the version; `fit` loads it without a second pull.
 
-    Sanity validation sees the global model, the validation after each epoch what training made of it.
-
-    The fit loads again what was pulled, into another module, too.
+    So it does with another module. Validation during the fit pulls nothing: the sanity check sees the global model,
+    the validation after each epoch what training made of it.
     """
     pulled, loaded = spy(monkeypatch, Exchange, "ask_and_resend"), spy(monkeypatch, Round, "load_into")
     with serve(tmp_path) as server:

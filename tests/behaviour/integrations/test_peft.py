@@ -130,7 +130,7 @@ def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
 
 
 def test_readers_see_a_whole_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter is whole for readers while it is saved, and the leftovers of a killed save are no hindrance."""
+    """Readers see a whole adapter while it is saved. Leftovers of a killed save do not hinder the next one."""
     from atoll.integrations.peft import AdapterFolder
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))

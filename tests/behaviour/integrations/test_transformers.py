@@ -97,7 +97,7 @@ def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    """The model's head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
     import transformers
 
     from atoll.integrations.transformers import AtollCallback
@@ -183,7 +183,7 @@ def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch:
 
 
 def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
-    """An evaluation before the first round is no measure of the second."""
+    """The evaluation before the first round is sent with round 1, and not again with round 2."""
     server = serve(rounds=2)
     trainer_of(server, tmp_path, sync_every=2, eval_on_start=True).train()
     assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]

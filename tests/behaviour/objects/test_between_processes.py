@@ -38,7 +38,7 @@ def test_another_process_gets_what_was_published(
 
 @pytest.mark.covers("P5", "P14")
 def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
-    """An optional object is None."""
+    """The error names the publisher; an optional fetch returns None."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat")
     publisher.kill()
     assert output_of(start_fetch(nursery, tmp_path, ref, optional=True)) == "none"
@@ -112,7 +112,7 @@ def test_a_foreign_reference_is_refused(field: str, error: type[atoll.AtollError
     ids=["empty", "url", "short", "space", "port", "hex", "line"],
 )
 def test_no_reference_is_refused_at_once(text: str) -> None:
-    """A text that is no reference is refused before anything is asked."""
+    """A text that is not a reference is refused before anything is asked."""
     with pytest.raises(UsageError, match="reference"):
         atoll.objects.fetch(text)
 
@@ -140,7 +140,7 @@ def test_nothing_refers_to_what_was_published() -> None:
 
 @pytest.mark.covers("D5", "D6", "D4")
 def test_tensors_on_disk_go_with_their_last_user(tmp_path: Path) -> None:
-    """Their files have no name."""
+    """Files of fetched tensors have no name, and their space is free after the last tensor is deleted."""
     state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert list(state) == list(flat())
     lazy = state.ref("across")

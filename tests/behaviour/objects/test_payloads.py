@@ -434,7 +434,7 @@ def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
 
 @pytest.mark.covers("D5")
 def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
-    """A lazy tensor gives tensors that outlive its file; it is itself small, and no tensor."""
+    """Tensors of a released lazy tensor stay. The lazy tensor itself is small, and not a torch.Tensor."""
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100

@@ -95,7 +95,7 @@ def test_an_unusable_folder_of_objects_is_named(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.covers("P14", "D4")
 def test_expired_objects_are_removed(tmp_path: Path) -> None:
-    """Their reference says so."""
+    """A fetch by the reference of an expired object fails with the time of its end; other objects stay."""
     with serve(tmp_path) as server:
         kept = atoll.objects.publish(flat(), server=server.url)
         ref = atoll.objects.publish(flat(), server=server.url, expires_s=0.2)

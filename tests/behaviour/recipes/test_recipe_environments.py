@@ -259,11 +259,10 @@ def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_a_stopped_server_is_no_finished_run() -> None:
-    """A server that is stopped in the middle is no finished run.
+    """A server that is stopped in the middle has not finished its run.
 
-    SIGTERM stops a server with the exit code 0. The same call goes on where it was.
-
-    The site finds it: the only other process in the current folder, beside the test's own.
+    SIGTERM stops a server with the exit code 0. The same call goes on where it was. The site finds it: the only other
+    process in the current folder, beside the test's own.
     """
     stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
             import contextlib, os, pathlib, signal, time

@@ -249,7 +249,7 @@ def test_a_wrong_server_config_changes_nothing(given: list[Any], said: str) -> N
 
 
 def test_server_configs_add_up() -> None:
-    """Server configs add up and are no keyword arguments."""
+    """Each server config is added to those before. Keyword arguments are refused."""
     made = recipe(DiLoCoRecipe)
     with pytest.raises(
         UsageError,

@@ -127,7 +127,7 @@ def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch:
 def test_a_compressed_body_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stranger only claims that the body is compressed."""
+    """A request without a token only claims that its body is compressed: it gets 401, and the next one is answered."""
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         body = {"Content_Encoding": "gzip", "Content_Type": "application/json", "Content_Length": 2}
@@ -223,7 +223,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("host", LOCAL + FOREIGN)
 def test_the_gate_itself_tells_loopback_names_from_others(host: str | None) -> None:
-    """Also what no HTTP library passes on, such as several hosts."""
+    """The gate is asked directly, also with headers that no HTTP library sends, such as several hosts."""
     from atoll.server.http.auth import Gate
 
     gate, named = Gate(None, local=True), [] if host is None else [host]

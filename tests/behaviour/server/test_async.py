@@ -88,7 +88,7 @@ def one_by_one(world: World) -> None:
     ids=["constant", "inverse_sqrt", "own"],
 )
 def test_applies_updates_one_by_one(world: World, weight: str, scales: tuple[float, ...]) -> None:
-    """Their staleness may be a weight."""
+    """With and without a weight for the staleness of each update."""
     world.start(**{"async.staleness_weight": weight})
     one_by_one(world)
     assert world.staleness == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]

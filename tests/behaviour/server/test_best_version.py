@@ -68,7 +68,7 @@ def saved(server: atoll.Server) -> int:
 
 @pytest.mark.covers("X41")
 def test_the_measured_version_is_the_best(tmp_path: Path, nursery: Nursery) -> None:
-    """It is known again after a restart, and `atoll export --best` writes it."""
+    """The best version is known again after a restart, and `atoll export --best` writes it."""
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
@@ -165,7 +165,7 @@ def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
 
 
 def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
-    """Also where an earlier best version is a file already."""
+    """The server does not end while the second best version is being exported over the first."""
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
         return target.name == background_writes.BEST_MODEL and target.exists()
@@ -196,7 +196,7 @@ def test_writes_metrics_in_the_rounds_order(tmp_path: Path) -> None:
 
 
 def test_reports_a_lost_best_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is no longer kept, so that its file cannot be written again. The run goes on."""
+    """The best version is no longer kept, so that its file cannot be written again. The run goes on."""
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
@@ -254,7 +254,8 @@ def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCa
     assert said[0].endswith("submit(model, metrics={'acc': …})")
 
 
-def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_best_finds_the_version_or_says_why_not(tmp_path: Path, nursery: Nursery) -> None:
+    """From a server or a state directory. Damaged, missing or other runs' files are never exported."""
     out = tmp_path / "best.safetensors"
 
     def exported(*source: str) -> int | str:

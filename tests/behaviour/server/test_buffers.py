@@ -814,7 +814,7 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) -> None:
-    """Also for one of two fragments, and while an update is in flight."""
+    """With whole synchronisations, and with two fragments while an update is in flight."""
     settings: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2} | ({"K": 2, "tau": 1} if streams else {})
 
     def build() -> nn.Module:

@@ -141,7 +141,7 @@ def test_each_operation_names_its_callers(asked: Asked) -> None:
 
 @pytest.mark.covers("X2")
 def test_a_lost_lease_makes_no_site(asked: Asked) -> None:
-    """It is refused as before with a token, and takes part in nothing without one."""
+    """A heartbeat with a forged lease gets 409, one without a lease 400."""
     lease = asked.headers["site"][routes.LEASE_HEADER]
     forged = {**asked.headers["site"], routes.LEASE_HEADER: f"{lease.rpartition(':')[0]}:{'0' * 32}"}
     assert asked.send("POST", routes.HEARTBEAT, forged, b"{}")[0] == 409
@@ -155,7 +155,7 @@ HOSTILE = [b"", b" ", b"x" * 4097, b"x" * 8000, "tök".encode(), b"\xff" * 40, b
 @pytest.mark.covers("X2", "X3")
 @pytest.mark.parametrize("sent", HOSTILE)
 def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
-    """Each answer is short, and the server goes on. To an open server, a wrong token is none."""
+    """Each answer is short, and the server goes on. An open server treats a wrong token like a missing one."""
     head = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer "
     with socket.create_connection(("127.0.0.1", asked.port), timeout=30) as raw:
         raw.sendall(head + sent + b"\r\n\r\n")
@@ -170,7 +170,10 @@ def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
 def test_keeps_tokens_until_their_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two secrets in private files. A new file has a new token; the log has none of them."""
+    """The two tokens are kept in private files.
+
+    After a file is deleted, the next start writes a new token. The log shows no token.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
 
     def tokens() -> list[str]:
@@ -213,7 +216,7 @@ def test_follows_no_link_to_a_token(tmp_path: Path, name: str) -> None:
 def test_a_site_hears_which_token_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It shows a reader's token. The refusal is in the log and in the metrics."""
+    """The site shows a reader's token. The refusal is in the log and in the metrics."""
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         monkeypatch.setenv("ATOLL_TOKEN", token_in(tmp_path, "reader.token"))
@@ -230,7 +233,7 @@ def test_a_site_hears_which_token_it_needs(
 
 
 def test_an_open_server_still_knows_its_readers(tmp_path: Path) -> None:
-    """A program that shows itself as a reader gets what a reader gets, also where a stranger would get more."""
+    """With the reader's token a program gets what a reader gets, though it would get more without a token."""
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         reader, http = bearer(token_in(tmp_path, "reader.token")), Asked(server.port, True, {})
         assert [http.send("GET", path, reader)[0] for path in (routes.STATUS, routes.SCHEMA)] == [200, 403]

@@ -246,7 +246,7 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
 @pytest.mark.covers("D1")
 @pytest.mark.parametrize("wide", [0, 1])
 def test_tls_sends_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
-    """And what is held for each of them keeps to it."""
+    """The model and the update arrive whole over TLS, and the buffers of each connection keep to their limit."""
     from atoll.transport import request_body, serve_range
 
     monkeypatch.setattr(request_body, "WIDE", wide)

@@ -338,7 +338,8 @@ def test_exports_and_persistors_get_the_masters(tmp_path: Path) -> None:
         require_equal(state, theta[1 if name == "best" else int(name)])
 
 
-def test_an_aggregators_result_steps_the_masters(tmp_path: Path) -> None:
+def test_a_custom_aggregator_works_with_a_download_codec(tmp_path: Path) -> None:
+    """Its result steps the server's full-precision parameters, not the encoded ones that sites download."""
     (tmp_path / "mine.py").write_text(MEAN)
     reference = Reference(start())
     with coded(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as world:

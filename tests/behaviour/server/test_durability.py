@@ -40,7 +40,10 @@ def test_takes_no_update_of_another_base(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F26")
 def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are the newest, the one before it, the durable one, the one that is being written, and the next one."""
+    """At most five versions.
+
+    Kept are the newest, the one before it, the durable one, the one that is being written, and the next one.
+    """
     waits, writes = threading.Event(), threading.Lock()
     on_their_way: set[str] = set()
     most_at_once = synced = 0

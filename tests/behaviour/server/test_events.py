@@ -390,7 +390,7 @@ BAD_CURVES = {
 
 
 def test_draws_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read in a thread, not by the event loop; and the commands' reader has the same."""
+    """The curves are read in a thread, not by the event loop; the commands' reader gets the same curves."""
     from atoll.server.http import app
 
     readers, open_it = list[str](), app.open_state

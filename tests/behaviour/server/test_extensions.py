@@ -68,7 +68,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS, 
 
 
 def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its operations, what it does on events, its part of the status, and its tick."""
+    """The extension adds operations, acts on events and on each tick, and adds its part to the status."""
     with counting(monkeypatch, tmp_path) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
         assert post(world.url, GOAL, {"rounds": 3}, Authorization=f"Bearer {token}") == (200, {"rounds": 3})

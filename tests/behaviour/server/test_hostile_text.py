@@ -148,7 +148,7 @@ def test_escapes_texts_of_scripts(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_requests_make_no_line_of_the_log(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither by their path nor by their user agent."""
+    """Line breaks and control characters in a request's path or user agent are not in the log as they came."""
     caplog.set_level(logging.DEBUG, "atoll")
     post(server.url, "/v1/nothing", {})
     for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):

@@ -82,7 +82,7 @@ class Drawn(nn.Module):
 
 
 def test_building_the_model_leaves_the_programs_random_numbers(tmp_path: Path) -> None:
-    """They go on as without a server, also if a run continues; and the model depends on `run.seed` alone."""
+    """Random numbers go on as without a server, also if a run continues. The model depends on `run.seed` alone."""
     models, settings = [], {"model.source": f"{__name__}:Drawn", "run.seed": 7}
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -167,7 +167,7 @@ def test_a_superseded_process_completes_no_update(server: atoll.Server, update: 
 
 @pytest.mark.covers("F19")
 def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
-    """It slept while another process joined under its name, and wakes up after the server was started again."""
+    """The older process slept while another one joined under its name. It wakes up after a restart of the server."""
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:
@@ -188,7 +188,10 @@ def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F19")
 def test_reports_both_hosts_of_one_name(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
-    """And that the process that was displaced still lives."""
+    """The log names both hosts when the second process joins.
+
+    Once the displaced process sends a heartbeat, the status warns that it still lives.
+    """
     caplog.set_level(logging.WARNING, "atoll.server")
     first = WireSite(server.url, host="ward-1", process="one")
     first.beat()

@@ -107,7 +107,7 @@ def test_sits_out_and_is_refused_as_any_site(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_stays_alive_in_long_training(tmp_path: Path) -> None:
-    """Its thread calls nothing while it trains; the server knows that it is there."""
+    """The worker's thread calls nothing while it trains; the server knows that it is there."""
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
         begun_s = world.status.uptime_s
@@ -125,7 +125,7 @@ def test_an_error_ends_the_site(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_ends_its_sites_wait(tmp_path: Path) -> None:
-    """And a new server with the same folder continues the run, with new workers."""
+    """The waiting site gets an error. A new server with the same folder continues the run with new workers."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []
 

@@ -91,7 +91,7 @@ def test_a_persistor_gets_every_version(tmp_path: Path) -> None:
 
 
 def test_a_persistor_gets_tied_tensors_by_each_name(tmp_path: Path) -> None:
-    """And none of SCAFFOLD's controls."""
+    """The state that the persistor gets has both names, and no controls of SCAFFOLD."""
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
     with shelved(tmp_path, model, algorithm="scaffold") as world:

@@ -144,7 +144,7 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
 
 
 def test_narrows_folders_with_wide_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Their files, too, when they are opened; the folder that ATOLL_DIR names is the user's."""
+    """Files are narrowed, too, when they are opened. The folder that ATOLL_DIR names is the user's."""
     caplog.set_level(logging.INFO, "atoll")
 
     def play(rounds: int) -> list[str]:

@@ -346,7 +346,7 @@ class Keeper:
 
 
 def test_no_round_leaves_files_open(tmp_path: Path) -> None:
-    """Neither at the server nor at the aggregator."""
+    """After twelve rounds, the server and the aggregator have about as many files open as after two."""
     write(tmp_path, MEAN)
     with aggregated(tmp_path, "mean", rounds=12) as world:
         server = world.server
@@ -367,7 +367,7 @@ def test_no_round_leaves_files_open(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D13")
 def test_an_aggregator_accepts_updates_as_they_arrive(tmp_path: Path) -> None:
-    """It keeps no more than allowed."""
+    """The aggregator keeps no more updates than allowed."""
     write(
         tmp_path,
         """
@@ -504,7 +504,7 @@ def test_the_machine_may_end_an_aggregator(tmp_path: Path, end: str, times: int)
 
 @pytest.mark.covers("X9")
 def test_starts_a_killed_aggregator_again(tmp_path: Path) -> None:
-    """It is killed twice in round 1, and once more between two rounds, each time from outside."""
+    """The aggregator is killed twice in round 1, and once more between two rounds, each time from outside."""
     write_once(tmp_path, KILL, 2)
     with aggregated(tmp_path, "once", "a", rounds=2) as world:
         world.rounds(trained, 1)

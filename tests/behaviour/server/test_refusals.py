@@ -259,14 +259,14 @@ def require_documented(case: schemathesis.Case) -> None:
 
 
 def test_every_problem_has_a_status() -> None:
-    """That every operation has a handler, each start of a server shows."""
+    """Each problem code of each operation has an HTTP status in STATUS_OF."""
     from atoll.protocol.openapi import OPERATIONS, STATUS_OF
 
     assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()
 
 
 def test_the_document_defines_what_it_names(url: str) -> None:
-    """And no more."""
+    """/openapi.json defines the schemas that it refers to, and no others; each operation has its own id."""
     _, document = get(url, "/openapi.json")
     referred = set(re.findall(r"'#/components/schemas/(\w+)'", str(document)))
     assert referred | {"Problem"} == set(document["components"]["schemas"])

@@ -129,7 +129,10 @@ def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_start_completes_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compares the last three rounds here, 20 else: the whole file, of a long run, only if they differ."""
+    """A start compares the last three rounds of the file here, else 20.
+
+    The whole file, of a long run, is compared only if they differ.
+    """
     monkeypatch.setattr(status_messages, "HISTORY", 3)
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=6) as world:
         world.rounds(1.0, 1, 2, 3, 4, 5)

@@ -280,7 +280,10 @@ def test_sitting_out_keeps_what_encoding_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fednova", "fedprox", "scaffold", "fedadam"])
 def test_every_algorithm_lets_sites_sit_out(tmp_path: Path, algorithm: str) -> None:
-    """Neither steps nor a correction are needed, nor that the model was loaded, and the run comes to its end."""
+    """A site may sit out without steps, without a correction and without loading the model.
+
+    The run comes to its end.
+    """
     with World(tmp_path, nn.Linear(2, 1), "a", algorithm=algorithm, rounds=2) as world:
         model = nn.Linear(2, 1)
         assert world.sites["a"].next_round() == 1

@@ -179,8 +179,11 @@ def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
         require_equal(server.save_state(tmp_path / "again.safetensors"), whole)
 
 
-def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
-    """The same bytes as before its end. While another server has the directory, that one must be asked."""
+def test_state_can_be_saved_after_the_server_ended(tmp_path: Path) -> None:
+    """The file equals one saved before the end.
+
+    It is refused while another server uses the directory, or if the versions were only in memory.
+    """
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
         play(server, tmp_path, 2)
         before = server.save_state(tmp_path / "before.safetensors").read_bytes()

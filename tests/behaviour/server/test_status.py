@@ -129,7 +129,10 @@ def test_status_and_log_tell_the_time_left(tmp_path: Path, nursery: Nursery, cap
 
 @pytest.mark.covers("L6", "X4")
 def test_compares_the_speeds_of_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
+    """A status with five sites compares their speeds once.
+
+    Once for each site, with 1,000 of them, would hold up all requests for seconds.
+    """
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
     count, alive = itertools.count(), RunCore.alive
     with plain_server(tmp_path, START, **dynamic, **SILENT) as server:
@@ -157,7 +160,7 @@ def test_a_waiting_site_hears_what_is_awaited(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_waiting_worker_prints_the_reason() -> None:
-    """And the time left."""
+    """The line has the time waited, the reason and, if known, the time left of the run."""
     from atoll.protocol import messages
     from atoll.worker.log_lines import in_wait
 
@@ -184,7 +187,7 @@ def test_tells_no_time_while_it_waits(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L13", "X4")
 def test_names_sites_unheard_since_the_restart(tmp_path: Path, nursery: Nursery) -> None:
-    """Their version is the one that they had."""
+    """The status shows for such a site the version that it had before the restart."""
     settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
 
     def of_a(server: atoll.Server) -> tuple[int, int]:
@@ -319,7 +322,7 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
 def test_the_end_names_missing_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Those that it waits for, and those that never came."""
+    """The log names the site that the server waits for at the end, and then that it did not come."""
     monkeypatch.setattr("atoll.server.serve.GRACE_S", 0.5)
     monkeypatch.setattr("atoll.server.serve.GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")

@@ -234,7 +234,7 @@ class Spy(Filter):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """It may read the whole update, which is lazy, and its metadata."""
+    """The filter reads the whole update, which is lazy, and its metadata."""
     Spy.seen.clear()
     Spy.told.clear()
     generator = torch.Generator().manual_seed(0)
@@ -260,8 +260,11 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     assert sorted(Spy.told) == [("a", 1, 0, 1.0, {"loss": 0.5}, -0.5), ("b", 1, 0, 2.0, {"loss": 0.5}, -1.0)]
 
 
-def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
-    """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
+def test_update_filters_leave_scaffold_controls_unchanged(tmp_path: Path) -> None:
+    """The filter halves the parameters only.
+
+    The control c is the mean of the sites' c_i, and a site does not know of the server's filter.
+    """
     with filtered(tmp_path, sites="a", algorithm="scaffold", rounds=2, filters=[Halved()]) as world:
         world.pull(number=1)
         client = world.sites["a"]
@@ -423,7 +426,7 @@ def test_goes_on_without_a_failing_sites_filter(tmp_path: Path) -> None:
 
 
 def test_a_failing_filter_leaves_the_outbox(tmp_path: Path) -> None:
-    """A server that lost power may ask for the update before once more."""
+    """The update of round 1 stays: a server that lost power may ask for it again."""
 
     class Second(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -557,8 +560,10 @@ def test_counts_no_part_replaced_while_filtered(tmp_path: Path, go: threading.Ev
 def test_a_hanging_filter_costs_its_site_the_round(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request is answered when the round is closed without it, by the deadline, not after `idle_timeout_s`. The
-    filter, which is at its first update, does not begin the next one. The server ends all the same.
+    """The site's request is answered when the round is closed without it.
+
+    That is at the deadline, not after `idle_timeout_s`. The filter, which is at its first update, does not begin the
+    next one. The server ends all the same.
     """
     begun: list[int] = []
     monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)

@@ -243,7 +243,7 @@ def test_a_forking_client_answers_once(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.covers("V2")
 def test_replaces_a_killed_process_of_a_simulation(nursery: Nursery, tmp_path: Path, undisturbed: bytes) -> None:
-    """Its simulated site is trained again."""
+    """A process is killed twice while it trains a site; the site is trained again, with the same model."""
     said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **RULES), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}

@@ -251,9 +251,9 @@ def test_a_stuck_round_ends_with_9(tmp_path: Path, undisturbed: bytes, caplog: p
 
 @pytest.mark.covers("S2", "V2", "F41")
 def test_a_damaged_control_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control that is damaged or lost is no zero.
+    """A site whose control is damaged or lost fails.
 
-    At zero it would train that site away from the rest, without a word.
+    It does not go on with zero, which would train it away from the rest, without a word.
     """
 
     def simulated(rounds: int) -> Any:
@@ -293,7 +293,7 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 @pytest.mark.covers("S2", "V2")
 def test_a_restored_simulation_comes_to_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
-    """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
+    """The run was restored, the folder of its sites was not. Each site has a pending update that the run has lost."""
     ahead_of_journal(tmp_path, RULES, by=1)
     assert result_of(tmp_path, **RULES) == undisturbed
 

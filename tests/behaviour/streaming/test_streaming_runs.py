@@ -68,7 +68,7 @@ def test_changes_only_what_is_due(tmp_path: Path, tau: int) -> None:
 
 @pytest.mark.covers("L7", "L2")
 def test_stopping_merges_what_is_under_way(tmp_path: Path) -> None:
-    """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
+    """The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight."""
     with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
             for _ in range(6):
@@ -130,7 +130,10 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("at_the_server", [False, True])
 def test_a_filter_sees_one_fragment(tmp_path: Path, at_the_server: bool) -> None:
-    """But `Drop` knows the whole model."""
+    """Each filter is called once for each fragment with its tensors.
+
+    Patterns of `Drop` name tensors of any fragment.
+    """
     seen: list[tuple[int, set[str]]] = []
 
     class Look(Filter):

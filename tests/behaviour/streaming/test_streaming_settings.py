@@ -91,7 +91,11 @@ def test_refuses_updates_under_way_all_the_time(tmp_path: Path, settings: dict[s
     ],
     ids=str,
 )
-def test_warns_of_local_steps_under_way(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
+def test_warns_if_many_steps_run_during_the_transfer(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
+    """The status warns of a large fragment_sync_delay.
+
+    Large is a share of the steps between syncs, here 30 % and more, unless alpha fits.
+    """
     with new_server(tmp_path, **settings) as server:
         warned = [each for each in server.status().warnings if "fragment_sync_delay" in each]
     assert [share in each for each in warned] == ([True] if share else [])

@@ -169,7 +169,7 @@ def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.covers("L3", "L16")
 def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
-    """int4 up and int8 down: every worker ends with what workers hold; the export has the masters."""
+    """int4 up and int8 down: all workers end with the same values; the export has the server's full precision."""
     settings = {"async.enabled": True, "aggregation.download_codec.name": "int8"}
     settings |= {"algorithm.outer_optimizer.momentum": 0.0, "algorithm.outer_optimizer.lr": 0.4}
     pacer = threading.Event()  # where no site waits, a turn is passed over while an exchange is under way
@@ -207,11 +207,8 @@ def test_takes_a_skipped_synchronous_turn_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L18")
-def test_dylu_steps_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
-    """Those of a slow site.
-
-    A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement.
-    """
+def test_dynamic_local_steps_are_a_multiple_of_fragments(tmp_path: Path) -> None:
+    """A site at a third of the speed, with H = 12 and K = 2, is asked for about 4 steps: always an even number."""
     server = new_server(
         tmp_path,
         K=2,

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.covers("P10")
 def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """Its bits are those of a server.
+    """The swarm has the bits of a server.
 
     SCAFFOLD's controls are the mean over all sites that have joined: when a fourth one joins, three quarters are left.
     """
@@ -105,7 +105,8 @@ def left_by_steps(
 
 
 @pytest.mark.covers("D10")
-def test_asynchronous_fragments_come_to_their_end(tmp_path: Path) -> None:
+def test_an_asynchronous_swarm_with_fragments_finishes(tmp_path: Path) -> None:
+    """Every update is in one version, more than one worker aggregates, and every worker sees the end."""
     result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
     assert len(result.updates) == sum(len(summary["sites"]) for summary in result.history)
     assert len(set(result.aggregators)) > 1
@@ -231,7 +232,7 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at all updates once more before it reduces them, which takes its time where they are large."""
+    """An aggregator looks at all updates once more before it reduces them, which takes long where they are large."""
     from atoll.worker.peer.agent import SwarmPeer
 
     moved, reducing, move, reduce = list[int](), threading.Event(), SwarmPeer._move, SwarmPeer._reduce
@@ -343,7 +344,8 @@ def test_a_worker_ignores_answers_that_newer_ones_overtook(
     assert max(asked) < 1000, "as many as the earlier server had given"
 
 
-def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path) -> None:
+def test_only_chosen_workers_aggregate_in_turn(tmp_path: Path) -> None:
+    """With ('b', 'c') and four rounds: b, c, b, c. Another worker checks each."""
     result, _ = left_by(tmp_path, **{"swarm.aggregators": ("b", "c"), "rounds.total": 4})
     assert result.aggregators == ["b", "c", "b", "c"]
     assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)

@@ -164,9 +164,9 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
 def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    """It does no harm when it goes on.
+    """The aggregator or its checker is stopped during the reduction and replaced.
 
-    While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too.
+    A stopped worker does no harm when it goes on. The aggregator has lost its lease, too.
     """
     caplog.set_level("INFO", "atoll.server")
     paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}

@@ -268,8 +268,8 @@ def test_refuses_an_address_to_listen_at(
 
 
 @pytest.mark.parametrize("is_swarm", [True, False], ids=["swarm", "server"])
-def test_sites_sit_out_rounds_of_a_swarm(tmp_path: Path, is_swarm: bool) -> None:
-    """In round 2 site b sits out, which aggregates it in the swarm; all sit out round 3, which makes no version."""
+def test_sites_sit_out_rounds(tmp_path: Path, is_swarm: bool) -> None:
+    """Site b sits out round 2, but (in the swarm) still aggregates it. All sit out round 3, so it makes no version."""
     weights = {2: {"b": 0.0}, 3: dict.fromkeys(SITES, 0.0)}
 
     def work(site: str) -> None:

@@ -101,7 +101,7 @@ register(
 
 
 def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
-    """A flat dict has its keys; numbers, NumPy's too, are no tensors."""
+    """In a flat dict the path is the key. Numbers, NumPy's too, do not count as tensors."""
     names: list[str] = []
 
     class Named(Filter):
@@ -251,7 +251,7 @@ MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
 def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
-    """A mask of infinities is no obstacle to a filter that only drops."""
+    """A filter that only drops tensors accepts a mask of infinities."""
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 

@@ -213,7 +213,7 @@ def test_a_planted_fault_fails_the_contract(
     consume: Callable[[Any], Blob],
     fault: str,
 ) -> None:
-    """A planted fault fails the contract. Without a fault, the type passes all of it."""
+    """A type with a fault fails the test of that fault. Without a fault, the type passes all of the contract."""
     register(Blob, "tests.blob", produce, consume)
     KEPT.clear()
     RUNS.clear()
@@ -324,9 +324,9 @@ def test_small_chunks_are_written_in_runs() -> None:
 def test_own_code_finds_the_collector_unchanged(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
-    """Code of a type finds Python's collector as it was.
+    """Code of a user's type finds Python's garbage collector as it was.
 
-    It is put off around small objects of Atoll's own; what a user's code leaves may be more.
+    Atoll delays it around small objects of its own; what a user's code leaves may be more.
     """
     choose_part_sizes(monkeypatch, *sizes)
     collecting.clear()

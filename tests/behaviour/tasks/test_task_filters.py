@@ -398,11 +398,8 @@ def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("T8", "T7")
-def test_a_server_without_room_says_so(tmp_path: Path) -> None:
-    """A server without room for a site's own payload keeps none.
-
-    There is room for one object of 80 kB, not for that of b and, beside it, that of a.
-    """
+def test_a_filtered_broadcast_without_space_leaves_no_file(tmp_path: Path) -> None:
+    """Site a's data filter needs a second 80 kB payload; the limit of 100 kB has room for one."""
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}
@@ -416,7 +413,7 @@ def test_a_server_without_room_says_so(tmp_path: Path) -> None:
 
 
 def test_refuses_what_is_no_filter_first() -> None:
-    """What is no filter is refused before any site is asked."""
+    """An object that is not a filter is refused before any site is asked."""
     with pytest.raises(UsageError, match="is not a filter"):
         atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})
     with pytest.raises(UsageError, match=r"filters is Halved\(\), not a list"):
@@ -499,7 +496,10 @@ HANG = "acdefghi"
 
 @pytest.mark.covers("T8")
 def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
-    """Those of all eight hang before b is sent a task. The one of a, which is at its first task, begins no other."""
+    """Filters of eight sites hang, and b is still sent its task.
+
+    Site a, whose filter hangs in its first task, gets no second one.
+    """
     go, begun = threading.Event(), list[int]()
 
     def workflow(controller: Any) -> Any:

@@ -390,10 +390,10 @@ def shown(url: str) -> list[str]:
 
 @pytest.mark.covers("T11")
 def test_each_task_says_how_it_travelled(nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """So do its answers.
+    """Each task and its answers are streamed, inline or without tensors.
 
-    train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing to
-    be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 without tensors.
+    The task train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing
+    to be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 without tensors.
     """
 
     lines: list[str] = []

@@ -93,8 +93,8 @@ def test_a_task_names_the_nearest_site(tmp_path: Path, ask: Callable[[Any], obje
     assert "'clinic-b'" in error.remedy
 
 
-def test_a_late_site_is_refused_at_the_timeout(tmp_path: Path) -> None:
-    """A named site that has not joined yet is waited for."""
+def test_sending_to_an_absent_site_fails_at_the_timeout(tmp_path: Path) -> None:
+    """Until then `send` waits for the site to join. The error names it, and its remedy names the sites that did."""
     error = refusal(tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ["a"])
     assert "'late'" in error.message
     assert "a" in error.remedy
@@ -180,7 +180,7 @@ def test_a_bug_beside_a_workflow_is_told_once(
 def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A site tells what its server would not take, and goes on.
 
-    An error with a file's name that is no UTF-8; an answer larger than all that the server keeps.
+    An error with a file's name that is not UTF-8; an answer larger than all that the server keeps.
     """
     caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
 

@@ -125,7 +125,7 @@ def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None
 
 
 def test_lease_notes_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the incomplete note nor the complete one, nor through a link in place of the folder."""
+    """Links in place of the note, of its incomplete file or of the folder: no file behind them is changed."""
     leases, victim = tmp_path / "leases", tmp_path / "victim"
     leases.mkdir()
     victim.write_text("mine")
@@ -229,7 +229,7 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ids=["token", "folder"],
 )
 def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
-    """So it ends, too, where it cannot leave the run in the script's place."""
+    """The code is the script's also where `atoll worker` cannot leave the run in the script's place."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)
@@ -277,7 +277,7 @@ def test_a_new_state_is_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_last_figures_are_told_on_leaving(tmp_path: Path, fails: bool) -> None:
-    """Steps are no change of state, so they wait for the next heartbeat: in ten minutes."""
+    """Steps do not change the state, so they would wait for the next heartbeat: ten minutes."""
     with serve(tmp_path, algorithm="diloco", H=100, **SILENT) as server:
         loop = diloco(server, tmp_path).start()
         wait_until(lambda: told(server)[1] == "training", "a heartbeat")

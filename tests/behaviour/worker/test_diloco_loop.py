@@ -83,7 +83,8 @@ main(make(torch.optim.SGD(model.parameters(), lr=0.1)))
 @pytest.mark.parametrize(
     ("script", "times"), [("drops", 1), ("stays", 1), ("error", 0), ("start", 0), ("constructor", 0)]
 )
-def test_an_unstarted_loop_is_told_once(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
+def test_warns_once_if_the_loop_never_started(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
+    """A script that makes a DiLoCo and never enters it gets one line at its end; none if it failed or did start."""
     (tmp_path / "train.py").write_text(UNSTARTED)
     ended = command(nursery, tmp_path, script, program=str(tmp_path / "train.py"))
     told = "atoll: atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().\n"
@@ -199,7 +200,7 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
 
 
 def test_refuses_what_is_no_state(tmp_path: Path) -> None:
-    """Refuses what is no state and has none without a server."""
+    """`load_state_dict` refuses other data, and a loop that has started. Without a server, the state is empty."""
     with serve(tmp_path, **RESUMED) as server:
         loop = diloco(server, tmp_path)
         with pytest.raises(UsageError, match="state_dict was not written by Atoll: it has the keys 'epoch'"):
@@ -289,7 +290,7 @@ def test_an_update_that_fails_has_no_rate(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
 def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
-    """Its weight would be a number of samples, that of the other workers 1."""
+    """The weight of such a script would be a number of samples, that of the other workers 1."""
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
         with pytest.raises(
             ConfigError, match=r"synchronises every 5 local steps.*Use atoll\.DiLoCo\(model, optimizer\)"

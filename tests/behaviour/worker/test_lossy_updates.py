@@ -48,7 +48,7 @@ def test_small_changes_arrive_in_the_end(tmp_path: Path, loses: bool) -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
-    """The tensors are no whole blocks or tiles, and one is of half precision.
+    """The tensors do not fill whole blocks or tiles, and one is of half precision.
 
     Four rounds train; in ten more only what is left over is sent.
     """

@@ -156,7 +156,7 @@ def test_no_proxy_exempts_addresses_and_networks(
 
 
 def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
-    """Its password is not shown."""
+    """The password of the proxy is sent to it, but not shown."""
     environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
     proxy = Http("http://fl.example:8512").proxy
     assert proxy.headers == {"Proxy-Authorization": "Basic bWU6cC9zcw=="}  # me:p/ss

@@ -92,7 +92,7 @@ def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.covers("P8")
 def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
-    """A pull fills large small and turned tensors alike.
+    """A pull fills large, small and transposed tensors alike.
 
     Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not.
     """

@@ -194,8 +194,13 @@ def test_a_partial_diloco_lets_the_rest_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "told"), [("fedprox", NOT_CORRECTED), ("scaffold", NOT_CORRECTED), ("fednova", NOT_COUNTED)]
 )
-def test_a_round_refuses_a_replacement(tmp_path: Path, algorithm: str, told: str, replace: Any) -> None:
-    """After `correct` got it, the round goes on: 2 steps of 1, since all corrections of the first round are zero."""
+def test_a_round_refuses_an_optimizer_unknown_to_correct(
+    tmp_path: Path, algorithm: str, told: str, replace: Any
+) -> None:
+    """A step of a replaced optimizer is an error until `correct` is called with it.
+
+    Then the round goes on and counts both steps.
+    """
     model = two()
     with federated(tmp_path, model, algorithm) as fl_round:
         with fl_round.correct(model, optimizer := sgd(model)) as hooks:

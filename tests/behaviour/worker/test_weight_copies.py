@@ -109,13 +109,13 @@ def plain(parameters: Any) -> Any:
     ],
 )
 def test_masters_of_the_weights_follow_each_synchronisation(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
-    """The result is that of an optimizer without masters."""
+    """An optimizer with its own full-precision copies of the weights gives the result of one without."""
     assert run(tmp_path, kind, dtype=dtype) == RESULT
 
 
 @pytest.mark.covers("X11")
 def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None:
-    """In the order of the model, such a buffer stands between its parameters; one of them has no master."""
+    """A buffer of the same shape stands between parameters, one of which has no full-precision copy."""
 
     def build() -> nn.Module:
         model = nn.ModuleList([two(torch.bfloat16), two(torch.bfloat16)])
@@ -132,7 +132,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """Its parameters may have the values of the run's model: both models were built alike."""
+    """Such an optimizer's parameters may equal those of the run's model: both models were built alike."""
     model = two()
     with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
@@ -156,7 +156,7 @@ def test_masters_follow_merges_and_fragments(tmp_path: Path, settings: dict[str,
 
 
 def test_another_model_is_no_copy(tmp_path: Path) -> None:
-    """Another model in the same optimizer is no copy.
+    """Another model in the same optimizer is not taken for a copy.
 
     It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2.
     """
@@ -174,7 +174,7 @@ def test_another_model_is_no_copy(tmp_path: Path) -> None:
 
 
 def test_moments_stay_as_they_are(tmp_path: Path) -> None:
-    """A moment that is zero is no copy of weights that are zero."""
+    """A moment that is zero is not taken for a copy of weights that are zero."""
     moments: list[Tensor] = []
     model = two()
     model.b.requires_grad_(False)
@@ -453,11 +453,10 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
 @pytest.mark.covers("X11")
 def test_masters_in_wrappers_follow_rounds(tmp_path: Path) -> None:
-    """Masters in a wrapper follow the rounds of a federated run.
+    """An optimizer in a wrapper has its own copies of the weights, and they follow each round.
 
-    Atoll knows neither the wrapper nor its optimizer; the gradients show whose masters these are.
-
-    The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
+    Atoll knows neither the wrapper nor its optimizer; the gradients show to which weights the copies belong. The steps
+    add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
     """
     model, optimizers = two(torch.bfloat16), list[Outside]()
 
@@ -474,7 +473,7 @@ def test_masters_in_wrappers_follow_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X11")
 def test_masters_of_two_sites_differ(tmp_path: Path) -> None:
-    """Masters of two sites in one process are not confused.
+    """The optimizers' copies of the weights of two sites in one process are not confused.
 
     They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins.
     """
@@ -546,7 +545,7 @@ def test_zeros_and_numbers_are_no_copies() -> None:
 
 @pytest.mark.covers("X11")
 def test_a_load_follows_the_masters_step() -> None:
-    """A load begins with the step that only the masters have made.
+    """A load begins with the step that only the optimizer's copies of the weights have made.
 
     The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that.
     """
@@ -592,7 +591,7 @@ def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCapt
 def test_unknown_slow_weights_are_not_undone(tmp_path: Path, passes: str) -> None:
     """Slow weights in a wrapper that Atoll does not know are not undone: the submit is refused.
 
-    Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
+    Lookahead is not a torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
     """
     model = two()
     lookahead = Lookahead(model.parameters(), k=2)

@@ -176,7 +176,10 @@ def test_sends_steps_of_a_later_schedule(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X11")
 def test_a_step_that_fails_is_none(tmp_path: Path) -> None:
-    """A step that fails behind its parent's is none. w = 0 becomes 1 and stays there; then (1 + 1)/2 = 1."""
+    """A step that raises an error after its parent's step is not counted.
+
+    The weight becomes 1 and stays there; then (1 + 1)/2 = 1.
+    """
 
     class Fails(Derived):
         def step(self, closure: Any = None) -> Any:

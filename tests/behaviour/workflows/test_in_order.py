@@ -387,9 +387,9 @@ def test_training_that_stands_still_fails(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P12")
 def test_waiting_for_sites_is_no_standstill(tmp_path: Path) -> None:
-    """Time in which sites are awaited is none in which training stands still.
+    """The time in which a round waits for sites does not count for progress_timeout_s.
 
-    How long they are waited for is another limit, and here there is none.
+    How long sites are waited for is another limit, which is not set here.
     """
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 0.5}], "rounds.total": 1, "rounds.sites": 2}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)

@@ -293,7 +293,7 @@ def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
-    """NaN there: neither the version nor its state nor the norm has it."""
+    """The padding is filled with zeros or 0xff: version, state and norm are the same."""
     results = []
     for filler in (b"\0", b"\xff"):
         world = World(tmp_path / filler.hex(), codec=codec)
@@ -441,7 +441,7 @@ def test_what_goes_down_has_the_specified_bits(tmp_path, outer: str, down: str) 
 
 @pytest.mark.parametrize("down", DOWN)
 def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str) -> None:
-    """Neither on chunks nor on threads; and digests are those of the files, every byte of them."""
+    """Files are the same for all chunks and numbers of threads, and digests are those of every byte of the files."""
     contents = []
     for index, how in enumerate([{"run_elements": 4096}, {"threads": 3}, {"run_elements": 8192, "threads": 2}]):
         world = World(tmp_path / str(index), down=down)

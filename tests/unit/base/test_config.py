@@ -256,7 +256,8 @@ def test_an_unknown_variable_names_the_nearest() -> None:
         Settings.read(environ={"ATOLL_DILOCO__SYNC_EVRY": "5"})
 
 
-def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
+def test_a_setting_outside_its_group_is_refused(tmp_path: Path) -> None:
+    """`rounds = 3` and `sites = 2` are errors that suggest rounds.total and rounds.sites."""
     assert str(refusal(tmp_path, "rounds = 3\n")) == (
         f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings, not a setting. "
         "Did you mean rounds.total? `atoll config schema` lists all settings."
@@ -297,7 +298,7 @@ def test_every_foreign_name_leads_to_a_setting() -> None:
 
 
 def test_other_variables_are_no_settings() -> None:
-    """Variables of a worker and of others are no settings."""
+    """Environment variables of a worker and of other programs do not change the settings."""
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
 

@@ -112,7 +112,7 @@ def test_signals_end_it(number: int) -> None:
 
 
 def test_grandchildren_are_not_the_tests(tmp_path: Path) -> None:
-    """What its own parent leaves behind is no child of the test.
+    """A process whose parent has ended does not become a child of the test.
 
     The test's process adopts orphans only while it asks for a process.
     """

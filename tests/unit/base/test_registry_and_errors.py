@@ -154,7 +154,8 @@ def test_received_names_find_known_parts(plugins: list[EntryPoint]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "a b", "a\nb", "a\n", "../a", "/a.py:C", "http://h/a", "ä", "-a", "a" * 129, "a\0"]
 )
-def test_a_message_refuses_what_is_no_name(text: str) -> None:
+def test_a_received_name_must_be_plain(text: str) -> None:
+    """Paths, URLs, blanks and more than 128 characters are refused in a message."""
     with pytest.raises(ValueError, match="is not a name of the form"):
         ReceivedName(text)
     with pytest.raises(ValidationError):
@@ -282,8 +283,11 @@ def test_users_errors_are_told_unchanged() -> None:
         registry.construct(partial(int, n=1), "It cannot be made", "Give others.")
 
 
-def test_users_type_errors_are_no_arguments() -> None:
-    """A wrong type within the user's code is no wrong argument."""
+def test_a_type_error_in_user_code_keeps_its_line() -> None:
+    """It is reported with its line and traceback.
+
+    Only a call that does not fit the signature gets the hint about arguments.
+    """
 
     def build(width: int) -> object:
         return width + "1"

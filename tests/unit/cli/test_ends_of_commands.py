@@ -57,7 +57,7 @@ def test_ends_a_command_with_its_documented_code(
 
 
 def test_another_error_of_the_system_is_not_called_a_full_disk() -> None:
-    """An error that is no full disk keeps its traceback: it is a bug."""
+    """Any other system error than a full disk keeps its traceback: it is a bug."""
     with pytest.raises(PermissionError):
         run_command(raises(PermissionError(errno.EACCES, "Permission denied")))
 

@@ -307,7 +307,7 @@ def test_what_has_no_room_is_within_bounds_or_not_finite(codec: Codec, dtype: to
 
 @pytest.mark.parametrize(("codec", "zero"), [(Int8Codec(), 0), (Int4Codec(), 8 | 8 << 4)], ids=["int8", "int4"])
 def test_a_block_without_a_scale_has_the_code_of_zero(codec: Codec, zero: int) -> None:
-    """All zero, next to nothing, and with what is no number in it: the same bytes on every machine."""
+    """Each element of a block of zeros, of tiny values, or with NaN or infinity gets the code of zero."""
     for block in ([0.0, -0.0, 0.0], [1e-40, -1e-31, 0.0], [1.0, float("nan"), -3.0], [float("inf"), 1.0, -3.0]):
         found = encoded(codec, torch.tensor(block))
         assert set(found[4:].tolist()) == {zero}

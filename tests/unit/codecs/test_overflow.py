@@ -202,8 +202,8 @@ def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_pa
     assert load_file(tmp_path / "good.safetensors")["moved"].tolist() == [60_000.0] * 3
 
 
-def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
-    """Both sites reduce the round, the second after the first could not; then there is none left to ask."""
+def test_a_swarm_fails_if_every_site_finds_the_overflow(tmp_path: Path) -> None:
+    """The second site tries after the first failed; then the run ends with an error that names the overflow."""
     settings = THREE_ROUNDS | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
     with serve(tmp_path, Model(), **settings) as server:
         for site in ("a", "b"):

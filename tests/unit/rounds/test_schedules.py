@@ -93,7 +93,8 @@ def test_a_planted_bug_of_the_machine_is_found(plant, monkeypatch):
         explore(examples=300, shrink=False)
 
 
-def test_a_failing_schedule_is_reported_small():
+def test_a_failing_schedule_is_shrunk():
+    """A bug made on purpose (a commit in two writes) is reported with at most one fault."""
     with pytest.raises(Violation) as caught:
         explore(examples=30, mutant="two-step commit")
     notes = "\n".join(caught.value.__notes__)

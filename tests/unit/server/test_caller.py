@@ -70,7 +70,7 @@ def test_a_site_is_named_only_with_the_secret_of_its_lease() -> None:
 
 
 def test_no_secret_is_shown() -> None:
-    """Neither in the log nor in a traceback."""
+    """The repr of a caller, as in a log or a traceback, has neither the lease's secret nor the object's."""
     shown = repr(caller(LEASE | SECRET))
     assert LEASE_SECRET not in shown
     assert OBJECT_SECRET not in shown
@@ -83,7 +83,7 @@ def operation(*callers: CallerKind) -> Operation:
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("kind", EVERYONE)
 def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_open: bool) -> None:
-    """Also at a server without a token: the user that may read the state directory is the admin."""
+    """With and without a token at the server. The user that may read the state directory is the admin."""
     asked = Caller(kind)
     if kind == "admin":
         require_caller(asked, operation("admin"), is_open=is_open)
@@ -96,7 +96,7 @@ def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_
 
 @pytest.mark.parametrize("kind", ["stranger", "peer"])
 def test_a_wrong_token_is_called_wrong(kind: CallerKind) -> None:
-    """Also beside the secret of an object: the sender believes that its token is the server's."""
+    """Whatever else the caller shows, such as an object's secret: it believes that its token is the server's."""
     with pytest.raises(AuthError, match=messages.WRONG_TOKEN) as refused:
         require_caller(Caller(kind, has_token=True), operation("site"), is_open=False)
     assert not isinstance(refused.value, Forbidden)
@@ -112,9 +112,8 @@ def test_a_refusal_says_which_tokens_help() -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_the_document_offers_the_admins_operation_to_no_stranger(
-    monkeypatch: pytest.MonkeyPatch, is_open: bool
-) -> None:
+def test_openapi_requires_the_admin_for_admin_operations(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
+    """At a server with tokens and at an open one."""
     monkeypatch.setattr("atoll.protocol.openapi.OPERATIONS", (operation("admin"),))
     assert openapi("1", is_open=is_open)["paths"]["/v1/stop"]["post"]["security"] == [{"admin": []}]
 

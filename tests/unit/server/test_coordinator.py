@@ -172,7 +172,7 @@ def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
 
 
 def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its longest step took 100 s: 399 s without a step are as usual, and 400 s are reported."""
+    """The longest step took 100 s: 399 s without a step are as usual, and 400 s are reported."""
     now = [1000.0]
     monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
     presence = Presence("a")

@@ -106,7 +106,7 @@ def test_a_later_participation_takes_the_place_of_an_earlier_one(tmp_path: Path)
 
 
 def test_a_late_writer_does_not_write_into_the_file_of_another_update(tmp_path: Path) -> None:
-    """Its round has closed without it; while it may write, its file is for no other update."""
+    """The writer's round has closed without it. While it may write, its file is given to no other update."""
 
     async def story(run: LocalRun) -> None:
         a, b = await run.join("a"), await run.join("b")

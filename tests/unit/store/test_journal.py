@@ -264,7 +264,7 @@ def test_another_programs_database_is_refused(tmp_path: Path, version: int, tabl
 @pytest.mark.covers("F41", "X3")
 @pytest.mark.parametrize("size", [1, 2, 100, 24_000])
 def test_no_database_is_refused(tmp_path: Path, size: int) -> None:
-    """A file that is no database is refused and unchanged."""
+    """A file that is not a database is refused and stays unchanged."""
     path = tmp_path / "journal.sqlite"
     path.write_bytes(b"x" * size)
     with pytest.raises(StateCorrupt) as caught:

@@ -162,8 +162,8 @@ def test_what_a_run_needs_is_allowed(journal: sqlite3.Connection, statement: str
     assert journal.execute(statement).rowcount == 1
 
 
-def test_every_constraint_of_the_journal_has_its_row(journal: sqlite3.Connection) -> None:
-    """A new CHECK or UNIQUE needs a row above."""
+def test_every_constraint_of_the_journal_has_a_case(journal: sqlite3.Connection) -> None:
+    """Each CHECK and UNIQUE in the tables is in CHECKS or UNIQUES of this file."""
     checks, uniques = set[str](), set[str]()
     for table, sql in journal.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table' AND sql IS NOT NULL"):
         checks |= {f"{table}: {text}" for text in _checks(sql)}

@@ -392,7 +392,7 @@ def test_slots_are_held_as_in_a_mapping(tmp_path: Path) -> None:
 
 
 def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
-    """One too many is removed when it becomes free."""
+    """Of three slots that become free, a pool of at most two removes one."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
     slots = [pool.take(WRITER) for _ in range(3)]
     for slot in slots:
@@ -421,7 +421,7 @@ def test_a_removed_slots_number_means_nothing(tmp_path: Path) -> None:
 
 
 def test_recorded_slots_have_no_other_writer(tmp_path: Path) -> None:
-    """A slot of the journal is given to no writer."""
+    """A slot that the journal holds is not given to a writer until the journal drops it."""
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     pool.drop(pool.take(WRITER), WRITER)
     assert pool.adopt(0) is pool[0]

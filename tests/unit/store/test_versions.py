@@ -90,7 +90,7 @@ def test_a_draft_is_unseen(store: Store) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_the_next_version_is_the_head_and_one(store: Store, version: int) -> None:
+def test_refuses_to_begin_another_version_than_the_next(store: Store, version: int) -> None:
     with pytest.raises(StoreError, match="the newest version is 0, and the next one is 1"):
         store.versions.begin(0, version)
 

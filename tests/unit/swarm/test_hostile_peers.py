@@ -267,7 +267,7 @@ def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
     ],
 )
 def test_no_worker_has_a_clouds_address(host: str) -> None:
-    """Nor an address of many machines."""
+    """Addresses of a cloud's metadata service, of many machines or of none are refused as a worker's."""
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 

@@ -177,7 +177,7 @@ def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> 
 
 
 def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
-    """It reads it where it lies: no byte travels."""
+    """The aggregator reads its own update from its file, without the network, and notices damage."""
     layout, (outbox, digests, digest) = mine.planned.update, mine.update()
     ref = mine.server.serve(outbox.fd, Manifest.of_layout(layout, digests))
     own, target = collect(digest, ref), mine.slot(SPOOL)
@@ -195,7 +195,7 @@ def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
 
 @pytest.mark.parametrize("when", ["between parts", "within a part"])
 def test_a_withdrawn_file_is_gone_not_damaged(mine: Peer, when: str) -> None:
-    """It is withdrawn and rewritten while it is read."""
+    """The file is withdrawn and rewritten while it is read."""
     version, layout, read = mine.version(with_state=False), mine.planned.version, list[int]()
     ref = mine.server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
 

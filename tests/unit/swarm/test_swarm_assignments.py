@@ -193,7 +193,10 @@ async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) ->
 
 
 async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
-    """An accepted update that the aggregator has no longer, and its site does not offer, has to be sent again."""
+    """The aggregator is replaced, and the site's ticket opens again.
+
+    Both happen only when the site no longer offers the update.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         offer = swarm.offer("c", ticket)
@@ -290,7 +293,7 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
 
 
 async def test_replaces_silent_checkers(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Each checker has the idle timeout to get the version; after the last one, the aggregator is replaced."""
+    """Each checker has the idle timeout to get the version. After the last one, the aggregator is replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         reduced = swarm.reduced()

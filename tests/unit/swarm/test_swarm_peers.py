@@ -110,7 +110,7 @@ def test_other_bytes_are_not_the_version() -> None:
 
 @pytest.mark.covers("X3")
 def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of two the one that came last."""
+    """Of three, the peer that the two others cannot reach; of two, the one that came last."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -131,7 +131,8 @@ def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.covers("X3")
-def test_earlier_attempts_judge_no_restarted_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_connections_before_a_restart_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that restarted is not called unreachable because peers failed to reach its dead process."""
     now_s = 100.0
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")

@@ -240,7 +240,7 @@ def test_large_tensors_have_room() -> None:
 
 
 def test_a_model_of_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.6 raises where there is none."""
+    """torch.accelerator is not asked: torch 2.6 raises an error if the machine has no accelerator."""
 
     def none() -> None:
         raise RuntimeError("Cannot access accelerator device when none is available.")

@@ -233,7 +233,7 @@ BODIES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", BODIES)
 def test_a_body_without_message_is_a_line(case: str) -> None:
-    """A body that is no message is an error in a line."""
+    """A body that is not a valid message is a VersionSkew error of one line."""
     with client(raw(ok(BODIES[case]))) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
     assert type(error) is VersionSkew

@@ -228,7 +228,7 @@ def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
 
 
 def test_a_closed_connection_is_no_failure(tmp_path: Path) -> None:
-    """A connection that the server has closed is no failed attempt.
+    """A connection that the server has closed does not count as a failed attempt.
 
     Between two rounds a server closes idle connections; the next part then begins with a new one.
     """
@@ -328,10 +328,10 @@ def test_a_silent_peer_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_buffers_keep_no_transfer_alive(tmp_path: Path) -> None:
-    """What they take for a silent peer is no progress.
+    """Bytes that only fill buffers on the way to a silent peer are not progress.
 
-    Each of the two connections gets some MB into the buffers between the two. The first that stands still may be
-    tried again, as the other has moved later; what the buffers take of that does not count.
+    Each of the two connections gets some MB into the buffers between the two. The first that stands still may be tried
+    again, as the other has moved later; what the buffers take of that does not count.
     """
     (tmp_path / "file").write_bytes(DATA)
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:

@@ -611,7 +611,7 @@ def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_request_waits_for_its_thread() -> None:
-    """Its socket is closed next: the thread would read from whatever gets the descriptor's number."""
+    """The request's socket is closed next. The thread would read from whatever gets the descriptor's number."""
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:

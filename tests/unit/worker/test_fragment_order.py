@@ -194,11 +194,8 @@ def test_a_workers_state_is_in_words() -> None:
 
 
 @pytest.mark.covers("X4")
-def test_a_long_stall_leaves_no_mark(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A part that stalled for long leaves no mark either.
-
-    Nothing is resumed where a single part was sent again: there the window does it.
-    """
+def test_the_shown_speed_ignores_a_long_stall(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """After a part stalled for 60 s, the progress line shows no speed, then the speed without the stall."""
     bar = TransferProgress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 5)
     clock.now_s += 60.0

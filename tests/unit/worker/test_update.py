@@ -209,7 +209,7 @@ class Wrapped(Tensor):
 
 
 def test_other_memory_is_copied_to(tmp_path: Path) -> None:
-    """What is no plain memory of the dtype is copied to."""
+    """A target that is not plain memory of the dtype gets a copy."""
     start = {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3), "c": torch.arange(5.0)}
     base = base_with(tmp_path, start)
     twisted = torch.zeros(5, dtype=torch.complex64)
