@@ -256,14 +256,11 @@ class Http:
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """POST a message, and parse the answer as a message of class `reply`."""
-        body = message.model_dump_json(exclude_defaults=True).encode()
-        return self.message_in(self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON), reply)
+        return self.message_in(self._posted(path, message, timeout_s), reply)
 
     def post_framed(self, path: str, message: BaseModel, reply: type[Reply]) -> tuple[Reply, memoryview]:
         """POST a message. Parse the framed answer: a message of class `reply`, and the bytes after it."""
-        body = message.model_dump_json(exclude_defaults=True).encode()
-        answer = self._request("POST", path, body=body, headers=_JSON)
-        return self._parsed(answer, partial(read_framed, reply), reply.__name__)
+        return self._parsed(self._posted(path, message), partial(read_framed, reply), reply.__name__)
 
     def message_in(self, answer: bytearray, reply: type[Reply]) -> Reply:
         """Parse the body of an answer as a message of class `reply`."""
@@ -271,8 +268,11 @@ class Http:
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float | None = None) -> None:
         """POST a message, and ignore the body of the answer."""
+        self._posted(path, message, timeout_s)
+
+    def _posted(self, path: str, message: BaseModel, timeout_s: float | None = None) -> bytearray:
         body = message.model_dump_json(exclude_defaults=True).encode()
-        self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
+        return self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
         """GET a path to check that the server answers. Ignore the body of the answer.

@@ -130,7 +130,10 @@ def test_the_pass_has_the_specified_bits(tmp_path, outer, codec):
 @st.composite
 def drawn(draw: Any) -> tuple[dict[str, Any], dict[str, Any], str, str, list[float]]:
     """Arguments of a world with odd tensors, how its versions are made, outer optimizer, reducer, staleness."""
-    one = lambda values: draw(st.sampled_from(tuple(values)))  # noqa: E731
+
+    def one(values: Any) -> Any:
+        return draw(st.sampled_from(tuple(values)))
+
     kinds = [("F32", "params")] * 4 + [(dtype, "params") for dtype in ("F64", "BF16", "F16", "F8_E4M3")]
     kinds += [("F32", BUFFERS), ("F64", BUFFERS), ("BF16", BUFFERS), ("F32", f"{BUFFERS}.first"), ("I64", BUFFERS)]
     kinds += [("F32", f"{BUFFERS}.sum"), ("F32", f"{BUFFERS}.max"), ("F32", f"{BUFFERS}.flags")]

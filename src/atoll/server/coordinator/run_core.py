@@ -10,8 +10,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, Busy, DiskFull, RunFailed, out_of_memory
@@ -146,9 +147,9 @@ class RunCore:
 
     # -- tasks of the event loop, and failure
 
-    def spawn(self, coroutine: object) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine as a task until the server ends. If the coroutine raises an error, the run fails with it."""
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
+        task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
