@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import ELSEWHERE, require_file
-from atoll.errors import AtollError, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
+from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
 from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, replace_file
 from atoll.protocol import messages, routes, status_messages
 from atoll.store.file_slots import READ_BYTES
 from atoll.store.reader import no_model, open_version, permitted
 from atoll.tensors.layout import Layout, version_layout
+from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import Http, ask, http_to, server_address
 
@@ -130,8 +130,8 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
             "The server writes it after a round has reported the metric that rounds.best_metric names. If "
             "disk.export_dir is set, look there; while the server runs, use --server.",
         )
-    number = int(_metadata(path).get("version", -1))
-    with open(open_named(path), "rb") as file:
+    with open(open_named(path), "rb") as file:  # opened once: the server may replace the file at any time
+        number = int(_metadata(file.fileno(), path).get("version", -1))
         _replace(out, iter(partial(file.read, READ_BYTES), b""))
     return number
 
@@ -168,23 +168,29 @@ def _is_file_of(best: status_messages.BestStatus) -> bool:
     if not best.file or not Path(best.file).is_file():
         return False
     try:
-        metadata = _metadata(Path(best.file))
+        with open(open_named(Path(best.file)), "rb") as file:
+            metadata = _metadata(file.fileno(), Path(best.file))
     except StateCorrupt:
         return False
     return (metadata.get("version"), metadata.get(best.metric)) == (str(best.version), repr(best.value))
 
 
-def _metadata(path: Path) -> dict[str, str]:
+def _metadata(fd: int, path: Path) -> dict[str, str]:
     """Return the metadata in the header of a best-model file: its version, and the value of the metric.
+
+    Args:
+        fd: the opened file.
+        path: path of the file, for errors.
 
     Raises:
         StateCorrupt: the file is not a complete safetensors file.
     """
     try:
-        with safe_open(path, framework="np") as file:
-            return file.metadata() or {}
-    except SafetensorError as error:
-        raise StateCorrupt(f"{path} is damaged: {error}.", "Restart the server, which writes it again.") from error
+        return read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, str(path)).metadata
+    except BadRequest as error:
+        raise StateCorrupt(
+            f"The file is damaged: {error.message}", "Restart the server, which writes it again."
+        ) from error
 
 
 def _replace(out: Path, content: Iterator[bytes | memoryview]) -> None:

@@ -28,7 +28,7 @@ BLOCK = 256
 SCALE_BYTES = 4
 BLOCKS_PER_TILE = TILE // BLOCK
 SMALLEST = 2.0**-100
-"""Largest magnitude from which on a block is quantized. Below 2⁻¹²¹, `levels / largest` is Inf, and 0 · Inf is NaN."""
+"""A block of smaller magnitudes becomes zeros: below 2⁻¹²¹, `levels / largest` is Inf, and 0 · Inf is NaN."""
 
 
 class BlockCodec(Narrowing):

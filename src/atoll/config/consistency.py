@@ -45,7 +45,10 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
         _require_defaults(at, is_default, this, _NOT_SHARDED, instead)
     _require_workflows(at)
     _require_swarm(at, is_default)
-    _require_the_rest(at)
+    _require_plugins(at)
+    _require_heartbeats(at)
+    _require_files(at)
+    _require_best(at)
 
 
 def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
@@ -302,9 +305,9 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
             )
 
 
-def _require_the_rest(at: At) -> None:
-    interval_s, timeout_s = at("network.heartbeat_interval_s"), at("network.heartbeat_timeout_s")
-    best, download = at("rounds.best_metric"), at("aggregation.download_codec")
+def _require_plugins(at: At) -> None:
+    """Check the settings that name code: codec, aggregator, reducer and persistor."""
+    download = at("aggregation.download_codec")
     if download.options and str(download) in ("", "none"):
         raise ConfigError(
             f"aggregation.download_codec has {download.options!r}, but no name of a codec.",
@@ -316,6 +319,17 @@ def _require_the_rest(at: At) -> None:
                 f"{key} is {at(key).model_dump(exclude_none=True)!r}, which has no path.",
                 f'Write {key} = {{path = "my_file.py:attribute"}}, and add arguments as further keys.',
             )
+    if at("aggregation.aggregator").path and at("aggregation.reducer").target:
+        raise ConfigError(
+            f"Both aggregation.aggregator {described(at('aggregation.aggregator'))} and aggregation.reducer "
+            f"{described(at('aggregation.reducer'))} are set.",
+            "Set only one of them.",
+        )
+
+
+def _require_heartbeats(at: At) -> None:
+    """Check that a worker's heartbeats come before it is taken for dead."""
+    interval_s, timeout_s = at("network.heartbeat_interval_s"), at("network.heartbeat_timeout_s")
     if timeout_s and not interval_s:
         raise ConfigError(
             f"network.heartbeat_interval_s is 0, but network.heartbeat_timeout_s is {timeout_s:g}: workers "
@@ -328,23 +342,28 @@ def _require_the_rest(at: At) -> None:
             f"{timeout_s:g}: workers would be declared dead between two heartbeats.",
             "Set the timeout to at least three times the interval.",
         )
-    if at("aggregation.aggregator").path and at("aggregation.reducer").target:
-        raise ConfigError(
-            f"Both aggregation.aggregator {described(at('aggregation.aggregator'))} and aggregation.reducer "
-            f"{described(at('aggregation.reducer'))} are set.",
-            "Set only one of them.",
-        )
+
+
+def _require_files(at: At) -> None:
+    """Check the settings of the server's files: state, exports and TLS."""
     if not at("disk.in_files") and at("disk.durability") == "power":
         raise ConfigError(
             "disk.durability is 'power', but disk.in_files is false: data in memory does not survive a power loss.",
             "Set disk.durability to 'process', or disk.in_files to true.",
         )
     exports, own = at("disk.export_dir"), [at("disk.state_dir") / name for name in ("slots", "objects")]
-    if exports is not None and exports.absolute() in [folder.absolute() for folder in own]:
+    if exports is not None and exports.resolve() in [folder.resolve() for folder in own]:  # a link leads there, too
         raise ConfigError(
             f"disk.export_dir is {str(exports)!r}, where the server keeps its own files and removes all others.",
             "Use another folder, or leave disk.export_dir out.",
         )
+    if (at("network.tls_cert") is None) != (at("network.tls_key") is None):
+        raise ConfigError("Only one of network.tls_cert and network.tls_key is set.", "Set both, or neither.")
+
+
+def _require_best(at: At) -> None:
+    """Check the settings that need the best version."""
+    best = at("rounds.best_metric")
     if at("rounds.early_stop_after") and best is None:
         raise ConfigError(
             f"rounds.early_stop_after is {at('rounds.early_stop_after')}, but rounds.best_metric is not set, "
@@ -357,5 +376,3 @@ def _require_the_rest(at: At) -> None:
             "would be deleted before its metric arrives.",
             "Set disk.keep_versions to at least 2.",
         )
-    if (at("network.tls_cert") is None) != (at("network.tls_key") is None):
-        raise ConfigError("Only one of network.tls_cert and network.tls_key is set.", "Set both, or neither.")

@@ -33,15 +33,15 @@ from atoll.server.coordinator.build_status import (
     status_of,
     write_status,
 )
+from atoll.server.coordinator.failure_notices import failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
-from atoll.server.coordinator.tell_failure import failure_for_sites
 from atoll.server.coordinator.user_code import Function
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
-from atoll.server.http.auth import open_gate
+from atoll.server.http.gate import open_gate
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.local_site import HOST, LocalSite, SiteCalls, VersionsInUse
 from atoll.server.saved_state import SavedState, save
@@ -483,7 +483,7 @@ class Server:
 
     async def _until_end(self, served: ServedRun) -> None:
         run, stopping = served.run, self._thread.stopping
-        events = (stopping, run.ended, run.finished, run.begins_again)
+        events = (stopping, run.has_failed, run.finished, run.begins_again)
         waits = [asyncio.ensure_future(event.wait()) for event in events]
         heads_before = heads = [each.head for each in run.state.rounds]
         while not (await asyncio.wait(waits, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED))[0]:

@@ -151,7 +151,7 @@ class SiteScheduler:
 
     async def _watch(self) -> None:
         """Wake the loop of `run_rounds` whenever the run has changed or ended."""
-        ended = asyncio.ensure_future(self._run.ended.wait())
+        ended = asyncio.ensure_future(self._run.has_failed.wait())
         ended.add_done_callback(lambda _: self._news.set())
         try:
             while True:

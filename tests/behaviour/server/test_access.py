@@ -224,7 +224,7 @@ FOREIGN = [
 @pytest.mark.parametrize("host", LOCAL + FOREIGN)
 def test_the_gate_itself_tells_loopback_names_from_others(host: str | None) -> None:
     """The gate is asked directly, also with headers that no HTTP library sends, such as several hosts."""
-    from atoll.server.http.auth import Gate
+    from atoll.server.http.gate import Gate
 
     gate, named = Gate(None, local=True), [] if host is None else [host]
     for hosts in (named, ["localhost", *named]):

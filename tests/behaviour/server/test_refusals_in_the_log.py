@@ -13,7 +13,7 @@ from kit.servers import plain_server
 from torch import nn
 
 from atoll.protocol import routes
-from atoll.server.http.auth import MOST_SAID, REPEAT_S, Refusals
+from atoll.server.http.gate import MOST_SAID, REPEAT_S, Refusals
 from atoll.testing.run import failpoints
 
 TOKEN = "0123456789abcdef0123456789abcdef"

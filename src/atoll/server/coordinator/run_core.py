@@ -52,7 +52,7 @@ class RunCore:
         failed: the error after which the run cannot go on.
         trained: set when the result of the rounds is saved.
         finished: set when the run is finished.
-        ended: set when the run has failed.
+        has_failed: set when the run has failed.
         begins_again: set when the run begins again with the shapes of a first update (`FirstShapes`).
     """
 
@@ -81,7 +81,7 @@ class RunCore:
         self.trouble: dict[int, str] = {}
         self.no_space = ""
         self.failed: AtollError | None = None
-        self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.finished, self.trained, self.has_failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.begins_again = asyncio.Event()
         self._changed, self._ending = FairEvent(), False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -187,6 +187,6 @@ class RunCore:
             LOG.error("%s", error)
             self.failed = error
             self.events.tell(run_events.RunFailed(reason=error.message))
-            self.ended.set()
+            self.has_failed.set()
             if error.is_final:
                 self.send_away()

@@ -8,6 +8,7 @@ from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.extension import Extensions
+from atoll.server.coordinator.failure_notices import FailureNotices
 from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
@@ -16,7 +17,6 @@ from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
 from atoll.server.coordinator.site_operations import SiteOperations
-from atoll.server.coordinator.tell_failure import FailureNotices
 from atoll.server.coordinator.ticket_operations import TicketOperations
 from atoll.server.coordinator.update_operations import UpdateOperations
 

@@ -92,7 +92,8 @@ class TicketOperations:
                             else None,
                         )
                     case events.TicketWithheld(_, fragment, reason):
-                        # answer at once if the run is finished, or the site submits no more and there is a newer head
+                        # Answer at once if the run is finished. If the site submits no more, answer once there is a
+                        # newer head, or if the site sat out the last round: such a round may close without a version.
                         moved = (
                             previous is None or self._run.store.versions.head(fragment).version > previous.base_version
                         )

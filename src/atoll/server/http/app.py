@@ -44,9 +44,9 @@ from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.roster import Lease, Presence
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
-from atoll.server.http.auth import Gate, Refusals
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
+from atoll.server.http.gate import Gate, Refusals
 from atoll.store.journal import journal_failed
 from atoll.store.reader import open_state
 from atoll.store.store import directory_gone

@@ -33,7 +33,7 @@ class Caller:
         lease: the lease that the request states, of which only the form was checked. `LeaseChecks.require_lease` tells
             whether it is valid. None if the request has none, or a malformed one.
         secret: secret of an object, of which only the form was checked; empty if there is none.
-        has_token: whether the request has a token, be it a wrong one.
+        has_token: whether the request has an Authorization header, be it a wrong token or of another scheme.
     """
 
     kind: CallerKind

@@ -235,10 +235,10 @@ class Puller:
             missing = base.begin(self._note(manifest))
             model = Scatter(base.layout, into) if into is not None and not resumed else None
         if arrived and is_whole:
-            missing = self._take(arrived[1], manifest, base, missing, model)
+            missing = self._write_arrived(arrived[1], manifest, base, missing, model)
         if missing:
             path = routes.VERSION_DATA.format(fragment=self.fragment, version=version.number, digest=version.digest)
-            self._bring(path, manifest.version, manifest.part_digests, base, missing, model, patience.within)
+            self._pull_parts(path, manifest.version, manifest.part_digests, base, missing, model, patience.within)
         failpoint("pull.done")
         base.finish()
         if into is not None and model is None and (missing or is_whole):
@@ -272,7 +272,7 @@ class Puller:
         run, fragment = self.session.info.run, self.fragment
         return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
 
-    def _take(
+    def _write_arrived(
         self,
         data: memoryview,
         manifest: messages.VersionManifest,
@@ -308,7 +308,7 @@ class Puller:
             read_parts(missing, delivery, read, "Part {} arrived damaged.", "")
         return [part for part in missing if part.index not in taken]
 
-    def _bring(
+    def _pull_parts(
         self,
         path: str,
         version: int,
@@ -382,17 +382,18 @@ class Puller:
                 delta.require_digest(delta.digest, self.downlink.layout, f"the difference to version {step.version}")
                 path = routes.DELTA_DATA.format(fragment=self.fragment, version=step.version, digest=delta.digest)
                 missing = file.begin(delta, step.digest)
-                self._bring(path, step.version, delta.part_digests, file, missing, None, retries)
+                self._pull_parts(path, step.version, delta.part_digests, file, missing, None, retries)
                 is_last = step is manifest
                 wrong = DeltaAdder(file, source, base, into if is_last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
                         "%s: after the downloaded difference was added, %d of %s of version %d are not as "
-                        "expected, and are downloaded in full",
+                        "expected; %s downloaded in full",
                         site,
                         len(wrong),
                         number_of(len(base.layout.parts), "part"),
                         step.version,
+                        "they are" if is_last else f"version {manifest.version} is",
                     )
                 if not is_last:
                     if wrong:

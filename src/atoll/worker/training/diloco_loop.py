@@ -77,7 +77,7 @@ from atoll.worker.training.fragment_order import SyncRules
 from atoll.worker.training.metrics import GlobalModelMetrics, MetricsFunction, Reports
 from atoll.worker.training.round_backends import require_finite
 from atoll.worker.training.synchroniser import Synchroniser
-from atoll.worker.training.training_clock import TrainingClock
+from atoll.worker.training.update_report import ReportClock
 
 T = TypeVar("T")
 
@@ -303,7 +303,7 @@ class DiLoCo:
         self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
         self.step = 0
-        self._clock = TrainingClock()
+        self._clock = ReportClock()
         self._progress: SyncProgress | None = None  # None before the start
         self._started = self._stopped = False
         self._process = os.getpid()  # a fork has not joined, so it does not leave

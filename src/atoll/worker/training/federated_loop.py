@@ -49,7 +49,7 @@ from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 from atoll.worker.training.submitted_groups import given_groups
-from atoll.worker.training.training_clock import TrainingClock
+from atoll.worker.training.update_report import ReportClock
 
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
@@ -86,7 +86,7 @@ class Round:
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
-    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies, clock: TrainingClock) -> None:
+    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies, clock: ReportClock) -> None:
         self._backend, self._ticket, self._copies, self._clock = backend, ticket, copies, clock
         self.done = False
         self._hooks: StepHooks | None = None
@@ -402,7 +402,7 @@ class Worker(TaskWorker):
         self._backend, self._has_ended = backend, False
         self._copies = WeightCopies(partial(_report, self._session, self.site, OF_WEIGHT_COPIES))
         self._copies.discover_all()
-        self._clock = TrainingClock()
+        self._clock = ReportClock()
         self._round: Round | None = None
 
     @property

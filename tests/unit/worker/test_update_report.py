@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atoll.worker.training.training_clock import TrainingClock
+from atoll.worker.training.update_report import ReportClock
 
 
 class Time:
@@ -22,7 +22,7 @@ def test_each_update_begins_its_own_time() -> None:
     3 s of training, 2 s of waiting, 5 s of training: 8 and 2. Then 1 s of each, the wait still under way.
     """
     time = Time()
-    clock = TrainingClock(time)
+    clock = ReportClock(time)
     time.now_s += 3
     with clock.waiting():
         time.now_s += 2
@@ -39,7 +39,7 @@ def test_each_update_begins_its_own_time() -> None:
 
 def test_each_fragment_has_times_of_its_own() -> None:
     time = Time()
-    clock = TrainingClock(time)
+    clock = ReportClock(time)
     time.now_s += 4
     assert clock.report(1.0, 1, {}, fragment=0).train_seconds == 4.0
     with clock.waiting():
@@ -51,7 +51,7 @@ def test_each_fragment_has_times_of_its_own() -> None:
 
 def test_a_wait_that_an_error_ends_counts() -> None:
     time = Time()
-    clock = TrainingClock(time)
+    clock = ReportClock(time)
 
     def interrupted() -> None:
         with clock.waiting():

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from atoll.protocol.messages import Report
 
 
-class TrainingClock:
+class ReportClock:
     """Measures for how long a script trains, and for how long it waits in Atoll's calls.
 
     It begins when it is made: when the site joins.
