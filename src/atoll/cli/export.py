@@ -186,10 +186,10 @@ def _metadata(fd: int, path: Path) -> dict[str, str]:
         StateCorrupt: the file is not a complete safetensors file.
     """
     try:
-        return read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, str(path)).metadata
+        return read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "it").metadata
     except BadRequest as error:
         raise StateCorrupt(
-            f"The file is damaged: {error.message}", "Restart the server, which writes it again."
+            f"{path} is damaged: {error.message}", "Restart the server, which writes it again."
         ) from error
 
 

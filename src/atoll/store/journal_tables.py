@@ -435,6 +435,7 @@ class Table(Generic[Row]):
     def __init__(self, name: str, row: type[Row], *more: str, checked: bool = True, ending: str = "STRICT") -> None:
         self._row, kinds = row, get_type_hints(row)
         self._columns = {each.name: Column.of(each.name, kinds[each.name], each.default) for each in fields(row)}  # type: ignore[arg-type]
+        self._loads = [column.load for column in self._columns.values()]
         check = [ROW_CHECK] if checked else []
         parts = [*(column.sql for column in self._columns.values()), *check, *more]
         body = ",\n    ".join(parts)
@@ -445,8 +446,7 @@ class Table(Generic[Row]):
 
     def read(self, values: tuple[Any, ...]) -> Row:
         """Convert one row of a query that begins with `self.select` to the table's dataclass."""
-        columns = self._columns.values()
-        return self._row(*(c.load(value) if c.load else value for c, value in zip(columns, values, strict=True)))
+        return self._row(*[load(value) if load else value for load, value in zip(self._loads, values, strict=True)])
 
     def write(self, row: Row) -> list[Any]:
         """Convert a dataclass value to the SQL values for the statement `self.insert`."""

@@ -29,10 +29,8 @@ class EventRows:
             event_json: the event as JSON, without its number.
             of_site: whether it is an event of a site, and not of the run.
         """
-        number = self.newest() + 1
-        self._journal.execute(
-            "INSERT INTO events (number, of_site, event_json) VALUES (?, ?, ?)", number, of_site, event_json
-        )
+        sql = "INSERT INTO events (of_site, event_json) VALUES (?, ?)"
+        number = self._journal.insert_next(sql, of_site, event_json)
         if number % _SLACK == 0:
             for kind in (False, True):
                 self._journal.execute(

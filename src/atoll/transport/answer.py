@@ -177,6 +177,8 @@ class Response(http.client.HTTPResponse):
             IncompleteRead: the connection ended within the body.
         """
         self._require_length(most_bytes)
+        if self.length is not None:
+            return self._whole(self.length)
         body = bytearray()
         try:
             # Each chunk costs time, whatever its size: a piece in chunks of a byte needs more room than it gets.
@@ -188,8 +190,22 @@ class Response(http.client.HTTPResponse):
                     raise BadAnswer(f"sends an answer of more than {most_bytes} bytes")
         except (http.client.LineTooLong, *MALFORMED) as error:
             raise BadAnswer(f"sends an answer with malformed chunks ({_shown(str(error))})") from error
-        if self.length:
-            raise http.client.IncompleteRead(b"", self.length)
+        return body
+
+    def _whole(self, nbytes: int) -> bytearray:
+        """Read a body of known length, as much at a time as has arrived.
+
+        Raises:
+            IncompleteRead: the connection ended within the body.
+        """
+        body = bytearray(nbytes)
+        rest = memoryview(body)
+        self._arriving.room = nbytes
+        while rest:
+            if not (count := self.readinto(rest)):
+                raise http.client.IncompleteRead(b"", len(rest))
+            rest = rest[count:]
+        self.close()
         return body
 
     def _require_length(self, most_bytes: int) -> None:

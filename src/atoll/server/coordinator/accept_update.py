@@ -44,12 +44,11 @@ class UpdateAdmission:
         self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
-    def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
+    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> None:
         """Accept an update that is completely on disk. Call `require_plausible` first.
 
         Args:
-            site: name of the site.
-            ticket: number of the ticket.
+            row: its ticket, which is open.
             message: the worker's message about the update.
             norm: L2 norm of the update's `params`.
 
@@ -57,11 +56,11 @@ class UpdateAdmission:
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        tickets = self._store.tickets
-        row, order = tickets.get(ticket), tickets.next_order()
+        tickets, site = self._store.tickets, row.site
+        order = tickets.next_order()
         tickets.make_durable(row)
         self._ledger.record(
-            events.UpdateAccepted(ticket, order),
+            events.UpdateAccepted(row.ticket, order),
             lambda: tickets.accept(row, message.digest, message.report, norm, order),
             run_events.UpdateAccepted(**self._about(row)),
         )

@@ -32,13 +32,14 @@ from atoll.store.versions import VersionDigests, VersionDraft
 LOG = logging.getLogger("atoll.server")
 
 
-def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> FrozenRound:
+def frozen_round(plan: Plan, store: Store, closed: RoundClosed, rows: Sequence[TicketRow], number: int) -> FrozenRound:
     """Return the record of a closed round, read from the journal. The next version is made from this record.
 
     Args:
         plan: plan of the run.
         store: store of the run.
         closed: the closed round.
+        rows: the tickets of its updates, in order.
         number: number of the round.
     """
     fragment, base_version = closed.fragment, closed.base_version
@@ -66,7 +67,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
                 report=row.report,
                 nbytes=row.bytes,
             )
-            for row in map(store.tickets.get, closed.tickets)
+            for row in rows
         ],
         expected=sampling.size(settings.rounds.sites) if not settings.async_.enabled else 0,
         population=frozen.population if frozen else 0,
@@ -207,8 +208,8 @@ class LocalRounds:
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
-        frozen = frozen_round(self._plan, self._store, closed, number)
-        rows = [self._store.tickets.get(ticket) for ticket in frozen.tickets]
+        rows = [self._store.tickets.get(ticket) for ticket in closed.tickets]
+        frozen = frozen_round(self._plan, self._store, closed, rows, number)
         await self._filtering.prepare_accepted(rows, number)
         return await asyncio.get_running_loop().run_in_executor(self._run.io, self._aggregate, frozen, rows)
 

@@ -132,7 +132,7 @@ class UpdateOperations:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self._admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
-        self._admission.accept(lease.site, ticket, message, norm)
+        self._admission.accept(row, message, norm)
         return messages.Receipt(digest=digest)
 
     async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:

@@ -657,7 +657,7 @@ class SwarmRounds:
             if bad:
                 self._admission.refuse(offer.site, ticket, bad)
             self._admission.require_plausible(offer.site, ticket, offer.complete, norm)
-            self._admission.accept(offer.site, ticket, offer.complete, norm)
+            self._admission.accept(self._store.tickets.get(ticket), offer.complete, norm)
         except UpdateRefused:  # the journal has the refusal; the worker gets it with its next request
             del self.view.offers[ticket]
 
@@ -742,7 +742,8 @@ class SwarmRounds:
 
         if not is_frozen():
             return None
-        frozen = frozen_round(self._plan, self._store, round_, number)
+        rows = [self._store.tickets.get(ticket) for ticket in round_.tickets]
+        frozen = frozen_round(self._plan, self._store, round_, rows, number)
         self.reassign()
         while is_frozen():
             job = view.assignments[fragment]
