@@ -148,8 +148,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 @MASTERS
 @DTYPES
 @RESULTS
-def test_corrections_reach_masters_of_the_weights(kind: Any, dtype: torch.dtype, algorithm: str, result: float) -> None:
-    """SCAFFOLD's c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
+def test_corrections_reach_the_master_weights(kind: Any, dtype: torch.dtype, algorithm: str, result: float) -> None:
+    """FedProx and SCAFFOLD correct the master copy that an optimizer keeps of the weights.
+
+    SCAFFOLD's numbers: c − c_i = −1/4, so each of 3 steps adds 1/4 + 1/4. Δc_i = (x − y)/3 − c = −1/2 + 1/4.
+    """
     model = two(dtype)
     optimizer = kind(model.parameters())
     hooks = hooks_of(algorithm, model)
@@ -173,7 +176,11 @@ class FromMainGrad(Optimizer):
 
 @pytest.mark.parametrize("left_over", [False, True])
 @RESULTS
-def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
+def test_corrects_steps_that_use_main_grad(algorithm: str, result: float, left_over: bool) -> None:
+    """FedProx and SCAFFOLD correct an optimizer that takes its gradients from `main_grad`.
+
+    A gradient left over in `grad` changes nothing.
+    """
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with hooks_of(algorithm, model).attach(optimizer) as hooks:
@@ -187,7 +194,7 @@ def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: flo
 
 
 def test_fedprox_adds_its_term_to_main_grad_once() -> None:
-    """FedProx adds its term once to a gradient with two names."""
+    """FedProx adds its term only once when `grad` and `main_grad` share one memory."""
     model = two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
     with fedprox(model, mu=0.5).attach(optimizer):
@@ -200,8 +207,11 @@ def test_fedprox_adds_its_term_to_main_grad_once() -> None:
 
 
 @MASTERS
-def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
-    """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
+def test_master_weights_keep_corrections_that_bf16_loses(kind: Any) -> None:
+    """Master weights in fp32 sum up SCAFFOLD corrections that are too small for weights in bf16.
+
+    Each of 8 steps adds 1/1024. In bf16, 1 + 1/1024 rounds to 1, and the next number after 1 is 1 + 8/1024.
+    """
     model = two()
     optimizer = kind(model.parameters())
     train(model, Scaffold(model, *controls(-SMALL)).attach(optimizer), optimizer.step, 0.0, steps=8)
@@ -210,8 +220,12 @@ def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
 
 
-def test_scaffold_leaves_what_no_step_starts_from() -> None:
-    """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
+def test_scaffold_does_not_correct_averages_or_anchors() -> None:
+    """SCAFFOLD does not correct an average or a stored first value of the weights, since no step starts from them.
+
+    Each of 3 steps adds 1/4 + 1/4. The average sees each step before its correction: 1.25, then (1.25 + 1.75)/2, then
+    1.875.
+    """
     model = two(torch.float32)
     optimizer = WithMoment(model.parameters(), lr=1.0)
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer), optimizer.step, -0.25)
@@ -223,8 +237,11 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
 @pytest.mark.parametrize(
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
-def test_scaffold_refuses_copies_that_follow_at_times(kind: Any, named: str) -> None:
-    """A copy that follows the weights only at times would undo part of a correction: it is refused."""
+def test_scaffold_refuses_lookahead_and_schedule_free(kind: Any, named: str) -> None:
+    """SCAFFOLD refuses Lookahead and Schedule-Free, whose copies of the weights follow the weights only at some steps.
+
+    Such a copy would undo a part of a correction.
+    """
     model = two(torch.float32)
     optimizer = kind(model.parameters())
     scaffold = Scaffold(model, *controls(-0.25))
@@ -232,8 +249,11 @@ def test_scaffold_refuses_copies_that_follow_at_times(kind: Any, named: str) -> 
         train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
 
 
-def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
-    """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
+def test_scaffold_corrects_the_inner_optimizer_of_lookahead() -> None:
+    """SCAFFOLD can correct the inner optimizer of Lookahead.
+
+    Each step adds 1/4 + 1/4. After two steps, Lookahead keeps half of the way: 1 → 1.5 → 2 → 1.5 → 2.
+    """
     model = two(torch.float32)
     optimizer = Lookahead(model.parameters())
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer.inner), optimizer.step, -0.25)
@@ -241,12 +261,14 @@ def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
 
 
 @pytest.mark.parametrize(("kind", "result"), [(Lookahead, 1.34375), (ScheduleFree, 1.40625)])
-def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: float) -> None:
-    """The pull is part of the gradient.
+def test_fedprox_works_with_lookahead_and_schedule_free(kind: Any, result: float) -> None:
+    """FedProx adds its pull to the gradient, so the steps of Lookahead and Schedule-Free contain the pull.
 
-    Lookahead: 1.25, 1.375, of which half remains, 1.1875; then by 1/4 − 1/2·0.1875 to 1.34375. Schedule-free: y and z
-    are 1.25; with g = −1/8, of which y gets 3/4, they are 1.34375 and 1.375; with g = −0.078125, y moves by 1/3 of 1/32
-    and by 2/3 of −g.
+    Lookahead: two steps lead to 1.25 and 1.375. Half of this way remains, 1.1875. A step of 1/4 − 1/2·0.1875 ends at
+    1.34375.
+
+    Schedule-Free: the first step makes y and z 1.25. With g = −1/8, of which y gets 3/4, y is 1.34375 and z is 1.375.
+    With g = −0.078125, y moves by 1/3 of 1/32 and by 2/3 of −g.
     """
     model = two(torch.float32)
     optimizer = kind(model.parameters())
@@ -255,8 +277,8 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
-def test_refuses_optimizers_that_have_copies_alone(algorithm: str) -> None:
-    """An optimizer that holds copies of the weights, and not the weights, cannot be corrected."""
+def test_refuses_optimizers_that_hold_only_copies(algorithm: str) -> None:
+    """FedProx and SCAFFOLD refuse an optimizer that holds only copies of the model's parameters."""
     model = two()
     optimizer: Any = Outside(model.parameters())
     with pytest.raises(
@@ -265,8 +287,11 @@ def test_refuses_optimizers_that_have_copies_alone(algorithm: str) -> None:
         hooks_of(algorithm, model).attach(optimizer)
 
 
-def test_counts_steps_of_optimizers_with_copies_alone(tmp_path: Any) -> None:
-    """Two rounds of three steps of 1/4, with one optimizer."""
+def test_counts_steps_of_optimizers_that_hold_only_copies(tmp_path: Any) -> None:
+    """FedNova counts the steps of an optimizer that holds only copies of the model's parameters.
+
+    One optimizer makes three steps of 1/4 in each of two rounds: 1 + 6/4 = 2.5.
+    """
     model = two()
     optimizer: Any = Outside(model.parameters())
     world = World(tmp_path, two(), "a", algorithm="fednova", rounds=2)

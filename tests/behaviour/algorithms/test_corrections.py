@@ -22,7 +22,11 @@ import atoll
 from atoll.errors import UsageError
 
 
-def test_fedprox_pulls_towards_where_it_began(tmp_path: Path) -> None:
+def test_fedprox_pulls_towards_the_received_weights(tmp_path: Path) -> None:
+    """FedProx pulls each step inside `correct` towards the weights that the site received for the round.
+
+    A step after the `with` block is a plain step and does not count.
+    """
     with first_round(tmp_path, "fedprox", One(2.0), **{"algorithm.mu": 0.5}) as fl_round:
         model = fl_round.load_into(One())
         with fl_round.correct(model, optimizer := sgd(model)) as hooks:
@@ -34,9 +38,9 @@ def test_fedprox_pulls_towards_where_it_began(tmp_path: Path) -> None:
 
 
 def test_scaffold_needs_a_step() -> None:
-    """One step by hand; a round without steps is refused.
+    """SCAFFOLD computes a control difference after one step, and refuses to compute one without any step.
 
-    c = 0.5, c_i = 0.2, η = 0.1, target 1: y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
+    By hand: c = 0.5, c_i = 0.2, η = 0.1, target 1. y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
     """
     model = One()
     c, own = controls(0.5), controls(0.2)
@@ -51,8 +55,11 @@ def test_scaffold_needs_a_step() -> None:
     assert c["w"].item() == pytest.approx(0.5)
 
 
-def test_a_schedule_is_followed() -> None:
-    """Rates 0, 0.1, 0.2: Δc = (x − y)/0.3; the warm-up step without a rate does no harm."""
+def test_scaffold_follows_a_learning_rate_schedule() -> None:
+    """SCAFFOLD divides by the sum of the learning rates that a schedule gave to the steps.
+
+    With the rates 0, 0.1 and 0.2, Δc = (x − y)/0.3. The warm-up step at rate 0 counts as a step.
+    """
     model = One()
     scaffold = Scaffold(model, controls(0.0), controls(0.0))
     with scaffold.attach(optimizer := sgd(model, 0.0)):
@@ -63,10 +70,11 @@ def test_a_schedule_is_followed() -> None:
     assert scaffold.difference()["w"].item() == pytest.approx(-(1 - 0.9 * 0.8) / 0.3)
 
 
-def test_a_step_without_gradients_is_none() -> None:
-    """Nothing is corrected where the optimizer moved nothing; behind one with them, w ← w − η·g − η·(c − c_i).
+def test_scaffold_ignores_a_step_without_gradients() -> None:
+    """SCAFFOLD neither corrects nor counts an optimizer step before which no parameter has a gradient.
 
-    Δc = (0 − w)/η − c = 3/0.5 − 4: the first step adds no rate.
+    The second step has the gradient 2: w ← w − η·g − η·(c − c_i) = −3. Δc = (0 − w)/η − c = 3/0.5 − 4, so the first
+    step added no rate.
     """
     model = One()
     scaffold = Scaffold(model, controls(4.0), controls(0.0))
@@ -130,7 +138,11 @@ def train_heads(
 def test_fedprox_pulls_parameters_without_gradients(
     make: Callable[[], tuple[TwoHeads, list[Optimizer]]], thaw: bool
 ) -> None:
-    """As with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a gradient."""
+    """FedProx also pulls a trainable parameter that has no gradient in a step.
+
+    The result equals training with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a
+    gradient.
+    """
     expected, optimizers = make()
     start = [value.detach().clone() for value in expected.parameters()]
 
@@ -148,8 +160,11 @@ def test_fedprox_pulls_parameters_without_gradients(
         torch.testing.assert_close(w, expected_w, rtol=1e-12, atol=1e-12)
 
 
-def test_fedprox_leaves_no_gradient_of_its_own_behind() -> None:
-    """A loop that never clears gradients would add them up."""
+def test_fedprox_leaves_no_gradient_behind() -> None:
+    """FedProx leaves no gradient at a parameter that had none before the step.
+
+    Such gradients would add up in a loop that never clears gradients.
+    """
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
     prox = fedprox(model, mu=0.5)
     nn.init.constant_(model["b"], 3.0)
@@ -161,8 +176,11 @@ def test_fedprox_leaves_no_gradient_of_its_own_behind() -> None:
             assert model["b"].grad is None
 
 
-def test_scaffold_shifts_parameters_without_a_gradient() -> None:
-    """y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2."""
+def test_scaffold_corrects_parameters_without_a_gradient() -> None:
+    """SCAFFOLD also corrects a parameter that has no gradient in a step.
+
+    By hand: y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2.
+    """
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
     c, own = ({name: torch.full((1,), value) for name in "ab"} for value in (0.5, 0.2))
     scaffold = Scaffold(model, c, own)
@@ -240,7 +258,10 @@ def fails() -> None:
 @pytest.mark.covers("S5")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
-    """A step that calls its parent's is counted once, and one that raises an error is not counted."""
+    """FedProx counts one step when an optimizer's `step` calls the `step` of its parent class.
+
+    A step that raises an error does not count.
+    """
     model = One(2.0)
     sgd(model)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)
@@ -261,10 +282,12 @@ def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("refused", [False, True])
-def test_refuses_a_last_step_that_broke_off(by_closure: bool, refused: bool) -> None:
-    """If a whole step follows it, nothing is refused.
+def test_scaffold_refuses_a_failed_last_step(by_closure: bool, refused: bool) -> None:
+    """SCAFFOLD computes no control difference while the last step is one that failed. A whole step afterwards lifts the
+    refusal.
 
-    Whether weights have moved is not known until a step has ended again: w = 0 + 0.1 − 0.1·4, Δc = 0.3/0.1 − 4.
+    After a failed step, nobody knows whether weights have moved. By hand after the whole step: w = 0 + 0.1 − 0.1·4 and
+    Δc = 0.3/0.1 − 4.
     """
     model = One()
     optimizer = BreaksOff(model.parameters(), lr=ETA)
@@ -290,8 +313,8 @@ def test_refuses_a_last_step_that_broke_off(by_closure: bool, refused: bool) -> 
 
 
 @pytest.mark.covers("S8")
-def test_an_optimizer_may_replace_a_failed_one() -> None:
-    """Another optimizer may take the place of one with a failed step."""
+def test_another_optimizer_may_replace_a_failed_one() -> None:
+    """After an optimizer's step has failed, SCAFFOLD accepts a new optimizer and counts its steps."""
     model = One()
     scaffold = Scaffold(model, controls(0.0), controls(0.0))
     broken = BreaksOff(model.parameters(), lr=ETA)
@@ -306,8 +329,11 @@ def test_an_optimizer_may_replace_a_failed_one() -> None:
 
 
 @pytest.mark.covers("S8")
-def test_a_step_with_a_failed_closure_is_none() -> None:
-    """As at the end of the data: no weight has moved."""
+def test_scaffold_ignores_a_step_with_a_failed_closure() -> None:
+    """SCAFFOLD does not count a step whose closure fails at once, for example because the data has ended.
+
+    The control difference is still valid, since the failed step moved no weight.
+    """
     model = One()
     optimizer = sgd(model)
     scaffold = Scaffold(model, controls(0.0), controls(0.0))
@@ -320,8 +346,11 @@ def test_a_step_with_a_failed_closure_is_none() -> None:
 
 
 @pytest.mark.covers("S8")
-def test_a_line_search_that_breaks_off_is_refused(tmp_path: Path) -> None:
-    """The closure fails at its second call, where the weights have moved."""
+def test_refuses_an_update_after_a_failed_line_search(tmp_path: Path) -> None:
+    """A site's update is refused after a line search has failed in the middle.
+
+    The closure fails at its second call, after LBFGS has moved the weights.
+    """
     with first_round(tmp_path, "fedprox") as fl_round:
         model = fl_round.load_into(One())
         optimizer = torch.optim.LBFGS([model.w], line_search_fn="strong_wolfe")
@@ -335,8 +364,11 @@ def test_a_line_search_that_breaks_off_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L2")
-def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
-    """H = 2: one synchronisation in three steps. A step that raises an error is not counted."""
+def test_diloco_counts_a_nested_step_once(tmp_path: Path) -> None:
+    """DiLoCo counts one step when an optimizer's `step` calls the `step` of its parent class.
+
+    A step that raises an error does not count. With H = 2, three counted steps make one synchronisation.
+    """
     model = One()
     sgd(model)
     optimizer = Calls(model.parameters(), lr=ETA)
@@ -351,8 +383,12 @@ def test_diloco_counts_such_a_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S5")
-def test_a_step_may_clear_its_gradients_inside() -> None:
-    """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
+def test_scaffold_corrects_a_step_that_clears_its_gradients() -> None:
+    """SCAFFOLD corrects an optimizer whose `step` clears the gradients before it returns, as SAM does.
+
+    By hand, the gradient at w + 0.5 = 0.5 towards 1 is −0.5. y = 0.1·0.5 − 0.1·(0.5 − 0.2) and Δc = (0 − 0.02)/0.1 −
+    0.5.
+    """
     model = One()
     optimizer = TwoSteps([model.w], lr=ETA)
     scaffold = Scaffold(model, controls(0.5), controls(0.2))
@@ -363,8 +399,11 @@ def test_a_step_may_clear_its_gradients_inside() -> None:
     assert scaffold.difference()["w"].item() == pytest.approx(-0.7)
 
 
-def test_fedprox_needs_no_learning_rate() -> None:
-    """An optimizer without a rate is followed where no rate is needed; SCAFFOLD needs it."""
+def test_scaffold_needs_an_optimizer_with_a_learning_rate() -> None:
+    """SCAFFOLD refuses an optimizer that has no learning rate.
+
+    Training without a server, which is not corrected, accepts such an optimizer and counts its steps.
+    """
     model = One()
     with atoll.join() as worker:
         fl_round = worker.next_round()
@@ -380,7 +419,8 @@ def test_fedprox_needs_no_learning_rate() -> None:
     assert model.w.item() == 0.0
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+def test_fedprox_refuses_a_sparse_gradient() -> None:
+    """FedProx refuses a sparse gradient with an error that names the parameter."""
     model = nn.Embedding(4, 2, sparse=True)
     fedprox(model, mu=0.1).attach(optimizer := torch.optim.SparseAdam(model.parameters()))
     model(torch.tensor([1])).sum().backward()
@@ -389,14 +429,20 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    """Guards against `load_into(Model())` behind an optimizer that trains the model before it."""
+    """FedProx refuses an optimizer that holds none of the model's parameters.
+
+    A script makes this mistake if it calls `load_into(Model())` after it has made its optimizer for an earlier model.
+    """
     with pytest.raises(UsageError, match="holds none of the model's parameters"):
         fedprox(One(), mu=0.1).attach(sgd(One()))
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
-def test_training_before_the_correction_is_refused(tmp_path: Path, algorithm: str) -> None:
-    """An optimizer over the same parameters trains: no step of it was corrected."""
+def test_training_without_the_corrected_optimizer_is_refused(tmp_path: Path, algorithm: str) -> None:
+    """FedProx and SCAFFOLD refuse an update if the optimizer given to `correct` made no step.
+
+    Here, another optimizer over the same parameters trained the model before the call of `correct`.
+    """
     with first_round(tmp_path, algorithm) as fl_round:
         model = fl_round.load_into(One())
         train(model, sgd(model), 1.0)
@@ -427,8 +473,11 @@ def closure_of(model: One, optimizer: Optimizer, target: float, gives: Callable[
 @pytest.mark.covers("S10")
 @pytest.mark.parametrize("gives", [lambda loss: loss, lambda loss: loss.item()], ids=["tensor", "number"])
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-def test_lbfgs_finds_where_fedprox_is_least(gives: Callable[[torch.Tensor], Any], search: str | None) -> None:
-    """Every evaluation has to see the loss and the gradient of FedProx."""
+def test_lbfgs_minimizes_the_loss_of_fedprox(gives: Callable[[torch.Tensor], Any], search: str | None) -> None:
+    """LBFGS finds the minimum of FedProx's loss, since each evaluation sees the loss and the gradient of FedProx.
+
+    After the `with` block, the closure's loss is the site's own loss again.
+    """
     model = One(2.0)
     prox = fedprox(model, mu=0.5)
     nn.init.constant_(model.w, -1.0)
@@ -441,8 +490,8 @@ def test_lbfgs_finds_where_fedprox_is_least(gives: Callable[[torch.Tensor], Any]
     assert float(optimizer.step(closure_of(model, optimizer, -1.0, gives))) == pytest.approx(0.5)
 
 
-def test_closures_may_return_more_than_a_loss() -> None:
-    """What a closure returns beside a loss stays as it is."""
+def test_closures_may_return_something_else_than_a_loss() -> None:
+    """FedProx passes a closure's return value on unchanged if it is not a loss, such as `None` or a dictionary."""
     model = One(2.0)
     with fedprox(model, mu=0.5).attach(optimizer := sgd(model)):
         for given in (None, {"loss": 1.0}):
@@ -451,9 +500,9 @@ def test_closures_may_return_more_than_a_loss() -> None:
 
 @pytest.mark.covers("S8")
 def test_scaffold_refuses_line_searches(tmp_path: Path) -> None:
-    """An optimizer that chooses its own length is refused.
+    """SCAFFOLD refuses an optimizer that chooses its own step length, before this optimizer trains.
 
-    Before it trains; the round is open still, and another optimizer may take its place.
+    The round stays open, and the site may train with another optimizer.
     """
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
@@ -502,7 +551,7 @@ def trained(folder: Path, make: Callable[[nn.Module], list[Optimizer]], **settin
 
 @pytest.mark.parametrize("settings", [{"algorithm": "fedavg"}, {"algorithm": "fedprox", "algorithm.mu": 0.5}], ids=str)
 def test_corrects_several_optimizers_as_one(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Two optimizers give the bits of one that holds all parameters."""
+    """Under FedAvg and FedProx, two optimizers give the same bits as one optimizer that holds all parameters."""
     digest, steps = trained(tmp_path / "one", one, **settings)
     assert steps == [3, 3]
     assert trained(tmp_path / "two", two, **settings) == (digest, steps)
@@ -510,7 +559,8 @@ def test_corrects_several_optimizers_as_one(tmp_path: Path, settings: dict[str, 
         assert trained(tmp_path / "plain", two)[0] != digest
 
 
-def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
+def test_scaffold_refuses_several_optimizers(tmp_path: Path) -> None:
+    """SCAFFOLD refuses two optimizers. The site may go on in this round with one optimizer."""
     with first_round(tmp_path, model=build_model()) as fl_round:
         model = fl_round.load_into(build_model())
         with pytest.raises(UsageError, match="one optimizer"):
@@ -518,8 +568,8 @@ def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
         fl_round.correct(model, one(model))  # the round may go on
 
 
-def test_alone_the_last_optimizer_counts(tmp_path: Path) -> None:
-    """A script that trains alone has the steps of the last optimizer counted."""
+def test_without_a_server_the_last_optimizer_counts(tmp_path: Path) -> None:
+    """In a script that trains without a server, `correct` counts only the steps of the last optimizer."""
     model = build_model()
     optimizers = two(model)
     with atoll.join(site="a", folder=tmp_path) as worker:

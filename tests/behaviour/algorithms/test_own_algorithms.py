@@ -98,7 +98,11 @@ def by_functions(url: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [by_the_loop, by_functions])
-def test_corrects_and_keeps_state_however_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
+def test_own_algorithm_works_in_loops_and_functions(tmp_path: Path, train: Callable[..., None]) -> None:
+    """A user's own algorithm corrects local steps and keeps its site state from round to round.
+
+    Both ways to train work: a loop over rounds, and the functions of `atoll.functional`.
+    """
     with new_world(tmp_path) as world:
         train(world.url, tmp_path / "sites")
         assert world.server.wait(60)
@@ -111,12 +115,16 @@ def simulated(folder: Path, **settings: Any) -> float:
     return load_file(new_simulation(one(), script=f"{__file__}:train", sites=1, **given).run().model)["w"].item()
 
 
-def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
+def test_own_algorithm_works_in_a_simulation(tmp_path: Path) -> None:
+    """A user's own algorithm corrects local steps and keeps its site state in a simulation."""
     assert simulated(tmp_path) == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_trains_plainly_alone() -> None:
-    """0.1 = 0 + 0.1·1, 0.19 = 0.1 + 0.1·0.9."""
+def test_training_without_a_server_is_not_corrected() -> None:
+    """A script that trains without a server makes plain gradient steps inside `correct`.
+
+    By hand: 0 + 0.1·1 = 0.1 and 0.1 + 0.1·0.9 = 0.19.
+    """
     with atoll.join() as worker:
         fl_round = next(iter(worker))
         local = fl_round.load_into(one())
@@ -126,8 +134,8 @@ def test_trains_plainly_alone() -> None:
     assert (local.w.item(), steps.steps) == (pytest.approx(0.19), 2)
 
 
-def test_refuses_a_run_at_a_site_without_it(tmp_path: Path, nursery: Nursery) -> None:
-    """A site that does not have the algorithm is told to install it, and does not join."""
+def test_a_site_without_the_algorithm_does_not_join(tmp_path: Path, nursery: Nursery) -> None:
+    """A site on which the run's algorithm is not installed does not join. The error says what to install."""
     with new_world(tmp_path) as world:
         without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
         process = ForkedSite(nursery, tmp_path, world.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
@@ -138,10 +146,10 @@ def test_refuses_a_run_at_a_site_without_it(tmp_path: Path, nursery: Nursery) ->
         assert world.status.workers == []
 
 
-def test_never_loads_code_from_the_servers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code is never loaded from a path of the server.
+def test_a_site_loads_no_code_from_the_servers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site never loads the algorithm from the file path in the server's settings.
 
-    The server has it in a file; a site with the package takes its own, and one without is refused.
+    A site with the installed package uses the package's code. A site without the package is refused.
     """
     with new_world(tmp_path, **BY_PATH) as world:
         with world.worker() as worker:
@@ -152,10 +160,10 @@ def test_never_loads_code_from_the_servers_path(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.covers("X8")
-def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a package, a script registers the run's rule itself.
+def test_a_script_may_register_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed package, a site's script may register the run's algorithm itself.
 
-    The server has the algorithm by its path. A site that has not registered it is refused.
+    The server loads the algorithm from a file. A site that has not registered the algorithm is refused.
     """
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
@@ -168,16 +176,16 @@ def test_a_site_registers_the_rule_of_a_run(tmp_path: Path, monkeypatch: pytest.
     assert world.result["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_corrects_in_a_simulation_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of a simulation, without the package, load the algorithm from the path in the settings."""
+def test_a_simulation_loads_the_algorithm_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an installed package, the processes of a simulation load the algorithm from the path in the settings."""
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
     assert simulated(tmp_path, **BY_PATH) == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_the_example_is_on_its_page_and_short() -> None:
-    """At most 60 lines."""
+def test_the_documentation_shows_the_short_example() -> None:
+    """The documentation page shows the example of an own algorithm, which has at most 60 lines."""
     code = (EXAMPLE / "feddyn_local.py").read_text()
     page = (EXAMPLE.parents[1] / "docs" / "algorithms" / "own.md").read_text()
     assert f"```python\n{code}```" in page
@@ -198,6 +206,10 @@ OWN: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{__name__}:dr
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
 def test_refuses_an_update_without_its_control_difference(tmp_path: Path, corrected: bool) -> None:
+    """A site's `submit` refuses an update without the control difference that the algorithm needs.
+
+    The site can then submit the update together with a control difference.
+    """
     seen = []
     with World(tmp_path, one(), "a", **OWN) as world:
         with world.worker() as worker:
@@ -215,16 +227,16 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
     assert seen == [[0.0], [-2.0]]
 
 
-def test_refuses_diloco_without_groups(tmp_path: Path) -> None:
-    """A DiLoCo loop cannot give the groups of an update."""
+def test_diloco_refuses_an_algorithm_with_groups(tmp_path: Path) -> None:
+    """A DiLoCo loop refuses to start if the run's algorithm needs tensors besides the model in each update."""
     with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"
         with pytest.raises(UsageError, match=words):
             world.diloco(one(), sync_every=1).start()
 
 
-def test_refuses_diloco_with_corrected_steps(tmp_path: Path) -> None:
-    """A DiLoCo loop does not correct local steps."""
+def test_diloco_refuses_an_algorithm_that_corrects_steps(tmp_path: Path) -> None:
+    """A DiLoCo loop refuses to start if the run's algorithm corrects local steps, as FedProx does."""
     with World(tmp_path, one(), "a", algorithm="fedprox", **{"algorithm.mu": 0.1}) as world:
         with pytest.raises(UsageError, match=r"'fedprox'.* corrects local steps; atoll.DiLoCo does not"):
             world.diloco(one()).start()

@@ -45,10 +45,11 @@ def with_the_round(fl_round: Any, target: float, **told: Any) -> One:
 
 @pytest.mark.covers("S10", "S12")
 @pytest.mark.parametrize("part", [by_itself, with_the_round])
-def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> None:
-    """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round.
+def test_scaffold_rounds_match_the_paper(tmp_path: Path, part: Any) -> None:
+    """SCAFFOLD's rounds give the numbers of algorithm 1, option II, of the paper, computed in plain Python.
 
-    Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
+    Two sites take part in all three rounds. Round 3 is the first round that starts with a c_i computed from a c_i other
+    than zero.
     """
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     with World(tmp_path, One(), "ab", algorithm="scaffold", rounds=3) as world:
@@ -67,8 +68,8 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
 
 
 @pytest.mark.covers("S7", "S12")
-def test_an_update_counts_its_steps(tmp_path: Path) -> None:
-    """The update carries the number of steps; the script's own number wins."""
+def test_an_update_carries_its_number_of_steps(tmp_path: Path) -> None:
+    """A site's update carries the number of local steps. A number of steps given by the script takes precedence."""
     with World(tmp_path, One(), "a", algorithm="scaffold", rounds=3) as world:
         for part, told in ((by_itself, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
             world.ask()
@@ -78,8 +79,11 @@ def test_an_update_counts_its_steps(tmp_path: Path) -> None:
     assert ask_journal(tmp_path, counted) == [(STEPS,), (STEPS,), (70,)]
 
 
-def test_the_controls_given_out_are_copies(tmp_path: Path) -> None:
-    """Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3."""
+def test_scripts_receive_copies_of_the_controls(tmp_path: Path) -> None:
+    """A script that overwrites the controls that it received changes only its own copies.
+
+    By hand: y = 1 − 0.9³ = 0.271 and Δc = (0 − y)/(K·η). With N = 1, c = c_i = −0.271/0.3.
+    """
     with World(tmp_path, One(), "a", algorithm="scaffold", rounds=2) as world:
         world.ask()
         with_the_round(world.sites["a"].round, 1.0)
@@ -91,8 +95,11 @@ def test_the_controls_given_out_are_copies(tmp_path: Path) -> None:
                 state["w"].fill_(7.0)
 
 
-def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
-    """Rate 0.1 towards 1, three steps: w = 1 − 0.9³."""
+def test_a_scaffold_loop_trains_plainly_without_a_server() -> None:
+    """A loop that computes SCAFFOLD's steps itself makes plain gradient steps when it runs without a server.
+
+    By hand, three steps at rate 0.1 towards 1 give w = 1 − 0.9³.
+    """
     with atoll.join() as worker:
         for fl_round in worker:
             assert by_itself(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
@@ -131,9 +138,10 @@ def one_step(world: World, site: str, weight: float | None = None) -> tuple[floa
 
 
 def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
-    """Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
+    """SCAFFOLD converges to the optimum of the weighted objective, though sites make unequal numbers of steps.
 
-    Each five rounds bring it nearer by a factor of some 20.
+    The objective Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i. Every five rounds
+    divide the distance to the optimum by about 20.
     """
     weights, steps = {"a": 739.0, "b": 463.0, "c": 60.0}, {"a": 8, "b": 12, "c": 5}
     generator = torch.Generator().manual_seed(3)
@@ -150,15 +158,19 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
     torch.testing.assert_close(x, above / below, rtol=0, atol=1e-6)
 
 
-def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
-    """With one step at rate η = ½: c_i⁺ = g_i(x), y_i = x − ½·(g_i − c_i + c), g_i = x − target.
+def test_unequal_weights_match_a_calculation_by_hand(tmp_path: Path) -> None:
+    """SCAFFOLD with unequal weights of the sites gives the numbers of a calculation by hand.
 
-    Round 1, sites a and b:  W = 1 + 3 = 4.  g = −1, 3;  y = 0.5, −1.5.
-        x = 0 − (¼·(−0.5) + ¾·1.5) = −1;          c = ¼·(−1) + ¾·3 = 2
-    Round 2, c has registered and was not heard:  W = (1 + 3)·3/2 = 6.  g = −2, 2;  Δ = −1, −1;  y = −1.5, −1.5.
-        x = −1 − (¼·½ + ¾·½) = −1.5;              c = 2·4/6 + (1·(−1) + 3·(−1))/6 = 2/3
-    Round 3, all three:  W = 12.  g = −2.5, 1.5, −6.5;  Δ = −0.5, −0.5, −6.5;  x − y = 1/12, 1/12, −35/12.
-        x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
+    Each site makes one step at rate η = ½: c_i⁺ = g_i(x), y_i = x − ½·(g_i − c_i + c), g_i = x − target.
+
+    Round 1 has sites `a` and `b`: W = 1 + 3 = 4. g = −1, 3; y = 0.5, −1.5. Then x = 0 − (¼·(−0.5) + ¾·1.5) = −1 and c =
+    ¼·(−1) + ¾·3 = 2.
+
+    In round 2, site `c` has registered, but has not submitted: W = (1 + 3)·3/2 = 6. g = −2, 2; Δ = −1, −1; y = −1.5,
+    −1.5. Then x = −1 − (¼·½ + ¾·½) = −1.5 and c = 2·4/6 + (1·(−1) + 3·(−1))/6 = 2/3.
+
+    Round 3 has all three sites: W = 12. g = −2.5, 1.5, −6.5; Δ = −0.5, −0.5, −6.5; x − y = 1/12, 1/12, −35/12. Then x =
+    −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12 and c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6.
     """
     with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=4) as world:
         world.ask(number=1)
@@ -174,10 +186,13 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
         assert one_step(world, "a")[:2] == pytest.approx((5 / 12, -25 / 6), abs=1e-15)
 
 
-def test_sitting_out_keeps_the_weight_in_the_total(tmp_path: Path) -> None:
-    """Weights 1, 2 and 4, Σ = 7. Round 2 is without c: W stays (1 + 2 + 4)·3/3, whatever a and b say anew; not 3·3/2.
+def test_the_total_keeps_the_weight_of_an_absent_site(tmp_path: Path) -> None:
+    """The total weight W keeps the weight of a site that sits out a round.
 
-    A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
+    The weights from round 1 stay: 1, 2 and 4, with the sum 7. In round 2, without site `c`, W is (1 + 2 + 4)·3/3, not
+    3·3/2. The new weights that sites `a` and `b` report change nothing.
+
+    Site `d` joins in round 3 and never submits. From then on N is 4, and W is 7·4/3.
     """
     with World(tmp_path, One(), "abc", algorithm="scaffold", rounds=3, **{"rounds.min_sites": 2}) as world:
         for number, weights in enumerate([{"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 8.0, "b": 8.0}, {"a": 1.0, "b": 1.0}]):
@@ -196,9 +211,13 @@ def test_sitting_out_keeps_the_weight_in_the_total(tmp_path: Path) -> None:
 
 
 def test_a_site_without_samples_adds_no_weight(tmp_path: Path) -> None:
-    """Weights 2 and 6. In round 1 b sits out and was never heard: W = 2, so c is a's control alone.
+    """A site that submits with weight 0 adds nothing to the total weight W until it first trains.
 
-    In round 2 both train: W = 8. In round 3 b sits out again: its weight and its control stay, and W = 8.
+    The sites `a` and `b` have the weights 2 and 6. In round 1, site `b` submits weight 0: W = 2, and c is the control
+    of site `a` alone.
+
+    In round 2 both sites train: W = 8. In round 3, site `b` submits weight 0 again: its earlier weight and its control
+    stay, and W = 8.
     """
     weights, x, c, total = {"a": 2.0, "b": 6.0}, 0.0, 0.0, 2.0
     own = dict.fromkeys(TARGETS, 0.0)
@@ -222,10 +241,11 @@ def test_a_site_without_samples_adds_no_weight(tmp_path: Path) -> None:
         assert [each.total_weight for each in world.status.history] == [2.0, 8.0, 8.0]
 
 
-def test_a_changed_weight_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first weight of a site stays, and the log says once that it has changed.
+def test_the_log_reports_a_changed_weight_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A site's first weight stays in force. The log says once that the site has reported another weight.
 
-    The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal.
+    The expected numbers are those of two sites with the weights 1 and 3. After a restart, the server reads the weights
+    from its journal.
     """
     with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=3) as world:
         world.ask()
@@ -245,10 +265,11 @@ def test_a_changed_weight_is_reported(tmp_path: Path, caplog: pytest.LogCaptureF
     assert {"b", "500", "3"} <= set(re.findall(r"\w+", said[0]))
 
 
-def test_equal_weights_have_the_papers_bits(tmp_path: Path) -> None:
-    """Equal weights are the paper's to the last bit.
+def test_equal_weights_give_the_papers_bits(tmp_path: Path) -> None:
+    """With equal weights of all sites, c equals the paper's formula to the last bit.
 
-    Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target.
+    With weight 1, c is Σ Δc_i·(1/N) in the order of the sites' names, with one rounding per site. Δc_i = g_i(0) =
+    −target.
     """
     with World(tmp_path, point(), "abc", algorithm="scaffold", rounds=2) as world:
         world.ask()
@@ -282,8 +303,8 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
 )
-def test_a_malformed_difference_is_named(tmp_path: Path, given: Any, words: str) -> None:
-    """A malformed difference is refused by name, and the round goes on."""
+def test_submit_refuses_a_malformed_control_difference(tmp_path: Path, given: Any, words: str) -> None:
+    """A site's `submit` refuses a malformed control difference and says what is wrong with it. The round goes on."""
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=words):
@@ -293,8 +314,11 @@ def test_a_malformed_difference_is_named(tmp_path: Path, given: Any, words: str)
 
 
 @pytest.mark.covers("S7")
-def test_a_difference_needs_steps_and_no_hooks(tmp_path: Path) -> None:
-    """A difference without steps, or beside `correct`, is refused."""
+def test_submit_refuses_a_difference_without_steps_or_after_correct(tmp_path: Path) -> None:
+    """A site's `submit` refuses a control difference without a number of steps, or after a call of `correct`.
+
+    A second call of `correct` in one round is refused as it would correct each step twice.
+    """
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match="steps=0"):
@@ -308,7 +332,7 @@ def test_a_difference_needs_steps_and_no_hooks(tmp_path: Path) -> None:
 
 
 def test_fedavg_has_no_controls(tmp_path: Path) -> None:
-    """A run without controls has none, and refuses a difference."""
+    """A FedAvg run has no controls, and a site's `submit` refuses a control difference."""
     with first_round(tmp_path, "fedavg") as fl_round:
         model = fl_round.load_into(One())
         assert fl_round.global_state("control") == fl_round.own_state("control") == {}
@@ -326,7 +350,10 @@ def test_fedavg_has_no_controls(tmp_path: Path) -> None:
         ([0.1, 0.2], 1, "learning rates 0.1, 0.2"),
     ],
 )
-def test_what_scaffold_cannot_use_has_a_remedy(tmp_path: Path, rates: list[float], steps: int, words: str) -> None:
+def test_scaffold_refuses_unusable_rates_and_no_steps(
+    tmp_path: Path, rates: list[float], steps: int, words: str
+) -> None:
+    """SCAFFOLD refuses a round without steps, and learning rates that are zero, negative, infinite or unequal."""
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         optimizer = torch.optim.SGD([{"params": [model.w]}, {"params": [model.frozen]}], lr=ETA)
@@ -344,7 +371,10 @@ def test_what_scaffold_cannot_use_has_a_remedy(tmp_path: Path, rates: list[float
 
 @pytest.mark.covers("X3")
 def test_names_of_controls_are_reserved(tmp_path: Path) -> None:
-    """A model's own names may not be those of controls."""
+    """SCAFFOLD refuses a model with a tensor whose name begins with `atoll.control.`.
+
+    A run whose algorithm has no controls accepts this name.
+    """
     model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
     with pytest.raises(UsageError, match=r"'atoll\.control\.v', but names that begin with 'atoll\.control\.' are"):
         World(tmp_path, model, algorithm="scaffold").start()

@@ -136,12 +136,12 @@ def restore_to(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_after_a_backup(
+def test_restoring_a_backup_resets_the_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A server restored from a backup begins with controls of zero.
+    """After a server is restored from a backup, SCAFFOLD's controls start at zero again at the server and all sites.
 
-    All sites are three rounds ahead: they go on to the end, and the server says it once.
+    All sites are three rounds ahead of the backup. They go on training, and the server logs the reset once.
     """
     before, _ = restore_to(world, 2, after=5, served=served)
     with served():
@@ -157,12 +157,13 @@ def test_controls_begin_anew_after_a_backup(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_one_update_behind(
+def test_a_lost_earlier_control_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A site cannot go back by one update where it has lost the control from before it.
+    """All controls start at zero again if a site must go back by one update, but has lost its earlier control.
 
-    The server is one update behind all sites, of which a has lost the control before this update: one bit of it.
+    The restored server is one update behind all sites. At site `a`, one bit of the control from before this update is
+    damaged.
     """
     with served():
         take_rounds(world, 2)
@@ -183,10 +184,14 @@ def test_controls_begin_anew_one_update_behind(
 
 
 @pytest.mark.covers("S2", "F41")
-def test_controls_begin_anew_after_a_damaged_head(
+def test_a_damaged_newest_version_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One bit of version 3 is damaged when a and b have updates against it, while c could still go back."""
+    """All controls start at zero again if the newest version is damaged after sites have trained on it.
+
+    One bit of version 3 is damaged after the sites `a` and `b` have submitted updates against version 3. Site `c` has
+    not, and could still go back.
+    """
     with served():
         before = take_rounds(world, 3)
         take_rounds(world, 4, "ab")
@@ -203,10 +208,10 @@ def test_controls_begin_anew_after_a_damaged_head(
 
 
 @pytest.mark.covers("S2", "F13")
-def test_a_restart_keeps_controls_that_began_anew(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that ends after controls have begun anew goes on so.
+def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A server that restarts after it has reset the controls keeps the reset and does not log it again.
 
-    Only a has asked for a round when the server ends: what it said then stands in the journal.
+    Only site `a` has asked for a round before the restart. The server reads the reset from its journal.
     """
     restore_to(world, 2, after=5)
     with world:
@@ -222,10 +227,10 @@ def test_a_restart_keeps_controls_that_began_anew(world: World, caplog: pytest.L
 
 
 @pytest.mark.covers("S2", "F42")
-def test_controls_begin_anew_twice(world: World, served: Callable[[], Any]) -> None:
-    """Controls begin anew as often as the server goes back.
+def test_restoring_a_backup_twice_resets_the_controls_twice(world: World, served: Callable[[], Any]) -> None:
+    """Each time the server is restored from the same backup, the controls start at zero again.
 
-    The same backup twice: the sites' controls are then of a generation that this server does not know.
+    At the second time, the sites' controls belong to a generation that the server does not know.
     """
     _, backup = restore_to(world, 2, after=5, served=served)
     with served():
@@ -238,10 +243,10 @@ def test_controls_begin_anew_twice(world: World, served: Callable[[], Any]) -> N
 
 
 @pytest.mark.covers("S2", "F41")
-def test_controls_begin_anew_before_their_beginning(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """Controls begin anew where the version that they began at is damaged.
+def test_losing_the_version_of_a_reset_resets_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """The controls start at zero once more if the version at which they were reset is damaged.
 
-    They began at version 2. After its loss, version 1 has the controls of before, which no site has any more.
+    The controls were reset at version 2. The server then goes back to version 1, whose controls no site has any more.
     """
     before, _ = restore_to(world, 2, after=5)
     with world:
@@ -257,12 +262,15 @@ def test_controls_begin_anew_before_their_beginning(world: World, caplog: pytest
 
 @pytest.mark.covers("S2", "F42")
 @pytest.mark.parametrize("same_ticket", [False, True], ids=["next-ticket", "same-ticket"])
-def test_an_earlier_update_does_not_count(world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool) -> None:
-    """An update that was formed before controls began anew does not count.
+def test_an_update_from_before_the_reset_does_not_count(
+    world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool
+) -> None:
+    """An update that a site formed before the controls were reset does not count after the reset.
 
-    c is restored with the server. Its update of round 3 fits to version 2, but not to controls of zero.
+    Site `c` is restored together with the server. Its update of round 3 fits version 2, but it does not fit controls of
+    zero.
 
-    The server may by chance give c a ticket with the number under which this update was formed.
+    In one case, the server gives site `c` a ticket whose number is, by chance, that of the old update's ticket.
     """
     with world:
         take_rounds(world, 2)
@@ -289,10 +297,10 @@ def test_an_earlier_update_does_not_count(world: World, caplog: pytest.LogCaptur
 
 
 @pytest.mark.covers("S2")
-def test_controls_begin_anew_with_a_lost_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site that has lost its control begins at zero, and so does the run.
+def test_a_site_that_lost_its_control_resets_all_controls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If one site has lost its control and may start at zero, all controls of the run start at zero.
 
-    ATOLL_NEW_STATE at b: no share of its old control stays in c.
+    Site `b` has lost its folder and has set ATOLL_NEW_STATE. No share of its old control stays in c.
     """
     with world:
         take_rounds(world, 2)
@@ -306,8 +314,11 @@ def test_controls_begin_anew_with_a_lost_one(world: World, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("S2")
-def test_residuals_survive_a_restored_server(world: World) -> None:
-    """Residuals do not end a site when the server goes back. With one trained value, int8 is exact."""
+def test_sites_with_residuals_go_on_after_a_backup(world: World) -> None:
+    """Sites that keep residuals of a codec go on training after the server is restored from a backup.
+
+    The codec int8 is exact for a model with one trained value.
+    """
     world.set(codec="int8")
     stays = partial(with_sites_that_stay, world)
     restore_to(world, 2, after=5, served=stays)
@@ -348,8 +359,11 @@ COUNTING = Algorithm(
 
 
 @pytest.mark.covers("S2", "F42")
-def test_the_state_of_an_own_algorithm_begins_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a return to version 2, a site that begins round n has had n - 3 updates counted."""
+def test_a_backup_resets_the_state_of_an_own_algorithm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a server goes back to version 2, the state of a user's own algorithm starts at zero again.
+
+    At the start of round n, a site and the version have then counted n − 3 updates.
+    """
     monkeypatch.setattr("atoll.registry._registered", {})
     atoll.register("algorithms", "counting", COUNTING)
     world.set(algorithm="counting")

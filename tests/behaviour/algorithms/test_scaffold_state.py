@@ -154,10 +154,13 @@ PENDING = (
         pytest.param(damage, ["algorithm-0.bin"], PENDING, id="pending-damaged"),
     ],
 )
-def test_a_site_without_its_control_is_refused(
+def test_a_site_with_a_lost_or_damaged_control_is_refused(
     world: World, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object], names: list[str], said: str
 ) -> None:
-    """The run counts on a control that the site no longer has."""
+    """A site cannot take part if its control is lost or damaged, because the run's model depends on this control.
+
+    A second attempt is refused, too: files that the first attempt left do not pass for a control.
+    """
     assert part(world, until=2) == [1.0, 2.0]
     world.wait(2)  # the second update is in the controls
     for name in names:
@@ -171,7 +174,8 @@ def test_a_site_without_its_control_is_refused(
         assert [worker.state for worker in world.status.workers] == ["left"]  # it did not join
 
 
-def test_its_folder_may_move_to_another_machine(world: World) -> None:
+def test_a_sites_folder_may_move_to_another_machine(world: World) -> None:
+    """A site may move to another machine if its folder moves, too. Without its files the site is refused."""
     part(world)
     other = world.folder / "other"
     with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
@@ -180,8 +184,8 @@ def test_its_folder_may_move_to_another_machine(world: World) -> None:
     assert part(world, workers=other) == [1.0, 2.0]
 
 
-def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
-    """A site that joins late, and one without a counted update, begin with controls of zero."""
+def test_sites_without_counted_updates_start_with_zero_controls(world: World) -> None:
+    """A site that joins late, or that has no counted update yet, starts with controls of zero."""
     with ManualSite(world.url, site="a", folder=world.workers) as client:
         client.next_round()
         client.pull()
@@ -189,8 +193,11 @@ def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
     assert part(world, "late") == [0.0, 0.0]
 
 
-def test_an_accepted_update_counts_before_its_round(pair: World) -> None:
-    """a's update lies there, accepted, when a loses its files; b's is awaited."""
+def test_a_site_needs_its_control_before_the_round_ends(pair: World) -> None:
+    """A site that loses its control after its update was accepted is refused, even before the round ends.
+
+    The update of site `a` is accepted when `a` loses its files. The round still waits for site `b`.
+    """
     with pair:
         pair.join("b")
         part(pair)
@@ -199,7 +206,8 @@ def test_an_accepted_update_counts_before_its_round(pair: World) -> None:
             part(pair)
 
 
-def test_the_server_remembers_it_over_a_restart(world: World) -> None:
+def test_a_restarted_server_remembers_accepted_updates(world: World) -> None:
+    """A restarted server knows how many updates of a site it has accepted. A site that lost its control is refused."""
     part(world, until=2)
     shutil.rmtree(world.workers)
     world.restart()
@@ -207,12 +215,13 @@ def test_the_server_remembers_it_over_a_restart(world: World) -> None:
         part(world)
 
 
-def test_a_site_may_begin_at_zero_when_told(
+def test_a_site_may_start_at_zero_by_variable(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A site without its state may begin at zero where it is told to.
+    """A site that has lost its state may start with a control of zero if ATOLL_NEW_STATE is 1.
 
-    Only the note is gone: what the files hold is not taken for c_i. Told so once, the site has a control again.
+    Only `algorithm.json` is missing, and the site does not take the remaining files for its c_i. From then on the site
+    has a control again, and the variable does no harm.
     """
     part(world, until=2)
     (run_folder(world) / "algorithm.json").unlink()
@@ -231,8 +240,8 @@ def test_a_site_may_begin_at_zero_when_told(
 # -- of another moment: c_i is that of its site, its run and its last update that counts
 
 
-def test_refuses_an_older_copy_of_the_folder(pair: World) -> None:
-    """The control of an older copy of the site's folder is refused."""
+def test_refuses_an_older_copy_of_a_sites_folder(pair: World) -> None:
+    """A site with an older copy of its folder is refused, because the copy holds an outdated control."""
     with pair:
         both(pair, 1)
         older = copy_folder(pair.workers / "a", pair.folder / "older")
@@ -243,6 +252,7 @@ def test_refuses_an_older_copy_of_the_folder(pair: World) -> None:
 
 
 def test_refuses_the_control_of_another_site(pair: World) -> None:
+    """A site that has the folder of another site is refused."""
     with pair:
         both(pair, 2)
         for site, other in ("ab", "ba"):
@@ -251,10 +261,11 @@ def test_refuses_the_control_of_another_site(pair: World) -> None:
         require_the_mean(both(pair, 4), 4)
 
 
-def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
-    """The update is accepted, and does not count yet.
+def test_refuses_a_copy_from_before_an_accepted_update(pair: World) -> None:
+    """A site is refused if its folder is a copy from before its last accepted update, even if this update does not
+    count yet.
 
-    The copy has the control of the last update that counts, and nothing of the one that is going to.
+    The copy holds the control of the last counted update, but nothing of the accepted update.
     """
     with pair:
         both(pair, 2)
@@ -268,15 +279,18 @@ def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
 
 
 @pytest.mark.parametrize("knows", [False, True], ids=["pending", "counted"])
-def test_a_restored_server_finds_the_earlier_control(pair: World, knows: bool) -> None:
-    """A site keeps the control that it had before its last update, whether it knows already that this one counted."""
+def test_a_site_keeps_the_control_before_its_last_update(pair: World, knows: bool) -> None:
+    """A site keeps the control from before its last update, so it can follow a server restored by one version.
+
+    This holds whether or not the site knows that its last update counted.
+    """
     restore_to(pair, 2, after=3, knows=knows)
     with pair:
         require_the_mean(both(pair, 6), 4, 5, 6)
 
 
-def test_a_server_at_its_begin_resets_controls(pair: World) -> None:
-    """A server that is restored to its begin begins with controls of zero."""
+def test_a_server_restored_to_version_0_resets_controls(pair: World) -> None:
+    """If a server is restored to version 0, all sites start with controls of zero."""
     restore_to(pair, 0, after=4)
     with pair:
         seen = both(pair, 3)
@@ -284,8 +298,12 @@ def test_a_server_at_its_begin_resets_controls(pair: World) -> None:
     require_the_mean(seen, 3)
 
 
-def test_a_running_site_steps_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """The server lost its third version. The site sends the third update again, and c_i is as after two, then three."""
+def test_a_running_site_goes_back_with_its_server(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A running site takes its control back by one update when the restored server has lost this update.
+
+    The server lost version 3. The site sends its third update again: its c_i is first that after two updates, then that
+    after three.
+    """
     site, seen = world.sites["a"], list[list[float]]()
 
     def rounds(until: int) -> None:

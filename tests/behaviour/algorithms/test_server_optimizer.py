@@ -43,19 +43,19 @@ def stepped(folder: Path, algorithm: str, gradients: list[float], **settings: An
     return [*path[1:], exported(folder)["weight"].item()]
 
 
-def test_momentum(tmp_path: Path) -> None:
-    """m₁ = 1, m₂ = 0.9 + 1, m₃ = 0.9·1.9."""
+def test_fedavgm_matches_a_calculation_by_hand(tmp_path: Path) -> None:
+    """FedAvgM steps by its momentum. By hand: m₁ = 1, m₂ = 0.9 + 1, m₃ = 0.9·1.9."""
     assert stepped(tmp_path, "fedavgm", [1.0, 1.0, 0.0]) == pytest.approx([-1.0, -2.9, -4.61])
 
 
-def test_adagrad(tmp_path: Path) -> None:
+def test_fedadagrad_matches_a_calculation_by_hand(tmp_path: Path) -> None:
     # v₀ = τ² = 1e-6;  v₁ = 4 + 1e-6, v₂ = 8 + 1e-6
     first = 0.01 * 2 / (math.sqrt(4 + 1e-6) + 1e-3)
     second = 0.01 * 2 / (math.sqrt(8 + 1e-6) + 1e-3)
     assert stepped(tmp_path, "fedadagrad", [2.0, 2.0]) == pytest.approx([-first, -first - second])
 
 
-def test_adam(tmp_path: Path) -> None:
+def test_fedadam_matches_a_calculation_by_hand(tmp_path: Path) -> None:
     # m̂₁ = g, v̂₁ = g²;  m₂ = 0.9·0.1·2, m̂₂ = m₂/0.19;  v₂ = 0.99·0.01·4, v̂₂ = v₂/0.0199
     first = 0.1 * 2 / (2 + 1e-3)
     second = 0.1 * (0.18 / 0.19) / (math.sqrt(0.0396 / 0.0199) + 1e-3)
@@ -63,15 +63,16 @@ def test_adam(tmp_path: Path) -> None:
     assert stepped(tmp_path, "fedadam", [2.0, 0.0], **settings) == pytest.approx([-first, -first - second])
 
 
-def test_yogi(tmp_path: Path) -> None:
+def test_fedyogi_matches_a_calculation_by_hand(tmp_path: Path) -> None:
     # v₀ = 1e-6 < g²: v₁ = v₀ + 0.01·1;  then g = 0: v stays, m₂ = 0.9·0.1
     v = 1e-6 + 0.01
     first, second = (0.01 * m / (math.sqrt(v) + 1e-3) for m in (0.1, 0.09))
     assert stepped(tmp_path, "fedyogi", [1.0, 0.0]) == pytest.approx([-first, -first - second])
 
 
-def test_yogi_lets_a_large_gradient_be_forgotten_slowly(tmp_path: Path) -> None:
+def test_fedyogi_forgets_a_large_gradient_slowly(tmp_path: Path) -> None:
     # v₁ = 1e-6 + 0.01·10⁴ = 100, as Adam's; then g = 1: v₂ = 100 − 0.01·1, where Adam's is 0.99·100 + 0.01;  m₂ = 9.1
+    """After a large gradient, FedYogi's second moment v shrinks more slowly than FedAdam's."""
     first, second = 0.01 * 10 / (math.sqrt(100) + 1e-3), 0.01 * 9.1 / (math.sqrt(100 - 0.01) + 1e-3)
     found = stepped(tmp_path, "fedyogi", [100.0, 1.0])
     assert found == pytest.approx([-first, -first - second], rel=1e-5)
@@ -130,7 +131,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_has_its_algorithms_defaults_and_settings(tmp_path: Path, case: str) -> None:
+def test_settings_override_the_algorithms_defaults(tmp_path: Path, case: str) -> None:
+    """A run uses the defaults of its algorithm. Settings of the run take precedence over these defaults."""
     settings, outer, told = CASES[case]
     with server_of(tmp_path, **settings) as server:
         assert server.status().outer == outer
@@ -160,6 +162,7 @@ def test_a_run_has_its_algorithms_defaults_and_settings(tmp_path: Path, case: st
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_remedy(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_refuses_impossible_settings_with_a_reason(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    """A server with an unknown name or an impossible setting of the algorithm refuses to start and says why."""
     with pytest.raises(ConfigError, match=words):
         server_of(tmp_path, **settings).start()

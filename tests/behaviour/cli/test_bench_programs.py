@@ -37,7 +37,8 @@ def figures_of(script, tmp_path: Path):
     return run
 
 
-def test_the_model_has_the_asked_size(tmp_path) -> None:
+def test_the_bench_model_has_the_requested_size(tmp_path) -> None:
+    """The bench's model has the requested number of bytes, divided among the requested number of tensors."""
     sizes = round_model.names_and_sizes(4 * 1003, 10)
     assert list(sizes.values()) == [101, 101, 101, 100, 100, 100, 100, 100, 100, 100]
     round_model.write_initial(tmp_path / "model.safetensors", sizes)
@@ -57,8 +58,8 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
     return model
 
 
-def test_recognises_the_exact_mean() -> None:
-    """The bench notices one wrong bit, or a round too few."""
+def test_the_bench_recognises_the_exact_mean() -> None:
+    """The bench accepts a model with the exact mean. It notices one wrong bit, or one missing round."""
     for rounds in (1, 3):
         assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)
@@ -68,7 +69,8 @@ def test_recognises_the_exact_mean() -> None:
     assert not round_model.is_exact(model, range(2), 2, "none", "none")
 
 
-def test_anonymous_memory_is_that_of_the_process() -> None:
+def test_measures_the_anonymous_memory_of_a_process() -> None:
+    """The bench measures the anonymous memory of a process. For a process that does not exist, the figure is 0."""
     before = process_figures.anonymous_kb(os.getpid())
     held = bytearray(b"x") * (64 * 2**20)
     after = process_figures.anonymous_kb(os.getpid())
@@ -77,7 +79,8 @@ def test_anonymous_memory_is_that_of_the_process() -> None:
     assert process_figures.anonymous_kb(2**22 + 1) == 0  # no such process
 
 
-def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
+def test_a_memory_peak_counts_from_its_baseline() -> None:
+    """A memory peak counts from the baseline at `begin` until `end`: with nothing in between, the peak is 0 MB."""
     peaks = process_figures.Peaks()
     try:
         pid = os.getpid()
@@ -91,7 +94,8 @@ def test_a_peak_counts_from_the_baseline_until_the_end() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("D8", "D9")
 @pytest.mark.parametrize("codec", ["none", pytest.param("bf16", marks=pytest.mark.long)])
-def test_a_small_round_is_exact_and_says_what_it_cost(figures_of, codec: str) -> None:
+def test_the_round_bench_is_exact_and_reports_costs(figures_of, codec: str) -> None:
+    """The round bench computes the exact mean, and reports each round's time, the bytes sent and the CPU time."""
     figures = figures_of("round", f"--gb 0.002 --workers 2 --rounds 3 --tensors 7 --codec {codec}")
     assert figures["exact"] is True
     assert len(figures["rounds_s"]) == 3
@@ -105,8 +109,8 @@ def test_a_small_round_is_exact_and_says_what_it_cost(figures_of, codec: str) ->
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "L16")
-def test_both_codecs_send_a_quarter(figures_of) -> None:
-    """A small round with codecs both ways is exact, and sends a quarter."""
+def test_int8_both_ways_sends_a_quarter_of_the_bytes(figures_of) -> None:
+    """With the codec int8 for uploads and downloads, a round is exact and sends about a quarter of the bytes."""
     figures = figures_of("round", "--gb 0.002 --workers 2 --rounds 3 --codec int8 --downlink-codec int8")
     assert figures["exact"] is True
     assert 6 * 2_000_000 / 3.94 <= figures["bytes_up"] < 6 * 2_000_000 / 3.7
@@ -117,7 +121,8 @@ def test_both_codecs_send_a_quarter(figures_of) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("D8", "D12")
-def test_on_disk_and_in_memory_are_compared(figures_of) -> None:
+def test_the_round_bench_compares_disk_with_memory(figures_of) -> None:
+    """With `--compare`, the round bench runs on disk and in memory, and both runs give the same bits."""
     answer = figures_of("round", "--gb 0.002 --workers 2 --rounds 2 --tensors 3 --compare")
     assert answer["same_bits"] is True
     assert answer["disk"]["digest"] == answer["memory"]["digest"]
@@ -129,7 +134,7 @@ def test_on_disk_and_in_memory_are_compared(figures_of) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_bench_says_what_it_found_in_words(script, tmp_path: Path) -> None:
+def test_the_round_bench_prints_its_results_in_words(script, tmp_path: Path) -> None:
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
     outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
@@ -138,7 +143,7 @@ def test_a_bench_says_what_it_found_in_words(script, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_stopped_bench_leaves_nothing(tmp_path: Path) -> None:
+def test_a_terminated_bench_leaves_no_files(tmp_path: Path) -> None:
     words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
     assert "the rounds begin" in process.stderr.readline()
@@ -150,7 +155,8 @@ def test_a_stopped_bench_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_many_tensors_are_compared_with_few(figures_of) -> None:
+def test_the_bench_compares_many_tensors_with_few(figures_of) -> None:
+    """The bench compares the rounds of a model with many tensors with the rounds of a model with few tensors."""
     answer = figures_of("round_of_many_tensors", "--gb 0.001 --rounds 2 --few 2 --many 20 --repeats 1")
     assert answer["exact"] is True
     assert answer["ratio"] > 0
@@ -158,7 +164,7 @@ def test_many_tensors_are_compared_with_few(figures_of) -> None:
 
 
 @pytest.mark.long
-def test_the_bare_path_moves_a_small_model(script, tmp_path: Path) -> None:
+def test_the_bare_round_bench_moves_a_small_model(script, tmp_path: Path) -> None:
     words = ["--gb", "0.02", "--workers", "2", "--rounds", "2", "--dir", str(tmp_path)]
     outcome = script("bench/bare_round.py", *words)
     assert outcome.returncode == 0, outcome.stderr
@@ -166,8 +172,8 @@ def test_the_bare_path_moves_a_small_model(script, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_ends_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the server's last words, and no worker waits for it."""
+def test_the_bench_reports_a_server_that_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server process is killed, the bench's error contains the server's last words, and every process ends."""
     spawned: dict[str, subprocess.Popen[bytes]] = {}
     start = Processes.start
 
@@ -206,6 +212,7 @@ RUNS = [
 @pytest.mark.covers("D8", "D9", "D10", "P10")
 @pytest.mark.parametrize(("chosen", "ways"), RUNS)
 def test_every_stress_run_has_the_same_bits(figures_of, chosen: str, ways: list[tuple[str, bool]]) -> None:
+    """All stress runs end with the same bits: on disk or in memory, at the server or in a swarm."""
     runs = figures_of("stress", f"--gb 0.004 --workers 2 --rounds 2 --tensors 7 {chosen}")
     assert [(run["settings"]["placement"], run["settings"]["download_to_disk"]) for run in runs] == ways
     assert all(run["exact"] for run in runs)  # bit for bit what a server's rounds give, too
@@ -224,10 +231,13 @@ def test_every_stress_run_has_the_same_bits(figures_of, chosen: str, ways: list[
 
 @pytest.mark.covers("D8")
 @pytest.mark.parametrize("same", [True, False])
-def test_different_bits_end_a_stress_run(
+def test_the_stress_bench_fails_if_bits_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ) -> None:
-    """The four runs (on disk and in memory, at the server and in a swarm) must end with the same digest."""
+    """The stress bench fails if its four runs do not end with the same digest.
+
+    The four runs are on disk and in memory, each with aggregation at the server and in a swarm.
+    """
     program = runpy.run_path(str(BENCH / "stress.py"))
     asked: list[tuple[str, bool]] = []
 

@@ -23,7 +23,7 @@ COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "aud
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
-def test_every_command_explains_itself(atoll_command, arguments: list[str]) -> None:
+def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> None:
     outcome = atoll_command(*arguments, "--help")
     assert outcome.returncode == 0, outcome.stderr
     assert "Usage" in outcome.stdout
@@ -31,13 +31,13 @@ def test_every_command_explains_itself(atoll_command, arguments: list[str]) -> N
         assert [command for command in COMMANDS if command not in outcome.stdout] == []
 
 
-def test_version(atoll_command) -> None:
+def test_the_command_prints_its_version(atoll_command) -> None:
     outcome = atoll_command("--version")
     assert outcome.stdout == f"atoll {atoll.__version__}\n"
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_is_130(nursery, tmp_path) -> None:
+def test_ctrl_c_ends_with_exit_code_130(nursery, tmp_path) -> None:
     waiting = nursery.start("atoll", "status", "--server", "http://127.0.0.1:9", "--watch", cwd=tmp_path)
     wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
     waiting.send(signal.SIGINT)
@@ -47,9 +47,9 @@ def test_ctrl_c_is_130(nursery, tmp_path) -> None:
 
 @pytest.mark.usefixtures("fresh_processes", "interruptible")
 def test_early_ctrl_c_leaves_no_traceback(tmp_path) -> None:
-    """Ctrl-C before the command has begun leaves no traceback.
+    """Ctrl-C while a command still imports its modules leaves no traceback.
 
-    A module of the same name stands in for one that takes long to import; Ctrl-C comes meanwhile.
+    A file `typer.py` stands in for a slow import: it sends the signal of Ctrl-C to the process.
     """
     (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     command = [sys.executable, "-c", "import atoll.cli.main"]
@@ -89,8 +89,8 @@ WRONG = [
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0][:40] + said[:9] for words, said in WRONG])
-def test_a_wrong_command_line_says_why(canned, atoll_command, tmp_path, words: str, said: str) -> None:
-    """A wrong command line ends with exit code 2."""
+def test_a_wrong_command_line_ends_with_the_reason(canned, atoll_command, tmp_path, words: str, said: str) -> None:
+    """A wrong command line ends with exit code 2 and an error that says what is wrong. The command writes no file."""
     outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())
@@ -100,8 +100,8 @@ def test_a_wrong_command_line_says_why(canned, atoll_command, tmp_path, words: s
 @pytest.mark.covers("X3")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize("buffered", [True, False])
-def test_a_full_output_is_one_line(tmp_path: Path, buffered: bool) -> None:
-    """An output that cannot be written is an error of one line."""
+def test_a_full_output_ends_with_a_one_line_error(tmp_path: Path, buffered: bool) -> None:
+    """A command that cannot write its output, because the disk is full, ends with an error of one line."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     if not buffered:
         environment["PYTHONUNBUFFERED"] = "1"
@@ -133,7 +133,7 @@ def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch
 @pytest.mark.parametrize(
     "algorithm", ["fedavg", *(pytest.param(each, marks=pytest.mark.long) for each in ("scaffold", "diloco"))]
 )
-def test_new_files_train_alone(atoll_command, tmp_path: Path, algorithm: str) -> None:
+def test_new_files_train_without_a_server(atoll_command, tmp_path: Path, algorithm: str) -> None:
     """`atoll new` writes a valid run file, and its train.py trains without a server."""
     outcome = atoll_command("new", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr
@@ -160,7 +160,7 @@ def test_new_files_train_alone(atoll_command, tmp_path: Path, algorithm: str) ->
 def test_new_files_run_by_the_printed_commands(
     nursery: Nursery, atoll_command, tmp_path: Path, algorithm: str, flags: tuple[str, ...]
 ) -> None:
-    """The files run by the commands that `atoll new` prints, and the result can be exported."""
+    """The commands that `atoll new` prints run the new files, and the resulting model can be exported."""
     printed = atoll_command("new", "mine", "--algorithm", algorithm).stdout
     folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
     serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
@@ -180,8 +180,13 @@ def test_new_files_run_by_the_printed_commands(
 
 @pytest.mark.slow
 @pytest.mark.covers("X1", "V1")
-def test_new_files_simulate_to_the_same_bits(atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of processes makes no difference. Though its script draws random numbers without a seed."""
+def test_process_count_does_not_change_a_simulation(
+    atoll_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A simulation of the files from `atoll new` gives the same bits with one process and with two.
+
+    The script of these files draws random numbers without a seed of its own.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else one process would have all of them
     outcome = atoll_command("new", "--algorithm", "scaffold", "mine")
     assert "atoll simulate run.toml --set rounds.sites=20" in outcome.stdout
@@ -217,9 +222,9 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("algorithm", "options"), OPTIONS.items(), ids=OPTIONS)
 def test_new_writes_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str, options: list[str]) -> None:
-    """The run file lists the general and the algorithm's defaults as comments.
+    """`atoll new` writes the general defaults and the algorithm's defaults into the run file, as comments.
 
-    Uncommenting every line that shows a value changes nothing.
+    If all of these comments are turned into settings, the effective configuration stays the same.
     """
     atoll_command("new", "x", "--algorithm", algorithm)
     file = tmp_path / "x" / "run.toml"
@@ -238,7 +243,8 @@ def test_new_writes_defaults_as_comments(atoll_command, tmp_path: Path, algorith
     assert in_effect() == before
 
 
-def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
+def test_new_overwrites_no_file(atoll_command, tmp_path: Path) -> None:
+    """If `atoll new` would overwrite a file, it ends with an error that proposes a free folder name."""
     (tmp_path / "train.py").write_text("mine")
     outcome = atoll_command("new")
     assert outcome.returncode == 2
@@ -263,8 +269,10 @@ def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
     ],
     ids=["new", "evaluate"],
 )
-def test_an_unwritable_folder_is_named_first(atoll_command, tmp_path: Path, words: str, said: str) -> None:
-    """A folder that cannot be written is named before a server is asked for anything."""
+def test_an_unwritable_folder_is_reported_before_asking_a_server(
+    atoll_command, tmp_path: Path, words: str, said: str
+) -> None:
+    """A command reports a folder that it cannot write before it sends a request to a server."""
     (tmp_path / "taken").write_text("a file")
     outcome = atoll_command(*words.split())
     assert outcome.returncode == 7
@@ -272,7 +280,8 @@ def test_an_unwritable_folder_is_named_first(atoll_command, tmp_path: Path, word
     assert outcome.stderr.count("\n") == 1
 
 
-def test_new_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:
+def test_new_escapes_special_characters_in_a_run_name(atoll_command, tmp_path: Path) -> None:
+    """`atoll new` writes a run name with a double quote and a backslash so that TOML reads the same name back."""
     name = 'a"b\\c'
     atoll_command("new", name)
     assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name

@@ -28,8 +28,11 @@ import demo_models
 import demo_summary
 
 
-def test_the_transformer_sees_no_byte_ahead() -> None:
-    """The demo's transformer is small, and its head is tied."""
+def test_the_demo_transformer_sees_no_later_byte() -> None:
+    """In the demo's transformer, changing a byte changes no output for an earlier byte.
+
+    The model has about a million parameters, and its head shares the weight of the embedding.
+    """
     model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight
@@ -41,8 +44,8 @@ def test_the_transformer_sees_no_byte_ahead() -> None:
     assert not torch.equal(before[0, 10:], after[0, 10:])
 
 
-def test_validation_text_is_held_out() -> None:
-    """The corpus is split between the sites."""
+def test_the_demo_holds_out_validation_text() -> None:
+    """The demo splits its corpus between the sites, and no site has the text used for validation."""
     texts, windows = demo_data.corpus(3, seed=0)
     assert windows.shape == (192, demo_models.CONTEXT_BYTES + 1)
     sizes = [len(text) for text in texts]
@@ -53,7 +56,7 @@ def test_validation_text_is_held_out() -> None:
     assert all(needle not in text.numpy().tobytes() for text in texts)
 
 
-def test_digits_are_split_unevenly_and_completely() -> None:
+def test_the_demo_splits_all_digits_unevenly() -> None:
     sites, (test_images, test_labels) = demo_data.digits(4, seed=0)
     counts = [torch.bincount(labels, minlength=10) for _, labels in sites]
     assert sum(len(labels) for _, labels in sites) + len(test_labels) == 1797
@@ -63,8 +66,12 @@ def test_digits_are_split_unevenly_and_completely() -> None:
     assert (shares / shares.sum(dim=0)).max() > 0.6  # one site has most of some digit
 
 
-def test_the_ring_formula(tmp_path) -> None:
-    """3 workers, 10 MB, 5 steps: 2·(2/3)·10 MB·5 = 66.7 MB each; 1 MB sent is 67 times less."""
+def test_the_demo_compares_traffic_with_a_ring_allreduce(tmp_path) -> None:
+    """The demo's summary compares the bytes sent with those of a ring all-reduce.
+
+    By hand: with 3 workers, 10 MB and 5 steps, a ring sends 2·(2/3)·10 MB·5 = 66.7 MB per worker. The demo's worker
+    sent 1 MB, which is 67 times less.
+    """
     (tmp_path / "a.json").write_text(json.dumps({"steps": 5, "bytes_up": 1_000_000, "bytes_down": 2_000_000}))
     demo = SimpleNamespace(workers=3, result_file=lambda site: tmp_path / f"{site}.json")
     status = SimpleNamespace(
@@ -75,7 +82,7 @@ def test_the_ring_formula(tmp_path) -> None:
     assert "66.7 MB each, 67 × as much" in ring
 
 
-def test_children_that_ignore_a_request_are_ended(tmp_path: Path, monkeypatch) -> None:
+def test_child_processes_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
@@ -88,8 +95,8 @@ def test_children_that_ignore_a_request_are_ended(tmp_path: Path, monkeypatch) -
 
 @pytest.mark.slow
 @pytest.mark.covers("X1", "X4")
-def test_the_federated_demo_leaves_no_process(script, tmp_path) -> None:
-    """The demo writes its model, metrics, plot and logs, and none of its processes is left."""
+def test_the_federated_demo_writes_its_results_and_ends(script, tmp_path) -> None:
+    """The federated demo writes its model, metrics, plot and logs, and leaves none of its processes running."""
     outcome = script(
         "examples/demo/demo.py", "--algorithm", "fedavg", "--dir", "demo", "--rounds", "3", "--workers", "2"
     )
@@ -116,7 +123,7 @@ def test_the_federated_demo_leaves_no_process(script, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("X1")
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_every_process(tmp_path) -> None:
+def test_ctrl_c_ends_every_process_of_the_demo(tmp_path) -> None:
     folder = tmp_path / "demo"
     argv = [sys.executable, Path(demo_data.__file__).with_name("demo.py"), "--dir", folder, "--workers", "2"]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -132,6 +139,7 @@ def test_ctrl_c_ends_every_process(tmp_path) -> None:
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("source", [demo.__file__, demo_data.__file__], ids=["usage", "error"])
 def test_the_demo_accepts_the_options_that_it_advises(source: str) -> None:
+    """The demo accepts the options that its own usage text and its own errors recommend."""
     text = Path(source).read_text(encoding="utf-8")
     advised = re.findall(r"examples/demo/demo\.py (--[^\n\".]+)", text)
     assert advised == ["--algorithm fedavg"]
@@ -140,7 +148,7 @@ def test_the_demo_accepts_the_options_that_it_advises(source: str) -> None:
     typer.main.get_command(app).make_context("demo", advised[0].split())
 
 
-def test_a_folder_with_something_in_it_is_refused(script, tmp_path) -> None:
+def test_the_demo_refuses_a_folder_that_has_files(script, tmp_path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     outcome = script("examples/demo/demo.py", "--dir", "full")

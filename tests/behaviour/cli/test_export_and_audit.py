@@ -59,10 +59,10 @@ def require_refused(outcome: int | str, error: type[AtollError], words: str) -> 
 
 
 @pytest.mark.covers("P8")
-def test_an_export_takes_no_part(nursery: Nursery, atoll_command, server, model, tmp_path) -> None:
-    """An export does not join as a worker and does not start the server.
+def test_an_export_neither_joins_nor_starts_a_server(nursery: Nursery, atoll_command, server, model, tmp_path) -> None:
+    """An export from a server does not join as a worker. An export from a state directory does not start the server.
 
-    An export of a folder takes no lock, so that a server that starts meanwhile finds the folder free.
+    An export works beside a running server and after the server has stopped.
     """
     epoch, exports = server.status().epoch, tmp_path / "exports"
     outcome = atoll_command("export", "exports/asked.safetensors", ATOLL_SERVER=server.url)
@@ -77,8 +77,8 @@ def test_an_export_takes_no_part(nursery: Nursery, atoll_command, server, model,
         require_same(path, model)
 
 
-def test_a_version_deleted_meanwhile_is_not_exported(server, tmp_path, monkeypatch) -> None:
-    """What a server may have rewritten meanwhile is not written."""
+def test_a_version_deleted_during_an_export_is_not_exported(server, tmp_path, monkeypatch) -> None:
+    """An export writes no file if the server has deleted the version before the export ends."""
     from atoll.cli import export
     from atoll.posix import replace_file
 
@@ -118,7 +118,7 @@ def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
 @pytest.mark.covers("P8")
 @pytest.mark.usefixtures("overwritten")
 def test_exports_the_newest_version_during_rounds(tmp_path) -> None:
-    """The version that was newest at the begin of the export is overwritten."""
+    """An export during rounds gets a newer version when the server overwrites the version that was newest at first."""
     from atoll.cli import export
 
     out = tmp_path / "model.safetensors"
@@ -130,7 +130,7 @@ def test_exports_the_newest_version_during_rounds(tmp_path) -> None:
 
 @pytest.mark.usefixtures("overwritten")
 def test_an_overwritten_version_is_not_called_damaged(tmp_path) -> None:
-    """A version is overwritten during its export."""
+    """If the server overwrites the requested version during an export, the error says it was deleted, not damaged."""
     from atoll.cli import export
 
     with pytest.raises(Gone, match="deleted this version during the export"):
@@ -138,8 +138,8 @@ def test_an_overwritten_version_is_not_called_damaged(tmp_path) -> None:
     assert "model.safetensors" not in names(tmp_path)
 
 
-def test_a_full_disk_is_named(server, tmp_path, monkeypatch) -> None:
-    """A full disk is not taken for a failure of the network."""
+def test_an_export_reports_a_full_disk(server, tmp_path, monkeypatch) -> None:
+    """When the disk is full, an export from a server says so, and does not report a network failure."""
     from atoll.cli import export
     from atoll.transport import object_server
 
@@ -153,7 +153,8 @@ def test_a_full_disk_is_named(server, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "model.pt", "model"])
-def test_only_a_safetensors_file_is_written_over(atoll_command, tmp_path, name: str) -> None:
+def test_an_export_overwrites_only_safetensors_files(atoll_command, tmp_path, name: str) -> None:
+    """`atoll export` refuses a file name without the ending `.safetensors`, and an existing file keeps its content."""
     (tmp_path / name).write_text("mine")
     outcome = atoll_command("export", name, "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 2
@@ -166,8 +167,11 @@ def test_only_a_safetensors_file_is_written_over(atoll_command, tmp_path, name: 
     ("folder", "reason"),
     [("file/out", r"made \(Not a directory\)"), ("/proc", r"written \(.+\)")],
 )
-def test_a_folder_that_cannot_be_written_is_named(nursery, server, tmp_path, folder: str, reason: str) -> None:
-    """In /proc not even root may make a file."""
+def test_an_export_reports_an_unwritable_folder(nursery, server, tmp_path, folder: str, reason: str) -> None:
+    """`atoll export` names the folder that it cannot create or write, and says why.
+
+    The test uses `/proc`, in which not even root may create a file.
+    """
     (tmp_path / "file").write_text("mine")
     for source in (("--server", server.url), ("--dir", "state")):
         outcome = command(nursery, tmp_path, "export", f"{folder}/model.safetensors", *source)
@@ -204,8 +208,10 @@ SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min
         ("exports", 0, SERVER, "state/exports cannot be used (Permission denied). Run the command as the owner "),
     ],
 )
-def test_files_of_another_user_are_named(server, tmp_path, path: str, mode: int, words: str, said: str) -> None:
-    """Files that only another user may read are not called damaged."""
+def test_files_without_permission_are_not_called_damaged(
+    server, tmp_path, path: str, mode: int, words: str, said: str
+) -> None:
+    """A command that lacks permission for a file or folder of a run names it and does not call it damaged."""
     server.stop()
     (tmp_path / "state" / "objects").mkdir()
     (tmp_path / "state" / path).chmod(mode)
@@ -238,20 +244,22 @@ MISSING = r"version-0-0\.safetensors cannot be read \(No such file or directory\
 def test_a_damaged_version_is_never_exported(
     nursery: Nursery, server, tmp_path, damage: Callable[[Path], object], path: str, words: str
 ) -> None:
+    """`atoll export` refuses to export a version whose file is missing or damaged, and writes no file."""
     server.stop()
     damage(tmp_path / "state" / path)
     require_refused(export(nursery, tmp_path / "model.safetensors", "--dir", "state"), StateCorrupt, words)
     assert names(tmp_path) == ["state"]
 
 
-def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
+def test_an_export_without_a_server_suggests_the_state_directory(atoll_command) -> None:
+    """If no server answers, the error of `atoll export` suggests `--dir` with the state directory."""
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5
     assert outcome.stderr.endswith("Without a server, use --dir STATE_DIRECTORY.\n")
 
 
 def test_a_missing_version_leaves_the_old_file(nursery: Nursery, server, tmp_path) -> None:
-    """A version that is not kept leaves the file of an earlier export."""
+    """If the server no longer keeps the requested version, the export fails and the file of an earlier export stays."""
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"old")
     for source in (("--server", server.url), ("--dir", "state")):
@@ -264,8 +272,11 @@ def test_a_missing_version_leaves_the_old_file(nursery: Nursery, server, tmp_pat
 # -- the log of a run
 
 
-def test_audit_tells_decisions_and_changed_entries(atoll_command, tmp_path) -> None:
-    """`atoll audit` says them beside a running server and after a stopped one."""
+def test_audit_lists_decisions_and_detects_changed_entries(atoll_command, tmp_path) -> None:
+    """`atoll audit` lists the server's decisions while the server runs and after it has stopped.
+
+    If an entry of the audit log was changed, the command fails and gives the number of this entry.
+    """
     with plain_server(tmp_path, {"w": torch.zeros(2)}, rounds=1) as server:
         with atoll.join(server.url, site="clinic-a", folder=tmp_path / "w") as worker:
             for fl_round in worker:

@@ -80,8 +80,11 @@ def require_read(folder: Path, version: int, entries: int, ask: Callable[..., An
 
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
-def test_reading_changes_nothing(nursery: Nursery, folder_of, kind: str) -> None:
-    """Content, modes and times stay, and no file is left in the state directory or with the temporary files."""
+def test_reading_commands_change_no_file(nursery: Nursery, folder_of, kind: str) -> None:
+    """`atoll status`, `atoll audit` and `atoll export` leave contents, modes and times in a state directory unchanged.
+
+    They leave no file in the state directory and no temporary file.
+    """
     folder, version, entries = folder_of(kind)
     before = look(folder / "state")
     require_read(folder, version, entries, partial(command, nursery))
@@ -91,7 +94,8 @@ def test_reading_changes_nothing(nursery: Nursery, folder_of, kind: str) -> None
 @pytest.mark.slow
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
-def test_a_folder_that_is_only_readable_is_read(folder_of, kind: str) -> None:
+def test_a_read_only_state_directory_can_be_read(folder_of, kind: str) -> None:
+    """The reading commands work on a state directory in which they have no permission to write."""
     folder, version, entries = folder_of(kind)
     for path in folder.rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o400 if path.suffix == ".token" else 0o444)
@@ -121,8 +125,11 @@ def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, Feder
 @pytest.mark.slow
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("index", ["usable", "for the server alone"])
-def test_a_living_run_is_read_in_a_round(living, index: str) -> None:
-    """Another user may lack the permission to use SQLite's index. Then the journal and its log are copied."""
+def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
+    """Another user can read the state directory during a round, with or without permission to use SQLite's index.
+
+    Without this permission, the reading command copies the journal and its log.
+    """
     folder, *_ = living
     if index != "usable":
         (folder / "state" / f"{JOURNAL}-shm").chmod(0)
@@ -133,8 +140,8 @@ def test_a_living_run_is_read_in_a_round(living, index: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_goes_on_beside_a_reader(living) -> None:
-    """The reader keeps the moment at which it began; the next one has the end of the run."""
+def test_a_reader_sees_one_moment_while_the_server_goes_on(living) -> None:
+    """An open reader keeps seeing the state from its start while the server goes on. A later reader sees the end."""
     folder, gate, sites = living
     with open_state(folder / "state") as state:
         before = state.heads()
@@ -191,8 +198,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.covers("F41", "X3")
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_journal_is_named(nursery: Nursery, ended: Path, tmp_path: Path, damage: str) -> None:
-    """The status is shown all the same where a row or a table was changed."""
+def test_reading_commands_report_a_damaged_journal(nursery: Nursery, ended: Path, tmp_path: Path, damage: str) -> None:
+    """The reading commands report a journal that is missing, damaged or foreign, and leave it unchanged.
+
+    If only a row or an index was changed, `atoll audit` and `atoll export` report it.
+    """
     (change, words), folder = DAMAGED[damage], copy_folder(ended, tmp_path / "run")
     code = (UsageError if damage == "missing" else StateCorrupt).exit_code
     change(folder / "state" / JOURNAL)

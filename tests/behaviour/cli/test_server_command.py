@@ -56,8 +56,13 @@ def mine(atoll_command: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
-def test_a_server_is_alone_and_can_go_on(mine, atoll_command, start: Start, number: signal.Signals, code: int) -> None:
-    """A server is alone on its port and directory, and says when it is stopped that the run can go on."""
+def test_a_second_server_is_refused_and_a_run_can_continue(
+    mine, atoll_command, start: Start, number: signal.Signals, code: int
+) -> None:
+    """A second server on the same port or the same directory is refused.
+
+    When a signal stops the server, it says how to continue the run. The same command then starts it again.
+    """
     server = start()
     by_port = ("--port", url_of(server).rsplit(":", 1)[1], "--dir", "other")
     for flags, refused in ((by_port, 3), (("--port", "0"), 4)):
@@ -79,10 +84,10 @@ def test_a_server_is_alone_and_can_go_on(mine, atoll_command, start: Start, numb
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
-def test_a_server_stopped_after_its_run_says_so(mine, start: Start, tmp_path, number: signal.Signals) -> None:
-    """A server that is stopped behind the end of its run says that the run is finished.
+def test_a_server_stopped_after_its_run_exits_with_0(mine, start: Start, tmp_path, number: signal.Signals) -> None:
+    """A server that is stopped after the end of its run ends with exit code 0 and does not offer to continue the run.
 
-    A worker that has not asked again is waited for; a user who does not want to wait has a finished run.
+    The server was still waiting for a worker to download the result.
     """
     server = start("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
     with atoll.join(url_of(server), site="a", folder=tmp_path / "w") as worker:
@@ -99,8 +104,8 @@ def test_a_server_stopped_after_its_run_says_so(mine, start: Start, tmp_path, nu
 
 
 @pytest.mark.covers("X4")
-def test_the_server_says_first_that_it_starts(monkeypatch, caplog) -> None:
-    """The server says that it starts before it loads what is slow."""
+def test_the_server_logs_its_start_before_slow_imports(monkeypatch, caplog) -> None:
+    """The server logs that it starts before it imports PyTorch and other slow modules."""
     from atoll import Settings
     from atoll.cli import server
 
@@ -114,7 +119,8 @@ def test_the_server_says_first_that_it_starts(monkeypatch, caplog) -> None:
 
 
 @pytest.mark.slow
-def test_a_workflow_server_speaks_of_no_model(start: Start, tmp_path) -> None:
+def test_a_server_without_a_model_logs_only_workflows(start: Start, tmp_path) -> None:
+    """A server that has only a workflow logs `only workflows` in place of a model, and how to start workers."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
     (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
@@ -141,8 +147,8 @@ def on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, 
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_ctrl_s_stops_no_server(mine, tmp_path) -> None:
-    """A terminal that is stopped by Ctrl-S stops neither the server nor its end."""
+def test_ctrl_s_does_not_block_the_server(mine, tmp_path) -> None:
+    """A terminal that Ctrl-S has paused blocks neither the server's work nor its shutdown."""
     with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         os.write(terminal, b"\x13")  # Ctrl-S
         url = re.search(rb"listening on (\S+)", said).group(1).decode()
@@ -155,7 +161,7 @@ def test_ctrl_s_stops_no_server(mine, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("X4")
 def test_a_terminal_shows_the_status_table(mine, tmp_path) -> None:
-    """The table stands below the lines of the log."""
+    """On a terminal, the server shows its status table below the lines of its log."""
     with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         process.terminate()
         with contextlib.suppress(OSError):  # how a terminal says that no process writes to it any more
@@ -173,10 +179,11 @@ def test_a_terminal_shows_the_status_table(mine, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_an_unread_output_stops_no_server(nursery, tmp_path) -> None:
-    """A standard output that nothing reads stops neither the server nor its end.
+def test_an_unread_standard_output_does_not_block_the_server(nursery, tmp_path) -> None:
+    """A full pipe at standard output, which no process reads, blocks neither the server's work nor its shutdown.
 
-    The pipe takes some lines, then none. A workflow says more than it and the queue take; the status is answered.
+    A workflow logs more lines than the pipe and the server's queue can hold. The server still answers a request for its
+    status.
     """
     (tmp_path / "flow.py").write_text(
         "import logging\n"
@@ -206,8 +213,10 @@ def test_an_unread_output_stops_no_server(nursery, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_an_unread_error_output_stops_no_end(tmp_path) -> None:
-    """A standard error that nothing reads does not stop the end."""
+def test_an_unread_standard_error_does_not_block_the_exit(tmp_path) -> None:
+    """A full pipe at standard error, which no process reads, does not keep a server with a wrong setting from
+    exiting.
+    """
     with unread_pipe() as output:
         words = ["server", "--set", "rounds.sites=none"]
         with running(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=output) as process:
@@ -223,10 +232,10 @@ def log_on(output: TextIO, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
     return log
 
 
-def test_an_output_without_a_reader_is_named_once(
+def test_a_broken_standard_output_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A standard output with no reader left is named once, without a traceback."""
+    """If standard output has no reader left, the server reports the lost log lines once and without a traceback."""
     from atoll.cli import text
 
     reader, writer = os.pipe()
@@ -243,8 +252,10 @@ def test_an_output_without_a_reader_is_named_once(
     assert capfd.readouterr().err.splitlines() == [lost]
 
 
-def test_dropped_lines_are_counted(monkeypatch) -> None:
-    """Lines that found no room are counted, and the others keep their order."""
+def test_dropped_log_lines_are_counted(monkeypatch) -> None:
+    """If standard output is not read in time, the log says how many lines were dropped. The other lines keep their
+    order.
+    """
     from atoll.cli import text
 
     class Output(io.StringIO):
@@ -276,7 +287,8 @@ def test_dropped_lines_are_counted(monkeypatch) -> None:
 
 
 @pytest.mark.covers("L12", "L23")
-def test_config_show_says_what_was_set(atoll_command) -> None:
+def test_config_show_prints_the_values_that_were_set(atoll_command) -> None:
+    """`atoll config show` prints the values given with `--set` in the TOML type of each setting."""
     given = {
         "algorithm.name": ("diloco", "diloco"),
         "algorithm.outer_optimizer": (
@@ -318,10 +330,10 @@ def test_config_show_says_what_was_set(atoll_command) -> None:
         ("fednova", {"aggregation.reducer": {"name": "normalised_mean"}, "rounds.min_sites": 3}),
     ],
 )
-def test_config_show_names_what_algorithms_choose(
+def test_config_show_marks_the_algorithms_defaults(
     atoll_command, tmp_path: Path, algorithm: str, chosen: dict[str, Any]
 ) -> None:
-    """What it prints can be a run file."""
+    """`atoll config show` marks each default that the algorithm chose. The output can be used as a run file."""
     flags = ("--set", "rounds.sites=3", "--set", "algorithm.outer_optimizer={lr = 0.5}")
     shown = atoll_command("config", "show", "--set", f"algorithm.name={algorithm}", *flags).stdout
     found = tomllib.loads(shown)
@@ -334,8 +346,11 @@ def test_config_show_names_what_algorithms_choose(
 
 
 @pytest.mark.covers("L12")
-def test_flags_win_over_the_run_file(start: Start, tmp_path: Path) -> None:
-    """Modules beside the run file, and in the current folder, can be imported."""
+def test_flags_override_the_run_file(start: Start, tmp_path: Path) -> None:
+    """Flags of `atoll server` take precedence over the settings in the run file.
+
+    The server can import modules that lie beside the run file or in the current folder.
+    """
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "run.toml").write_text(
         'model.source = "own:build"\nalgorithm.name = "fedavg"\nrounds.total = 7\ndisk.state_dir = "state"\n'
@@ -355,8 +370,8 @@ def test_flags_win_over_the_run_file(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("present", [True, False])
-def test_offers_a_run_file_beside_it(atoll_command, tmp_path, present: bool) -> None:
-    """A run file that was not named is offered."""
+def test_the_server_suggests_a_run_file_in_its_folder(atoll_command, tmp_path, present: bool) -> None:
+    """`atoll server` without a run file suggests `run.toml` if this file is in the current folder."""
     if present:
         (tmp_path / "run.toml").write_text('model.source = "model:build"\n')
     outcome = atoll_command("server", "--port", "0")
@@ -365,7 +380,7 @@ def test_offers_a_run_file_beside_it(atoll_command, tmp_path, present: bool) -> 
 
 
 def test_config_show_says_where_values_come_from(atoll_command, tmp_path) -> None:
-    """Unknown names are refused."""
+    """`atoll config show` marks a value as a default if nothing set the value. It refuses an unknown algorithm name."""
     (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedavgg"\n')
     outcome = atoll_command("config", "show", "run.toml")
     assert outcome.returncode == 2
@@ -387,6 +402,7 @@ def test_config_show_says_where_values_come_from(atoll_command, tmp_path) -> Non
     ],
 )
 def test_config_show_refuses_what_the_server_refuses(atoll_command, tmp_path, given: str, said: str) -> None:
+    """`atoll config show` and `atoll server` refuse the same wrong options with the same error."""
     (tmp_path / "run.toml").write_text(
         'algorithm.name = "fedavg"\nrounds.total = 1\nnetwork.port = 0\n'
         '[model]\nsource = "torch.nn:Linear"\nargs = {in_features = 1, out_features = 1}\n'

@@ -49,7 +49,10 @@ def lines(canned, atoll_command) -> Callable[[dict[str, Any]], list[str]]:
 
 
 @pytest.mark.covers("L13")
-def test_plain_lines_name_the_awaited(canned, atoll_command) -> None:
+def test_status_names_the_sites_that_a_round_waits_for(canned, atoll_command) -> None:
+    """`atoll status` prints plain lines with the state of each site and the name of the site that the round waits
+    for.
+    """
     outcome = atoll_command("status", "--server", canned.url)
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
@@ -79,10 +82,10 @@ def test_plain_lines_name_the_awaited(canned, atoll_command) -> None:
         ({"state": "dead"}, "7", "4.50", "-"),
     ],
 )
-def test_dashes_stand_for_missing_numbers(
+def test_a_dash_stands_for_a_missing_number(
     known, lines, changes: dict[str, Any], step: str, pace: str, stale: str
 ) -> None:
-    """A dash says that no steps were reported, or that a site trains from no version."""
+    """`atoll status` shows a dash if a site has reported no steps, or trains from no version."""
     worker = known["workers"][0] | {"step": 7, "steps_per_s": 4.5, "local_steps": 0, "staleness": 2} | changes
     shown = lines(known | {"workers": [worker]})
     head = next(line for line in shown if line.startswith("site"))
@@ -92,8 +95,11 @@ def test_dashes_stand_for_missing_numbers(
 
 
 @pytest.mark.covers("L13")
-def test_steps_of_a_federated_loop_are_added_up(tmp_path) -> None:
-    """Three in round 1, told by the script; none in round 2; two in round 3, counted by the hook."""
+def test_the_status_adds_up_the_steps_of_all_rounds(tmp_path) -> None:
+    """The status adds up the steps that a site made in all rounds of a federated loop.
+
+    The script reports 3 steps in round 1, none in round 2, and the hook of `correct` counts 2 steps in round 3.
+    """
     model = nn.Linear(2, 2)
     with plain_server(tmp_path, model, rounds=3) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
@@ -112,10 +118,11 @@ def test_steps_of_a_federated_loop_are_added_up(tmp_path) -> None:
 
 
 @pytest.mark.covers("L16")
-def test_bytes_each_way_stand_against_data_parallel_training(known, lines) -> None:
-    """Each of two workers would have moved 2·(1/2) times the 5 GB of gradients in its updates: 10 GB in all.
+def test_status_compares_traffic_with_data_parallel_training(known, lines) -> None:
+    """`atoll status` compares the bytes in each direction with those of data-parallel training.
 
-    6.8 MB went up, a 1,471st; 2.4 GB came down, a 4.2th.
+    By hand: two workers would each have moved 2·(1/2) times 5 GB of gradients, 10 GB in all. The updates had 6.8 MB,
+    1471 times less; the versions had 2.4 GB, 4.2 times less.
     """
     of_diloco = known | {"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}
     shown = lines(of_diloco)
@@ -128,8 +135,8 @@ def test_bytes_each_way_stand_against_data_parallel_training(known, lines) -> No
     assert not any("data-parallel" in line for line in lines(alone))
 
 
-def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
-    """The server's address comes from the environment."""
+def test_status_json_equals_the_servers_message(canned, atoll_command, known) -> None:
+    """`atoll status --json` prints the server's message unchanged. The address comes from the variable ATOLL_SERVER."""
     outcome = atoll_command("status", "--json", ATOLL_SERVER=canned.url)
     assert Status.model_validate_json(outcome.stdout) == Status.model_validate(known)
 
@@ -137,9 +144,9 @@ def test_json_is_the_message_itself(canned, atoll_command, known) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
-    """`atoll status --watch` waits for a server that is started, and started again, and sees the end of the run.
+    """`atoll status --watch` waits for a server that is not started yet, or is restarted, until the run has finished.
 
-    After the run, the server stays for a command that watches it.
+    After the run, the server stays until the watching command has seen the finished status.
     """
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 60.0)
     options = {
@@ -170,10 +177,11 @@ def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.covers("L16", "L14")
-def test_bytes_are_compared_within_one_start(tmp_path, lines) -> None:
-    """Gradients are counted to the byte, since this start of the server.
+def test_traffic_is_compared_since_the_servers_last_start(tmp_path, lines) -> None:
+    """The status compares the traffic with the gradients of the rounds since the server's last start.
 
-    Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, at whatever step a worker joined.
+    Two workers have H = 4 and a weight of 16 bytes. Each round adds 4 × 16 bytes of gradients per worker, at whatever
+    step the worker joined.
     """
     model = nn.Linear(2, 2, bias=False)
     options = {
@@ -206,7 +214,10 @@ def test_bytes_are_compared_within_one_start(tmp_path, lines) -> None:
         assert f"would have moved {len(done) * 4 * 16} B each way" in shown
 
 
-def test_a_servers_error_keeps_its_exit_code(canned, atoll_command) -> None:
+def test_status_maps_a_servers_error_to_its_exit_code(canned, atoll_command) -> None:
+    """If the server answers with an error, `atoll status` prints its message and ends with the exit code of this
+    error.
+    """
     problem = {"code": "auth", "message": "The server wants a token.", "remedy": "Set ATOLL_TOKEN."}
     canned.answers["/v1/status"] = (401, json.dumps(problem))
     outcome = atoll_command("status", "--server", canned.url)
@@ -215,12 +226,12 @@ def test_a_servers_error_keeps_its_exit_code(canned, atoll_command) -> None:
 
 
 @pytest.mark.covers("X2")
-def test_readers_need_a_token_and_owners_a_folder(
+def test_status_needs_the_reader_token_or_the_state_directory(
     tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader sees the status with its token, and the owner of the folder by the folder.
+    """A reader sees the status with the reader token, and the owner of the state directory sees it by `--dir`.
 
-    Neither has the token of the sites. The folder's token comes before one in the environment.
+    Neither needs the token of the sites. The token in the directory takes precedence over a token in the environment.
     """
     monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
     with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
@@ -249,8 +260,10 @@ def test_readers_need_a_token_and_owners_a_folder(
 
 
 @pytest.mark.covers("X4")
-def test_the_live_table_has_the_same_words(known, monkeypatch) -> None:
-    """What is said meanwhile stands above it."""
+def test_the_live_table_matches_the_plain_status(known, monkeypatch) -> None:
+    """The live table shows the same words as the plain status. A log line that comes meanwhile stands above the
+    table.
+    """
     from rich.console import Console
 
     from atoll.cli import status
@@ -272,13 +285,13 @@ def test_the_live_table_has_the_same_words(known, monkeypatch) -> None:
     assert "http://there does not answer" in after
 
 
-def test_a_run_without_workers_says_so(known, lines) -> None:
+def test_status_says_that_no_worker_has_joined(known, lines) -> None:
     assert lines(known | {"workers": [], "history": []})[-1] == "no worker has joined yet"
 
 
 @pytest.mark.covers("L5", "L6", "L13")
 def test_an_async_run_shows_staleness(known, lines) -> None:
-    """An asynchronous run says how far behind updates were."""
+    """The status of an asynchronous run shows how many versions the updates were behind."""
     worker = known["workers"][0] | {"staleness": 3, "local_steps": 166}
     last = known["history"][-1]
     last |= {"sites": [site | {"staleness": lag} for site, lag in zip(last["sites"], (0, 4), strict=True)]}
@@ -317,7 +330,11 @@ def status_of(atoll_command) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.covers("L13")
 def test_status_reads_a_finished_runs_folder(status_of, tmp_path: Path) -> None:
-    """The default one, `atoll-run`, also where no server answers at the default address."""
+    """`atoll status` reads the state directory of a finished run.
+
+    If no server answers at the default address, the command reads the default directory, `atoll-run`. At an address
+    that was given, it fails.
+    """
     with serve(tmp_path, **{"run.name": "over", "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path).join()
         server.run()
@@ -346,7 +363,7 @@ def test_status_reads_a_finished_runs_folder(status_of, tmp_path: Path) -> None:
 
 
 def test_a_killed_server_leaves_its_status(nursery: Nursery, status_of, tmp_path: Path) -> None:
-    """The directory has the status of a version where its server is killed."""
+    """After a server is killed, `atoll status --dir` shows the status that was saved with the last version."""
     with ForkedServer(nursery, tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss"}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -361,8 +378,8 @@ def test_a_killed_server_leaves_its_status(nursery: Nursery, status_of, tmp_path
     assert json.loads(said)["bytes_up"] > 0
 
 
-def test_a_stored_status_has_its_time(status_of, tmp_path: Path) -> None:
-    """A status from the folder of a stopped server shows no site as alive now."""
+def test_a_stored_status_shows_its_age(status_of, tmp_path: Path) -> None:
+    """The status read from a stopped server's directory shows when it was stored, and shows no site as alive now."""
     with serve(tmp_path, **{"run.name": "stopped"}) as server:
         WireSite(server.url, "a")
     before = datetime.now() - timedelta(seconds=1210)
@@ -381,7 +398,9 @@ def test_a_stored_status_has_its_time(status_of, tmp_path: Path) -> None:
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize("saved", [None, b"", b"\xff", b"{}"], ids=["missing", "empty", "no text", "no status"])
 def test_status_needs_no_saved_file(status_of, tmp_path: Path, saved: bytes | None) -> None:
-    """Without a saved status, the journal says whether the run has a model."""
+    """If the saved status file is missing or damaged, `atoll status` shows what the journal contains and adds a
+    warning.
+    """
     with serve(tmp_path) as server:
         nbytes = server.status().model_bytes
     path = tmp_path / "state" / "status.json"
@@ -397,8 +416,10 @@ def test_status_needs_no_saved_file(status_of, tmp_path: Path, saved: bytes | No
     assert "\nwarning: state/status.json is missing or damaged, so the run's settings are not shown." in said
 
 
-def test_status_says_why_a_server_is_silent(status_of, tmp_path: Path) -> None:
-    """The server on the directory cannot be asked."""
+def test_status_says_why_it_cannot_ask_the_server(status_of, tmp_path: Path) -> None:
+    """If the directory's server cannot prove its identity by TLS, `atoll status --dir` says so and shows the stored
+    status.
+    """
     with serve(tmp_path, **write_certificate(tmp_path, "elsewhere.org")):
         code, said = status_of("--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
     assert code == 0, said
@@ -413,18 +434,21 @@ def test_status_says_why_a_server_is_silent(status_of, tmp_path: Path) -> None:
     ],
     ids=["fedavg", "diloco"],
 )
-def test_words_of_diloco_stand_with_diloco_alone(
+def test_only_a_diloco_status_shows_diloco_words(
     status_of, tmp_path: Path, settings: dict[str, object], words: set[str]
 ) -> None:
-    """The status of another algorithm does not have them."""
+    """The status shows words such as `sync every` and `outer` for DiLoCo, and not for other algorithms."""
     with serve(tmp_path, **settings) as server:
         _, said = status_of("--server", server.url)
     assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in said} == words
 
 
 @pytest.mark.covers("L13")
-def test_status_asks_the_server_on_its_folder(status_of, tmp_path: Path) -> None:
-    """Where no server runs, it says so."""
+def test_status_asks_the_server_of_the_directory(status_of, tmp_path: Path) -> None:
+    """`atoll status --dir` asks the server that runs on the directory.
+
+    If no server runs there, the output says that `atoll server` continues the run.
+    """
     with serve(tmp_path) as server:
         WireSite(server.url, "a")
         code, said = status_of("--dir", "state", "--json")

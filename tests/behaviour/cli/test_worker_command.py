@@ -30,10 +30,11 @@ print(json.dumps([found, sys.argv[1:]]))
 
 
 @pytest.mark.covers("P6", "L23", "X2", "X4")
-def test_scripts_find_server_and_arguments(canned, atoll_command, tmp_path) -> None:
-    """The script finds its server in the environment, and gets its own arguments.
+def test_a_script_gets_its_server_and_arguments(canned, atoll_command, tmp_path) -> None:
+    """`atoll worker` gives its script the server's address in the environment, and passes the script's own arguments
+    on.
 
-    How often a lost server is then asked, tests/behaviour/worker shows. Arguments and tokens may be secret.
+    The command prints neither the arguments nor the token, since both may be secret. No flag takes a token.
     """
     flags = ("--server", canned.url, "--site", "a", "--dir", "files", "--max-sync-retries", "2")
     script = (sys.executable, "-c", SHOW, "--site", "x", "--help")
@@ -63,14 +64,16 @@ def test_a_wrong_number_of_sync_retries_is_refused(canned, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
-def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: int) -> None:
+def test_atoll_worker_ends_with_its_commands_exit_code(canned, atoll_command, end: str, code: int) -> None:
     assert atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", end).returncode == code
 
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_an_unread_error_output_stops_no_worker(canned, tmp_path) -> None:
-    """A standard error that nothing reads stops neither the command nor its end."""
+def test_an_unread_standard_error_does_not_block_a_worker(canned, tmp_path) -> None:
+    """A full pipe at standard error, which no process reads, blocks neither the restarts of `atoll worker` nor its
+    exit.
+    """
     script = "open('run', 'a').write('x'); raise SystemExit(7)"
     words = ["worker", "--server", canned.url, "--site", "a", "--restarts", "1", "--", sys.executable, "-c", script]
     with unread_pipe() as output:
@@ -79,8 +82,8 @@ def test_an_unread_error_output_stops_no_worker(canned, tmp_path) -> None:
     assert (tmp_path / "run").read_text() == "xx"
 
 
-def test_waits_for_a_server_to_come_up(nursery, tmp_path) -> None:
-    """A server that is not up yet is waited for."""
+def test_a_worker_waits_until_the_server_starts(nursery, tmp_path) -> None:
+    """`atoll worker` waits for a server that is not up yet, and then starts its command."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     script = ("--", sys.executable, "-c", "raise SystemExit(3)")
@@ -93,8 +96,8 @@ def test_waits_for_a_server_to_come_up(nursery, tmp_path) -> None:
     assert started == f"atoll: {url} answers, run late; starting {sys.executable}"
 
 
-def test_a_restart_counts_a_missing_server(atoll_command) -> None:
-    """A restart waits for the server, and a server that is away counts as a restart."""
+def test_a_missing_server_counts_as_a_restart(atoll_command) -> None:
+    """If the server does not answer, `atoll worker` counts this as one of its restarts."""
     argv = ["worker", "--server", "http://127.0.0.1:9", "--site", "a", "--restarts", "1", "--", "true"]
     outcome = atoll_command(*argv, ATOLL_GIVE_UP_S="0.01")
     assert outcome.returncode == 5
@@ -102,7 +105,8 @@ def test_a_restart_counts_a_missing_server(atoll_command) -> None:
     assert len([line for line in lines if "does not answer" in line and "; restart 1 of 1" in line]) == 1
 
 
-def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
+def test_a_worker_reports_a_server_that_is_not_atoll(canned, atoll_command) -> None:
+    """If the address belongs to another web server, `atoll worker` ends with an error that contains the address."""
     canned.answers["/v1/run"] = (200, "<html>hello</html>")
     outcome = atoll_command("worker", "--server", canned.url, "--", "true")
     assert outcome.returncode == 6
@@ -111,13 +115,15 @@ def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
 
 @pytest.mark.covers("F32")
 def test_another_protocol_version_says_which_side_to_upgrade(canned, tmp_path) -> None:
+    """If the server has a newer protocol version, the error tells the user to upgrade Atoll at the worker."""
     status, body = canned.answers["/v1/run"]
     canned.answers["/v1/run"] = (status, body.replace('"protocol": 1', '"protocol": 2'))
     with pytest.raises(VersionSkew, match="Upgrade Atoll at this worker"):
         atoll.join(canned.url, site="a", folder=tmp_path)
 
 
-def test_restarts_a_failed_command_so_often(canned, atoll_command) -> None:
+def test_a_worker_restarts_a_failed_command(canned, atoll_command) -> None:
+    """With `--restarts 5`, `atoll worker` starts a failed command again until it succeeds."""
     script = (
         "from pathlib import Path; mark = Path('tried'); tried = mark.exists(); mark.touch(); print('run');"
         "raise SystemExit(0 if tried else 9)"
@@ -159,6 +165,7 @@ def started(
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.Signals) -> None:
+    """`atoll worker` forwards a signal to its command, and does not restart the command afterwards."""
     with started(canned.url, [number], "--restarts", "3") as process:
         process.send_signal(number)
         assert process.stdout.read() == f"told {int(number)}\n"
@@ -167,9 +174,9 @@ def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.S
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ignored_signals_stay_ignored(canned, number: signal.Signals) -> None:
-    """A signal that the command was started to ignore stays ignored.
+    """A signal that `atoll worker` was started to ignore is not forwarded to its command.
 
-    As `nohup` does it, and a script's shell for what it starts in the background.
+    `nohup` starts commands so, and a shell script starts its background jobs so.
     """
     with started(canned.url, [number, signal.SIGTERM], ignored=[number]) as process:
         process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
@@ -179,7 +186,8 @@ def test_ignored_signals_stay_ignored(canned, number: signal.Signals) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children")
-def test_a_killed_wrapper_does_not_leave_its_command(canned) -> None:
+def test_killing_atoll_worker_also_ends_its_command(canned) -> None:
+    """If `atoll worker` is killed, its command receives SIGTERM."""
     with started(canned.url, [signal.SIGTERM]) as process:
         process.kill()
         assert process.stdout.readline() == f"told {int(signal.SIGTERM)}\n"
@@ -194,8 +202,10 @@ def words(address: str) -> tuple[str, ...]:
 
 @pytest.mark.covers("X3", "X4")
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_prints_the_cause_and_the_advice_once(host: str, atoll_command, tmp_path: Path) -> None:
-    """The reason is printed when it waits, and when it gives up: both have the advice."""
+def test_a_worker_prints_the_cause_when_waiting_and_giving_up(host: str, atoll_command, tmp_path: Path) -> None:
+    """If the server cannot be reached, `atoll worker` prints the reason and the advice as it waits, and again as it
+    gives up.
+    """
     outcome = atoll_command(*words(f"http://{host}:{free_port()}"), ATOLL_GIVE_UP_S="0.3")
     assert outcome.returncode == ServerUnreachable.exit_code
     waits, gives_up = outcome.stderr.splitlines()
@@ -204,7 +214,8 @@ def test_prints_the_cause_and_the_advice_once(host: str, atoll_command, tmp_path
 
 
 @pytest.mark.covers("X3", "X4")
-def test_prints_again_when_the_cause_changes(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_waiting_worker_reports_a_new_cause(nursery: Nursery, tmp_path: Path) -> None:
+    """While `atoll worker` waits for the server, it prints a new line when the reason for waiting changes."""
     port = free_port()
     process = nursery.start("atoll", *words(f"http://127.0.0.1:{port}"), cwd=tmp_path, env={"ATOLL_GIVE_UP_S": "0"})
     wait_until(lambda: len(process.output().splitlines()) == 1, "the first cause")
@@ -217,9 +228,10 @@ def test_prints_again_when_the_cause_changes(nursery: Nursery, tmp_path: Path) -
     assert "https://" in second
 
 
-def test_repeats_the_same_cause_after_a_while(
+def test_a_waiting_worker_repeats_the_same_cause(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """While `atoll worker` waits for the server, it prints the same reason again after some time."""
     from atoll.cli import worker
 
     monkeypatch.setattr(worker, "REPEAT_S", 0.0)
@@ -235,8 +247,10 @@ def test_repeats_the_same_cause_after_a_while(
     ("name", "advice"),
     [("pyhton", "Did you mean 'python'?"), ("qqqqzzzz", "for example: -- python train.py")],
 )
-def test_a_missing_program_is_named_first(atoll_command, tmp_path, name: str, advice: str) -> None:
-    """A program that does not exist is named before the server is asked."""
+def test_a_missing_program_is_reported_before_asking_the_server(
+    atoll_command, tmp_path, name: str, advice: str
+) -> None:
+    """`atoll worker` reports a command that does not exist before it sends a request to the server."""
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python").symlink_to(sys.executable)
@@ -250,9 +264,9 @@ def test_a_missing_program_is_named_first(atoll_command, tmp_path, name: str, ad
 @pytest.mark.slow
 @pytest.mark.covers("X3")
 def test_does_not_restart_a_replaced_worker(nursery: Nursery, tmp_path: Path) -> None:
-    """A worker whose site another process has taken is not started again.
+    """`atoll worker` does not restart its command if another process has taken its site.
 
-    Else the two would take the site from each other in turn.
+    Two such workers would otherwise take the site from each other in turn.
     """
     script = tmp_path / "train.py"
     script.write_text(

@@ -139,6 +139,9 @@ def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
 def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(
     tmp_path: Path, nursery: Nursery, scenario: Scenario
 ) -> None:
+    """A run that crashes at any failpoint recovers to the bits of an undisturbed run. Finished updates are not trained
+    again.
+    """
     right = undisturbed(scenario, tmp_path / "undisturbed")
     digest, images = images_of(scenario, nursery, tmp_path)
     assert digest == right
@@ -151,6 +154,9 @@ def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(
 
 @pytest.mark.slow
 def test_recovers_the_same_bits_from_a_crash_during_recovery(tmp_path: Path, nursery: Nursery) -> None:
+    """A run that crashes a second time, while it recovers from a crash, still ends with the bits of an undisturbed
+    run.
+    """
     scenario = Scenario(server={"head.before": (2, 3), "accept.after": (3,)})
     right = undisturbed(scenario, tmp_path / "undisturbed")
     _, images = images_of(scenario, nursery, tmp_path)
@@ -162,6 +168,7 @@ def test_recovers_the_same_bits_from_a_crash_during_recovery(tmp_path: Path, nur
 
 
 def test_every_failpoint_belongs_to_a_scenario() -> None:
+    """Each failpoint in the source code is covered by a crash scenario."""
     sources = [path.read_text() for path in SRC.rglob("*.py")]
     failpoints = {name for text in sources for name in re.findall(r"\bfailpoint\(([^)]*)\)", text)} - {"name: str"}
     covered = {name for each in [*SCENARIOS.values(), RESTART] for name, _ in each.places}

@@ -19,8 +19,11 @@ SCRIPT = Path(__file__).with_name("every_way.py")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.covers("P1", "L7", "L16")
-def test_another_device_has_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
-    """Every way leaves the same bits on another device."""
+def test_training_on_another_device_gives_the_same_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """Every way to train gives the same bits on another device as on the CPU.
+
+    The CPU may not touch this device's memory: a process that tries crashes.
+    """
     library = compiled()
     touched, far, cpu = (
         nursery.start(str(SCRIPT), how, str(library), str(tmp_path / how), cwd=tmp_path)

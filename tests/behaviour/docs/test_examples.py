@@ -39,7 +39,7 @@ def commands_of(folder: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
-def test_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
+def test_the_example_of_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
     serve, work, *_ = commands_of(components)
     run_commands(nursery, components, [*serve, "--rounds=3"], work)
     rows = history(components / "atoll-run")
@@ -49,7 +49,8 @@ def test_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_an_own_workflow_trains_in_place_of_rounds(nursery: Nursery, components: Path) -> None:
+def test_the_example_of_an_own_workflow_trains(nursery: Nursery, components: Path) -> None:
+    """The example of an own workflow trains a model in rounds that the workflow itself runs."""
     text = (components / "workflow.py").read_text()
     (components / "workflow.py").write_text(text.replace("ROUNDS = 5", "ROUNDS = 3"))
     *_, serve, work = commands_of(components)
@@ -67,7 +68,7 @@ def test_an_own_workflow_trains_in_place_of_rounds(nursery: Nursery, components:
 @pytest.mark.covers("P11", "X7")
 @pytest.mark.long
 @pytest.mark.parametrize("env", ["local", "sim"])
-def test_hello_pt_learns(nursery: Nursery, env: str, tmp_path: Path) -> None:
+def test_the_hello_pt_example_learns(nursery: Nursery, env: str, tmp_path: Path) -> None:
     job = str(EXAMPLES / "hello_pt" / "job.py")
     done = command(nursery, tmp_path, "--env", env, "--folder", "here", program=job, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -80,7 +81,8 @@ def test_hello_pt_learns(nursery: Nursery, env: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("X7")
-def test_quickstart_pytorch_learns_on_partitions(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_quickstart_example_simulates_partitions(nursery: Nursery, tmp_path: Path) -> None:
+    """The PyTorch quickstart trains in a simulation of two sites with one partition of the data each."""
     folder = Path(shutil.copytree(EXAMPLES / "quickstart_pytorch", tmp_path / "here"))
     flags = ["--set", "rounds.sites=2", "--processes", "2", "--rounds", "3", "--", "--partitions", "2"]
     done = command(nursery, folder, "simulate", "run.toml", *flags, OMP_NUM_THREADS="1")
@@ -90,8 +92,11 @@ def test_quickstart_pytorch_learns_on_partitions(nursery: Nursery, tmp_path: Pat
 
 
 @pytest.mark.parametrize("example", ["hello_pt/data.py", "quickstart_pytorch/task.py"])
-def test_both_read_the_binary_version_of_cifar10(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two pictures of class 7 and 3, written by hand: a label's byte, then [3, 32, 32]."""
+def test_both_examples_read_the_binary_cifar10(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both examples read CIFAR-10 in its binary version.
+
+    The test writes two pictures by hand, of classes 7 and 3: one byte for the label, then [3, 32, 32] bytes.
+    """
     record = bytes([7]) + bytes([255]) * 1024 + bytes(2048)
     other = bytes([3]) + bytes(3072)
     (tmp_path / "data_batch_1.bin").write_bytes(record + other)
@@ -139,8 +144,8 @@ def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: obj
 
 
 @pytest.mark.covers("D7", "X1")
-def test_krum_takes_the_middle_update(folder: Path) -> None:
-    """Krum takes the update in the middle of the honest ones."""
+def test_the_krum_example_takes_the_middle_update(folder: Path) -> None:
+    """The Krum aggregator on the page takes the update in the middle of the three honest ones."""
     # with f = 1 of 5 the two nearest count, in units of the number of elements:
     # a: .25² + .375²,  b: .125² + .25²,  c: .125² + .375²; b is the smallest, and d and e are far from all others
     result = run_rounds(folder / "run.toml", 1, SITES)
@@ -149,15 +154,15 @@ def test_krum_takes_the_middle_update(folder: Path) -> None:
 
 
 @pytest.mark.covers("D13", "X1")
-def test_the_running_mean_is_the_mean(folder: Path) -> None:
+def test_the_running_mean_example_gives_the_mean(folder: Path) -> None:
     aggregator = {"path": f"{folder / 'running_mean.py'}:RunningMean"}
     result = run_rounds(folder / "run.toml", 1, SITES, **{"aggregation.aggregator": aggregator})
     assert torch.allclose(result["w"], torch.full((2, 2), sum(SITES.values()) / 5), atol=1e-5)
 
 
 @pytest.mark.covers("D14", "X1")
-def test_a_next_run_finds_the_last_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder gives a next run what the last one left."""
+def test_the_next_run_starts_from_the_last_stored_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the page's `store.toml`, a run stores each version, and the next run starts from the last one."""
     monkeypatch.chdir(folder)
     run_rounds(folder / "store.toml", 2, {"a": 1.0})
     saved = {path.name: load_file(path)["v"][0].item() for path in (folder / "shelf").iterdir()}

@@ -55,8 +55,8 @@ def commands() -> Commands:
 
 
 @by_page
-def test_every_link_leads_somewhere(page: Path) -> None:
-    """Every link leads to a file and a heading."""
+def test_every_link_in_the_docs_has_a_target(page: Path) -> None:
+    """Each relative link of a page leads to a file in the repository and to a heading that exists."""
     for link in links(page):
         if "://" in link:
             continue
@@ -67,7 +67,8 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{link}: there is no such heading"
 
 
-def test_every_page_is_reached_from_the_index() -> None:
+def test_the_index_links_to_every_page() -> None:
+    """Links lead from the documentation's index to every page, directly or through other pages."""
     seen, todo = set[Path](), [DOCS / "index.md"]
     while todo:
         page = todo.pop()
@@ -78,7 +79,7 @@ def test_every_page_is_reached_from_the_index() -> None:
 
 
 @by_page
-def test_every_command_and_flag_exists(page: Path, commands: Commands) -> None:
+def test_every_documented_command_and_flag_exists(page: Path, commands: Commands) -> None:
     anywhere = flags_of_script("bench/round.py").union(*commands.values())
     for line in command_lines(page):
         for script, rest in re.findall(r"(?:^|[\s(])python ((?:bench|examples)/\S+\.py)([^\n]*)", line):
@@ -105,7 +106,7 @@ def flags_of_script(script: str) -> set[str]:
 
 
 @by_page
-def test_every_make_target_exists(page: Path) -> None:
+def test_every_documented_make_target_exists(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for line in command_lines(page):
         for target in re.findall(r"(?:^|[\s(])make ([a-z]+)", line):
@@ -113,7 +114,7 @@ def test_every_make_target_exists(page: Path) -> None:
 
 
 @by_page
-def test_every_variable_exists(page: Path) -> None:
+def test_every_documented_variable_exists(page: Path) -> None:
     known = {f"ATOLL_{key.upper().replace('.', '__')}" for key in SETTINGS}
     known.add("ATOLL_LEASES")  # `atoll worker` and its script tell each other by it
     known |= set(re.findall(r"ATOLL_\w+", (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")))
@@ -137,8 +138,8 @@ ARGUMENTS = (
 """Names that look like settings, and are arguments, or a field of a bench's result."""
 
 
-def test_every_setting_in_the_pages_exists() -> None:
-    """What looks like a setting with a unit, or is assigned a value in back quotes, is one."""
+def test_every_documented_setting_exists() -> None:
+    """Code on the pages that looks like a setting with a unit, or that assigns a value, is an existing setting."""
     for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         others = page.name in ("behaviours.md", "layout.md") or page.name.startswith("from-")  # have other names, too
         for code in [] if others else inline_code(page):
@@ -149,12 +150,14 @@ def test_every_setting_in_the_pages_exists() -> None:
 
 
 @by_page
-def test_nothing_is_left_over(page: Path) -> None:
+def test_pages_have_no_leftovers(page: Path) -> None:
+    """No page contains `TODO`, `FIXME`, filler text or a path of a personal machine."""
     found = LEFTOVERS.search(page.read_text(encoding="utf-8"))
     assert found is None, f"{page.name}: {found}"
 
 
-def test_the_diagrams_are_those_of_the_code(tmp_path: Path) -> None:
+def test_the_diagrams_match_the_transition_tables(tmp_path: Path) -> None:
+    """The diagrams in `concepts.md` equal those that `tools/diagrams.py` draws from the transition tables."""
     page = tmp_path / "concepts.md"
     page.write_text((DOCS / "concepts.md").read_text(encoding="utf-8"), encoding="utf-8")
     subprocess.run([sys.executable, ROOT / "tools" / "diagrams.py", "--page", page], check=True)
@@ -197,8 +200,8 @@ def require_said(rows: list[list[str]], texts: str, at_least: int) -> None:
 
 
 @pytest.mark.covers("L26", "X3")
-def test_quoted_messages_are_those_of_the_code(texts: str) -> None:
-    """The messages in operations and troubleshooting are those of the code."""
+def test_quoted_messages_exist_in_the_code(texts: str) -> None:
+    """Each message quoted in the operations and troubleshooting pages is a text in the code."""
     require_said(table_rows(DOCS / "operations.md", "Common errors"), texts, 20)
     rows = rows_of(DOCS / "troubleshooting.md")
     require_said(rows, texts, 35)
@@ -208,15 +211,15 @@ def test_quoted_messages_are_those_of_the_code(texts: str) -> None:
 
 
 @pytest.mark.covers("L26")
-def test_the_staleness_warning_names_its_page(texts: str) -> None:
-    """The warning of staleness names its part of troubleshooting."""
+def test_the_staleness_warning_refers_to_its_section(texts: str) -> None:
+    """The warning about stale updates refers to the section of the troubleshooting page that explains this warning."""
     named = re.search(r"See (docs/troubleshooting\.md), (.+)", texts)
     heading = named[2].partition("\x00")[0]
     assert any("its update would be … behind" in row[0] for row in table_rows(ROOT / named[1], heading))
 
 
-def test_quoted_metrics_are_those_of_the_server(tmp_path: Path) -> None:
-    """The metrics in operations are those of the server."""
+def test_documented_metrics_equal_the_servers_metrics(tmp_path: Path) -> None:
+    """The operations page lists exactly the metrics that a server serves."""
     written = set(re.findall(r"`(atoll_\w+)", prose(DOCS / "operations.md")))
     with atoll.Server(
         nn.Linear(2, 2), settings={"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "state"}
@@ -241,7 +244,8 @@ WORDS = {
 
 @pytest.mark.covers("X7")
 @pytest.mark.parametrize("page", WORDS)
-def test_the_words_that_people_look_for_are_there(page: str) -> None:
+def test_migration_pages_contain_the_terms_of_other_frameworks(page: str) -> None:
+    """Each page for users of another framework contains the terms of this framework that they search for."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert [word for word in WORDS[page].split(", ") if word not in text] == []
 
@@ -317,7 +321,8 @@ def our_names(page: str) -> list[str]:
 
 @pytest.mark.covers("X7")
 @pytest.mark.parametrize("page", WORDS)
-def test_every_name_of_ours_in_the_tables_exists(page: str, commands: Commands) -> None:
+def test_every_atoll_name_on_migration_pages_exists(page: str, commands: Commands) -> None:
+    """In the tables of the pages for users of other frameworks, each name of Atoll exists."""
     names = our_names(page)
     assert len(names) > 50
     missing = [name for name in names if not exists(name, commands)]
@@ -328,10 +333,12 @@ NO_NAMES = ["atoll.joyn", "round.submitt", "sync_evry", "POST /v1/worker", "resu
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
-def test_a_name_that_does_not_exist_is_found(name: str, commands: Commands) -> None:
+def test_the_name_check_rejects_wrong_names(name: str, commands: Commands) -> None:
+    """The check used for the names on the pages rejects misspelled and unknown names."""
     assert not exists(name, commands)
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("results/*.json")), ids=lambda path: path.stem)
-def test_every_result_says_what_it_was_measured_with(path: Path) -> None:
+def test_every_result_describes_its_machine(path: Path) -> None:
+    """Each stored measurement names the commit, the versions of Atoll and PyTorch, and the machine's CPU."""
     assert json.loads(path.read_text())["machine"].keys() >= {"commit", "atoll", "torch", "capability", "cpu"}

@@ -199,31 +199,31 @@ def as_script(page: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.covers("X1", "L20")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.stem)
-def test_a_page_runs_from_top_to_bottom(nursery: Nursery, page: Path, tmp_path: Path) -> None:
-    """A page runs from its first snippet to its last."""
+def test_all_snippets_of_a_page_run_in_order(nursery: Nursery, page: Path, tmp_path: Path) -> None:
+    """The Python snippets of a page run as one script, from the first snippet to the last."""
     run(nursery, as_script(page), tmp_path, page.stem)
 
 
-def test_walkthrough_and_tutorials_have_running_snippets() -> None:
+def test_walkthrough_and_tutorials_have_runnable_snippets() -> None:
     assert {page.stem for page in RUNNABLE} >= {"walkthrough", "tutorial-federated", "tutorial-diloco"}
 
 
 @pytest.mark.slow
 @pytest.mark.covers("L2", "P6")
 @pytest.mark.parametrize(("page", "block"), MARKED, ids=[f"{page.stem}-{block.name}" for page, block in MARKED])
-def test_a_script_takes_part_as_printed(nursery: Nursery, page: Path, block: Block, tmp_path: Path) -> None:
-    """A script takes part in a run as it is printed."""
+def test_a_documented_script_takes_part_in_a_run(nursery: Nursery, page: Path, block: Block, tmp_path: Path) -> None:
+    """A script takes part in a run exactly as a page shows it. Only the server's address is replaced."""
     before, after = AROUND[block.name]
     script = block.text.replace('"http://host:8512"', "server.url")
     run(nursery, f"{before}\n{script}\n{after}", tmp_path, block.name)
 
 
-def test_the_scripts_of_the_readme_are_run() -> None:
+def test_the_readme_scripts_are_marked_for_running() -> None:
     assert [block.name for page, block in MARKED if page == ROOT / "README.md"] == ["diloco", "fedavg", "recipe"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_cannot_run_is_at_least_python(page: Path) -> None:
+def test_every_python_block_compiles(page: Path) -> None:
     for block in blocks(page):
         if block.info.startswith("python"):
             compile(block.text, f"{page}:{block.line}", "exec")

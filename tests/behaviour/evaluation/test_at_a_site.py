@@ -65,8 +65,10 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     ],
     ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
-def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Callable[[Any], None], words: str) -> None:
-    """The row of that model has no metrics, and its cell has the reason."""
+def test_a_model_that_cannot_be_evaluated_gives_the_reason(
+    tmp_path: Path, register: Callable[[Any], None], words: str
+) -> None:
+    """If a site's own model cannot be evaluated, its row has no metrics and its cell gives the reason."""
 
     def both(worker: Any) -> None:
         worker.evaluates(measure, model=NET)
@@ -88,8 +90,8 @@ def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Cal
     ],
     ids=["nothing", "list", "text", "too many"],
 )
-def test_a_site_refuses_what_is_no_metric(tmp_path: Path, gives: Any, words: str) -> None:
-    """A result that is not a metric is an error in its cell; the next result counts."""
+def test_a_site_refuses_wrong_metrics(tmp_path: Path, gives: Any, words: str) -> None:
+    """If a site's evaluation returns no valid metrics, the cell gives the reason. The next model is still evaluated."""
     given = iter([gives, {"loss": 1.0}])
 
     def register(worker: Any) -> None:
@@ -111,7 +113,8 @@ def test_a_site_refuses_what_is_no_metric(tmp_path: Path, gives: Any, words: str
     ],
     ids=["nothing", "list", "too many"],
 )
-def test_a_server_refuses_what_is_no_metric(tmp_path: Path, metrics: Any, words: str) -> None:
+def test_a_server_refuses_wrong_metrics(tmp_path: Path, metrics: Any, words: str) -> None:
+    """If a site answers with no valid metrics, the server puts the reason into the cell."""
     given = iter([metrics, {"loss": 1.0}])
 
     def register(worker: Any) -> None:
@@ -122,10 +125,10 @@ def test_a_server_refuses_what_is_no_metric(tmp_path: Path, metrics: Any, words:
 
 
 @pytest.mark.covers("P9")
-def test_long_tensors_go_into_the_module(tmp_path: Path) -> None:
-    """A model of long tensors goes into the module as it is.
+def test_long_tensors_are_loaded_into_the_module(tmp_path: Path) -> None:
+    """A long tensor of a model reaches the site's module unchanged.
 
-    It is read in runs of 8 MiB, of which the tensor takes three.
+    The site reads models in runs of 8 MiB, and this tensor takes three runs.
     """
     expected = torch.arange(2.5 * 2**23 // 4).view(1, -1)
 
@@ -140,8 +143,11 @@ def test_long_tensors_go_into_the_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P9")
-def test_only_the_sites_that_are_named_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a site that has never joined, the nearest name is in the error."""
+def test_only_the_sites_in_the_settings_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the sites listed in an evaluation's `sites` evaluate models.
+
+    For a listed site that has never joined, the error suggests the most similar name of a site.
+    """
     monkeypatch.setattr("atoll.server.tasks.cross_site_evaluation.RETURN_S", 0.1)
     asked: list[str] = []
 
@@ -163,7 +169,7 @@ def test_only_the_sites_that_are_named_evaluate(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.covers("P9", "P1")
 def test_a_handler_may_answer_with_a_reference(tmp_path: Path) -> None:
-    """A handler may answer with a reference to a model elsewhere."""
+    """A handler for `submit_model` may answer with a reference to a model that is stored elsewhere."""
     with atoll.objects.Publisher() as publisher:
 
         def register(worker: Any) -> None:
@@ -174,7 +180,8 @@ def test_a_handler_may_answer_with_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T9")
-def test_a_name_has_one_handler(tmp_path: Path) -> None:
+def test_a_task_has_only_one_handler(tmp_path: Path) -> None:
+    """A second handler for the same task is refused. A script's own handler for `submit_model` is accepted."""
     with evaluation_server(tmp_path, **ALONE_AT_A) as server, atoll.tasks(server.url, "a") as worker:
         worker.evaluates(measure)
         with pytest.raises(UsageError, match="'validate' already has a handler"):
@@ -185,16 +192,16 @@ def test_a_name_has_one_handler(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_joins_without_an_algorithm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Joins a run without rounds without naming an algorithm."""
+def test_joining_a_run_without_rounds_logs_no_algorithm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log line of a site that joins a run without rounds names no algorithm."""
     caplog.set_level(logging.INFO, "atoll")
     with evaluation_server(tmp_path, **ALONE_AT_A) as server, atoll.join(server.url, site="a", folder=tmp_path / "w"):
         assert f"a: joined run atoll at {server.url}" in caplog.text
         server.stop()
 
 
-def test_handlers_wait_for_no_server() -> None:
-    """Without a server, handlers are taken and never called."""
+def test_handlers_are_not_called_without_a_server() -> None:
+    """A script that runs without a server may register handlers. They are never called, and `run` returns."""
     with atoll.join() as worker:
         assert worker.task("count")(len) is len
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure
@@ -210,8 +217,8 @@ def test_handlers_wait_for_no_server() -> None:
 
 
 @pytest.mark.covers("P9")
-def test_refuses_a_site_without_an_evaluator_first(tmp_path: Path) -> None:
-    """Refuses a site without an evaluator before it trains."""
+def test_refuses_a_site_without_an_evaluator_before_training(tmp_path: Path) -> None:
+    """If a run evaluates after training, a site without an evaluation function is refused before it trains."""
     trained: list[int] = []
     with evaluation_server(tmp_path, **{"rounds.sites": 1}) as server:
         with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
@@ -226,6 +233,7 @@ def test_refuses_a_site_without_an_evaluator_first(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P9")
 def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
+    """A site that only answers tasks is refused if the run evaluates and the site has no evaluation function."""
     with evaluation_server(tmp_path, **ALONE_AT_A) as server:
         with atoll.tasks(server.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
@@ -236,8 +244,11 @@ def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("by_hand", [False, True], ids=["left out of the sites", "with a handler of its own"])
-def test_a_site_that_is_not_evaluated_trains(tmp_path: Path, by_hand: bool) -> None:
-    """Site b trains though it does not evaluate: it is left out of `sites`, or answers the task by a handler."""
+def test_a_site_may_train_without_an_evaluator(tmp_path: Path, by_hand: bool) -> None:
+    """Site `b` may train without an evaluation function in two cases.
+
+    Either the evaluation's `sites` leave site `b` out, or site `b` answers the task `validate` with its own handler.
+    """
     evaluation: dict[str, Any] = {"kind": "cross_site_evaluation", "site_models": False}
     workflows = [{"kind": "train"}, evaluation if by_hand else {**evaluation, "sites": ["a"]}]
 
@@ -259,8 +270,10 @@ def test_a_site_that_is_not_evaluated_trains(tmp_path: Path, by_hand: bool) -> N
 
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("sites", [["a", "b"], ["a"]])
-def test_warns_a_site_before_its_first_step(tmp_path: Path, sites: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Tells a site before its first step that it will be asked."""
+def test_warns_of_the_evaluation_before_the_first_step(
+    tmp_path: Path, sites: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A DiLoCo site that will be asked to evaluate gets a warning before its first step."""
     caplog.set_level(logging.WARNING)
     told_before: set[str] = set()
 

@@ -47,7 +47,7 @@ def until_it_hangs(folder: Path) -> None:
 
 @pytest.mark.covers("P12")
 def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) -> None:
-    """After training, each model is evaluated at each site."""
+    """After training, each site's model and the run's model are evaluated at each site."""
     seen: list[Status] = []
 
     def during(server: atoll.Server, _: object) -> None:
@@ -80,8 +80,8 @@ def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.covers("P12")
-def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: Path) -> None:
-    """Sites that only answer tasks give a model of their own; the run has none."""
+def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) -> None:
+    """In a run without a model and without training, sites that only answer tasks give their own models to evaluate."""
     only = ({"kind": "cross_site_evaluation", "name": "own models"},)
     words = dict.fromkeys("abc", ("tasks",))
     matrix, _ = evaluated(nursery, tmp_path, words, **ALONE | {"workflow.steps": only}, has_model=False)
@@ -90,9 +90,9 @@ def test_an_evaluation_needs_no_model_and_training(nursery: Nursery, tmp_path: P
 
 
 def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
-    """The cell of a failed measurement has the reason.
+    """The cell of a failed evaluation gives the reason.
 
-    The site fails, refuses, or measures something that is not a number.
+    Site `a` gives no model, site `b` raises an error, and site `c` measures a value that is not finite.
     """
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
@@ -117,7 +117,8 @@ def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -
 
 
 @pytest.mark.covers("P12")
-def test_an_evaluation_without_values_has_failed(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_evaluation_without_any_value_fails(nursery: Nursery, tmp_path: Path) -> None:
+    """If no evaluation gives a value, the run fails with the reason."""
     with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
@@ -133,7 +134,9 @@ def no_return(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_return")
 def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) -> None:
-    """The others go on."""
+    """If a site is killed during an evaluation, its remaining cells are empty and give the reason. The other sites go
+    on.
+    """
 
     def during(_: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -151,7 +154,10 @@ def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("P12")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_that_stands_still_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_without_progress_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
+    """If a site makes no progress within the evaluation timeout, its cell says so and the evaluation ends without
+    it.
+    """
 
     def during(server: atoll.Server, _: object) -> None:
         assert server.wait(60)
@@ -168,8 +174,8 @@ def test_a_site_that_stands_still_is_given_up(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.covers("P12")
-def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path: Path) -> None:
-    """A server that was killed while sites evaluate does not train again."""
+def test_a_killed_server_repeats_only_the_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    """A server that is killed while sites evaluate repeats the evaluation after its restart, but not the training."""
     save_file({"weight": torch.zeros(1, 1)}, tmp_path / "zero.safetensors")
     with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
@@ -186,7 +192,10 @@ def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path
 
 
 def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
-    """The site is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
+    """A site that is killed during an evaluation and restarted still has the model that it submitted in training.
+
+    The restarted site cannot submit a new model, because the run has no round for it.
+    """
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -219,9 +228,10 @@ def evaluate_big(server: atoll.Server, folder: Path, name: str) -> None:
 
 
 def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
-    """Three models of 8 MB, each evaluated at all sites: 3 · 8 MB come to the server, and 9 · 8 MB leave it.
+    """Each site sends its model to the server only once, though all sites evaluate it.
 
-    The last of these may not be counted whole when the run ends.
+    Three models of 8 MB make 3 · 8 MB to the server and 9 · 8 MB from the server. The last transfer may not be counted
+    in full when the run ends.
     """
     nbytes = 8_000_000
     big_models(tmp_path, nbytes, "abc")
@@ -239,9 +249,9 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
 def test_an_evaluation_waits_for_writable_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """If the exports folder or the report cannot be written, the log says so.
+    """If the server cannot write the exports folder or the report in it, the log says so.
 
-    The result is saved once it can be, without a new evaluation.
+    The server saves the result once it can, and does not evaluate again.
     """
     monkeypatch.setattr("atoll.server.coordinator.background_writes.RETRY_S", 0.05)
     big_models(tmp_path, 4, "a")
@@ -260,11 +270,12 @@ def test_an_evaluation_waits_for_writable_exports(
 
 @pytest.mark.covers("D1")
 def test_evaluations_take_little_memory(tmp_path: Path) -> None:
-    """Memory is flat at the server and at sites that evaluate.
+    """An evaluation needs little memory at the server and at the sites, whatever the size of the models.
 
-    Of three models of 192 MB, the server and two sites, all in this process, hold none: buffers take less than 160.
+    The server and two sites run in this process and evaluate three models of 192 MB. Memory grows by less than 160 MB,
+    so no model is held whole.
 
-    Two of the models are the sites', in files of theirs, and one is a file at the server.
+    Two models are files of the sites, and one is a file at the server.
     """
 
     def evaluate(folder: Path, megabytes: int) -> int:
@@ -289,12 +300,11 @@ def test_evaluations_take_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_sites_join_again_behind_diloco(nursery: Nursery, tmp_path: Path) -> None:
-    """After DiLoCo, sites join again with the model that they have.
+def test_sites_join_again_after_diloco(nursery: Nursery, tmp_path: Path) -> None:
+    """After a DiLoCo run, sites join again for the evaluation and give the model that they hold, the run's result.
 
-    One round of two steps each, with outer SGD of rate 1: from 0, w ← (w + t)/2 twice is 3/4·t: 0 and 4.5.
-
-    When the run is finished, sites have its result.
+    By hand, with one round of two steps and outer SGD of rate 1: w ← (w + t)/2, twice from 0, is 3/4·t. That is 0 at
+    site `a` and 4.5 at site `c`, with the mean 2.25.
     """
     words = {"a": ["diloco"], "c": ["diloco"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **PLAIN_DILOCO, **{"rounds.sites": 2, "diloco.sync_every": 2})
@@ -307,17 +317,23 @@ def test_sites_join_again_behind_diloco(nursery: Nursery, tmp_path: Path) -> Non
     [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
     ids=["scaffold", "async"],
 )
-def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: Path, settings: dict[str, Any]) -> None:
-    """One site, one step of rate 1/2 from 0 to t/2 = 1.5: that is its model, and the run's."""
+def test_scaffold_and_async_rounds_can_end_with_an_evaluation(
+    nursery: Nursery, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds.
+
+    By hand, one step of rate 1/2 leads from 0 to t/2 = 1.5. This is the model of the only site and that of the run.
+    """
     matrix, _ = evaluated(nursery, tmp_path, {"b": ["sgd"]}, **{"rounds.sites": 1}, **settings)
     assert losses(matrix, "w") == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
 
 @pytest.mark.covers("T8")
 def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
-    """The model of a site passes its filters before it is evaluated.
+    """A site's filters are applied to its own model before another site evaluates this model.
 
-    The filter of b rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1.
+    The filter of site `b` rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1. The stored model of site `a` is
+    refused, since it was saved before its filters were applied.
     """
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
@@ -367,10 +383,11 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
     assert [site.wait() for site in sites] == [0, 0]
 
 
-def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_path: Path) -> None:
-    """The run's own matrix stays.
+def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll evaluate` evaluates versions of a finished run and other models. The run's own matrix stays unchanged.
 
-    w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was.
+    The weight is n in version n, and 10 in the file. Site `a` has the target 0 and site `b` the target 3. Version 9
+    never existed.
     """
     trained(nursery, tmp_path, 5)
     own = tmp_path / "state" / "exports" / "cross_site_evaluation.md"
@@ -404,8 +421,8 @@ def test_evaluates_versions_of_a_finished_run_beside_it(nursery: Nursery, tmp_pa
     assert "finished at version 5" in again.output()
 
 
-def test_an_unfinished_run_goes_on_after_evaluation(nursery: Nursery, tmp_path: Path) -> None:
-    """A run that is not finished goes on after an evaluation."""
+def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll evaluate` evaluates the newest version of an unfinished run. Afterwards, the run continues to its end."""
     trained(nursery, tmp_path, 2)
     write_run_file(tmp_path, **run_settings(**KEPT_VERSIONS, **{"rounds.total": 4}))
     asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
@@ -428,9 +445,9 @@ def test_an_unfinished_run_goes_on_after_evaluation(nursery: Nursery, tmp_path: 
 
 
 def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
-    """A server that runs is asked for its matrix.
+    """`atoll evaluate --server` shows the matrix of a server while the evaluation is running.
 
-    While c stands still, what the others have measured is there already.
+    Site `c` hangs, and the cells of the other sites are already shown.
     """
 
     def asked(server: atoll.Server) -> Process:
@@ -452,7 +469,8 @@ def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> 
 
 
 @pytest.mark.covers("X3")
-def test_what_cannot_be_evaluated_is_named(nursery: Nursery, tmp_path: Path) -> None:
+def test_evaluate_refuses_wrong_arguments(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll evaluate` refuses wrong or missing arguments and says what is wrong."""
     (tmp_path / "run.toml").write_text('disk.state_dir = "state"\n')
     for arguments, code, words in (
         ([], 2, "Give either a run file or --server."),

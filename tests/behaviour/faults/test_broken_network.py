@@ -82,7 +82,7 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
 def test_sends_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """A part that was broken off or damaged is sent again, and no other part."""
+    """If a part of an update breaks off or is damaged on its way, the site sends only this part again."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -106,7 +106,7 @@ def test_sends_a_broken_part_again(
 def test_fetches_a_broken_part_again(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
-    """A part that was broken off or damaged is fetched again, and no other part."""
+    """If a part of a version breaks off or is damaged on its way, the site fetches only this part again."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -123,10 +123,10 @@ def test_fetches_a_broken_part_again(
     "request_line", ["POST .*/complete ", "PUT .*/parts/3 ", "POST /v1/tickets ", "POST /v1/workers "]
 )
 @pytest.mark.covers("F17")
-def test_asks_again_for_a_lost_acknowledgement(
+def test_repeats_a_request_after_a_lost_response(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, request_line: str
 ) -> None:
-    """The update counts once, and nothing of it is sent again."""
+    """If the response to a request is lost, the site sends only this request again, and its update counts once."""
     proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
     one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -138,7 +138,9 @@ def test_asks_again_for_a_lost_acknowledgement(
 
 @pytest.mark.covers("F17", "F18")
 def test_a_repeated_submission_gets_the_same_receipt(tmp_path: Path) -> None:
-    """Other bytes get a conflict."""
+    """A site that completes the same update again gets the same receipt. Completing it with another digest is a
+    conflict.
+    """
     with serve_wide(tmp_path) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")  # the round waits for b meanwhile
         update = a.train(1.0).push()
@@ -154,7 +156,9 @@ def test_a_repeated_submission_gets_the_same_receipt(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F19")
 def test_the_newer_process_of_a_site_wins(tmp_path: Path) -> None:
-    """The older one is told."""
+    """If a second process joins as the same site, its update counts. The first process gets an error that explains
+    it.
+    """
     with serve_wide(tmp_path, sites=1, rounds=1) as server:
         older, newer = (ManualSite(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
@@ -171,7 +175,10 @@ def test_the_newer_process_of_a_site_wins(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F23")
 def test_refuses_a_stale_update_after_a_partition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The worker goes on with the newest version."""
+    """After a network partition, the update of a site whose round has closed meanwhile is refused.
+
+    The site then goes on with the newest version.
+    """
     far, near = Gate(1, "a"), Gate(2, "b")
 
     def during(site: str, number: int) -> None:
@@ -202,8 +209,11 @@ TIMEOUT_S = 2.0
 
 
 @pytest.mark.covers("F21", "L9")
-def test_parallel_parts_make_up_for_a_slow_connection(tmp_path: Path) -> None:
-    """No site is lost."""
+def test_parallel_connections_speed_up_a_slow_site(tmp_path: Path) -> None:
+    """A site with slow connections sends and fetches parts over several of them at once, and is not given up.
+
+    The busiest connection alone is in use for longer than the timeout after which a silent worker is given up.
+    """
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
     network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
     settings = ONE | {f"network.{name}": value for name, value in network.items()}
@@ -303,10 +313,11 @@ def left(through: dict[str, Proxy]) -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("swarm", [False, True], ids=["server", "swarm"])
 @pytest.mark.covers("F14", "F15", "F17", "L10")
-def test_asks_again_for_a_response_without_its_headers(tmp_path: Path, swarm: bool) -> None:
-    """Every site has a proxy of its own, which always cuts at the same place of the headers.
+def test_repeats_a_request_after_broken_response_headers(tmp_path: Path, swarm: bool) -> None:
+    """If a response breaks off within its headers, the site repeats the request. Each update is trained only once.
 
-    Of a swarm, whose sites connect with each other, every third one; and no model lies at its server.
+    Each site has its own proxy, which cuts one response to each kind of request at the same place in the headers. In
+    the swarm case, every third place is tried.
     """
     places = dict(list(PLACES.items())[::3]) if swarm else PLACES
     settings: dict[str, Any] = {"rounds.sites": len(places), "rounds.total": 2, "swarm.enabled": swarm}
@@ -330,7 +341,10 @@ def test_asks_again_for_a_response_without_its_headers(tmp_path: Path, swarm: bo
 @pytest.mark.slow
 @pytest.mark.covers("F15", "F17")
 def test_answers_a_task_once_though_responses_break(tmp_path: Path) -> None:
-    """Tensors of a task and of its answer are objects of their own, because they are large."""
+    """If responses break off within their headers, each site still works on its task once and answers it.
+
+    The tensors of a task and of its answer are large, so they travel as objects of their own.
+    """
     worked: Counter[str] = Counter()
     answers: dict[str, torch.Tensor] = {}
 

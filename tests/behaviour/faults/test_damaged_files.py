@@ -94,17 +94,17 @@ SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
         for damage in damages
     ],
 )
-def test_a_site_goes_on_without_a_damaged_note(
+def test_a_site_goes_on_without_a_damaged_metadata_file(
     tmp_path: Path,
     images: dict[str, Halfway],
     caplog: pytest.LogCaptureFixture,
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """The site warns, and what the note described is pulled or trained again.
+    """A site warns of a damaged metadata file, goes on, and pulls or trains again what the file described.
 
-    It does not warn of a missing note. Without its residuals, error feedback begins anew: other bits. For the outbox,
-    the server has nothing of round 2: the site has its update for it.
+    A missing file causes no warning. Without its residuals, error feedback starts at zero, which gives other bits. With
+    an intact `outbox.json`, the site submits its stored update and does not train round 2 again.
     """
     image = images[SITE_NOTES[name][0]]
     copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
@@ -133,10 +133,13 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
 
 @pytest.mark.covers("S2")
 @pytest.mark.parametrize("damage", SOME)
-def test_refuses_a_site_with_a_damaged_control(
+def test_refuses_a_site_with_a_damaged_control_file(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The note of the algorithm's state is damaged: the site says so, and joins only where it may begin anew."""
+    """If the metadata file of a site's control is damaged, the site warns and cannot join.
+
+    With ATOLL_NEW_STATE, the site may start with a control of zero.
+    """
     settings = {"algorithm": "scaffold", "sites": 1, "rounds": 9, "algorithm.outer_optimizer.momentum": 0.0}
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
@@ -149,10 +152,10 @@ def test_refuses_a_site_with_a_damaged_control(
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_drops_an_object_with_a_damaged_note(
+def test_drops_an_object_with_a_damaged_metadata_file(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server says so, and keeps the other objects."""
+    """If the metadata file of an object is damaged, the server warns, drops this object and keeps the others."""
     with serve(tmp_path) as server:
         url = server.url
         kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
@@ -164,12 +167,12 @@ def test_drops_an_object_with_a_damaged_note(
 
 
 @pytest.mark.parametrize("damage", SOME)
-def test_mends_a_damaged_note_of_the_best_version(
+def test_rewrites_a_damaged_best_json(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The note is written again from the header of the best model's file.
+    """The server rewrites a damaged `best.json` from the header of the best model's file.
 
-    The version itself may not be kept any more.
+    The best version itself may no longer be kept.
     """
     with serve(tmp_path, **BEST) as server:
         FederatedSites(server.url, tmp_path).join()
@@ -214,10 +217,12 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 @pytest.mark.parametrize(("change", "times"), [(no_text, 1), (half, 1), (nothing, 1), (Path.unlink, 0)])
-def test_warns_of_a_damaged_note_of_held_versions(
+def test_warns_of_a_damaged_held_json(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged held.json is one warning, a missing one is none. The result has the same bits."""
+    """A site of a swarm warns once of a damaged `held.json`, and does not warn of a missing one. The result has the
+    same bits.
+    """
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 
@@ -265,7 +270,7 @@ def truncate(path: Path) -> None:
 def test_falls_back_from_a_damaged_version(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
-    """The run goes on."""
+    """If the newest version is damaged, a restarted server continues from the version before it to the same model."""
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)
     damage(slots_of_head(tmp_path)[which])
@@ -280,9 +285,9 @@ def test_falls_back_from_a_damaged_version(
 def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
-    """The next start falls back to the version before.
+    """A server that finds its newest version damaged on disk ends, so that no changed bit enters the next version.
 
-    A bit that the disk has changed does not go into the next version.
+    The next start continues from the version before the damaged one.
     """
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)
@@ -296,6 +301,7 @@ def test_a_version_damaged_in_use_ends_the_server(
 
 
 def test_refuses_to_start_if_all_versions_are_damaged(nursery: Nursery, tmp_path: Path) -> None:
+    """A server does not start if all its versions are damaged, and recommends restoring a backup."""
     left_undisturbed(tmp_path)
     for path in (tmp_path / "state/slots").glob("version-*"):
         flip(path)
@@ -306,7 +312,10 @@ def test_refuses_to_start_if_all_versions_are_damaged(nursery: Nursery, tmp_path
     assert "Restore the whole directory from a backup" in last
 
 
-def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_damaged_store_ends_with_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
+    """A server with an unusable file in its state directory ends with the exit code for the store, without a
+    traceback.
+    """
     (tmp_path / "state" / "audit.head").mkdir(parents=True)
     write_run_file(tmp_path, **{"network.port": 0})
     process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")
@@ -318,8 +327,8 @@ def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
 )
-def test_a_server_refuses_a_pipe_as_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
-    """With one line and exit code 7."""
+def test_a_server_refuses_a_named_pipe_as_a_file(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    """If a named pipe lies in place of a state file, the server ends with exit code 7 and one line that names it."""
     path = tmp_path / "state" / name
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -331,7 +340,8 @@ def test_a_server_refuses_a_pipe_as_a_file(nursery: Nursery, tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("name", ["base.json", "outbox.json", "base.safetensors"])
-def test_a_site_refuses_a_pipe_as_a_file(tmp_path: Path, name: str) -> None:
+def test_a_site_refuses_a_named_pipe_as_a_file(tmp_path: Path, name: str) -> None:
+    """If a named pipe lies in place of a site's file, the site refuses to join and names the pipe."""
     with serve(tmp_path) as server:
         path = tmp_path / "workers" / "a" / server.status().run / name
         path.parent.mkdir(parents=True)
@@ -359,8 +369,12 @@ def test_a_site_refuses_a_pipe_as_a_file(tmp_path: Path, name: str) -> None:
         ("compressed", "workers/a/*/residual-0.bin"),
     ],
 )
-def test_names_a_folder_in_place_of_a_file(tmp_path: Path, images: dict[str, Halfway], run: str, name: str) -> None:
-    """The file is the server's, which does not start, or site a's, which does not join. Without it they go on."""
+def test_reports_a_folder_in_place_of_a_file(tmp_path: Path, images: dict[str, Halfway], run: str, name: str) -> None:
+    """If a folder lies in place of a file, the server does not start, or the site does not join. The error names the
+    folder.
+
+    Once the folder is gone, the run goes on to the same bits.
+    """
     image, folder = images[run], tmp_path / "run"
     copy_folder(image.later, folder)
     path = next(folder.glob(name), folder / name)

@@ -97,7 +97,10 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
 
 
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
-    """The start is refused for any row, also one with a new checksum: the audit log has the weight, too."""
+    """A server does not start if the weight of an accepted update was changed, even if the row's checksum fits.
+
+    The audit log contains the weight, too.
+    """
     from atoll.store.journal_tables import write_checksums
 
     gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}
@@ -122,7 +125,10 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
 
 
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
-    """A start adds no entry to the audit log: the epoch alone tells that the journal is older than `audit.head`."""
+    """A server does not start if its journal has an earlier epoch than `audit.head`.
+
+    A start adds no entry to the audit log, so only the epoch shows that the journal is older.
+    """
     from atoll.store.journal_tables import write_checksums
 
     forge(later, write_checksums, "UPDATE meta SET epoch = epoch - 1")
@@ -131,9 +137,8 @@ def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
 
 
 def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -> None:
-    """One bit of each column of each table is changed, past all constraints.
-
-    The start is refused, and `atoll audit` says it.
+    """If one bit of any column of any table is changed, the server does not start, and `atoll audit` reports the
+    change.
     """
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
@@ -158,16 +163,23 @@ def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -
     assert set(empty) <= {"exports_under_way", "deltas", "workflows", "sat_out_rounds", "generations"}
 
 
-def test_names_a_damaged_row_of_a_site(later: Path) -> None:
-    """A start reads those of the newest rounds alone, so that it takes no longer in a long run."""
+def test_reports_a_damaged_row_of_a_site(later: Path) -> None:
+    """A server does not start if a site's row for one of the newest rounds is damaged. The error names the row.
+
+    A start reads these rows only for the newest rounds, so that it takes no longer in a long run.
+    """
     assert flip_column(later / "state" / JOURNAL, CHECKED_LATER, "summary_json")
     row = r"content of site_rounds \(fragment = 0, version = 1, site = 'b'\) does not match its checksum\. Restore"
     with pytest.raises(StateCorrupt, match=row), serve(later):
         pass
 
 
-def test_a_changed_bit_leads_to_no_other_model(without_log: Path, tmp_path: Path) -> None:
-    """The 53 bytes are spread over the file's pages: a start is refused, or nothing that a start reads has changed."""
+def test_a_changed_bit_of_the_journal_changes_no_model(without_log: Path, tmp_path: Path) -> None:
+    """For any changed bit of the journal file, either `atoll audit` reports damage or all values that matter are
+    unchanged.
+
+    The test changes 53 bits spread over the pages of the file, one at a time.
+    """
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     path, free = without_log / "state" / JOURNAL, {table for table, _ in FREE}
@@ -187,8 +199,11 @@ def test_a_changed_bit_leads_to_no_other_model(without_log: Path, tmp_path: Path
     assert refused
 
 
-def test_a_changed_bit_of_the_log_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
-    """SQLite drops what follows a damaged frame, without a word. Each frame, in its header or its page."""
+def test_a_changed_bit_of_the_journals_log_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+    """If a bit of SQLite's write-ahead log is changed, the server refuses to start or keeps all acknowledged updates.
+
+    SQLite silently drops the frames after a damaged one. The test changes each frame, in its header or in its page.
+    """
     frames = log_frames(halfway.later / "state" / WAL)
     assert frames
     refused = []
@@ -206,8 +221,11 @@ def test_a_changed_bit_of_the_log_loses_nothing(halfway: Halfway, tmp_path: Path
     assert frames[0] in refused
 
 
-def test_begins_no_run_over_a_damaged_log(tmp_path: Path) -> None:
-    """All of this run is in its log: without it the journal is empty."""
+def test_starts_no_new_run_over_a_damaged_log(tmp_path: Path) -> None:
+    """If the journal's log is damaged and holds the whole run, the server does not start a new run in its place.
+
+    Without the log, the journal is empty.
+    """
     with serve(tmp_path / "run"):
         folder = copy_folder(tmp_path / "run", tmp_path / "copy")
     assert log_frames(folder / "state" / WAL)
@@ -217,8 +235,10 @@ def test_begins_no_run_over_a_damaged_log(tmp_path: Path) -> None:
         pass
 
 
-def test_goes_on_where_the_audit_head_is_behind(halfway: Halfway, later: Path, audited: Audit) -> None:
-    """As after a kill between the commit and the file."""
+def test_goes_on_if_the_audit_head_is_behind(halfway: Halfway, later: Path, audited: Audit) -> None:
+    """A run goes on if `audit.head` is older than the journal, as after a kill between the commit and writing the
+    file.
+    """
     shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
     assert audited(later) == ""
     halfway.go_on(later)
@@ -235,7 +255,10 @@ def without_end(halfway: Halfway, folder: Path) -> Path:
 
 
 def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
-    """The machine has not lost power since the last start, so that does not explain the loss."""
+    """A server does not start if the journal has lost its last entries and no power loss explains this.
+
+    If the operator deletes `audit.head`, the run goes on to the same bits.
+    """
     folder = without_end(halfway, tmp_path / "run")
     with pytest.raises(StateCorrupt, match="lost its end"), serve(folder):
         pass
@@ -249,7 +272,7 @@ def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, aud
 def test_goes_on_if_power_loss_cut_the_journal(
     halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture, audited: Audit
 ) -> None:
-    """The log says so, and the run goes on in a later epoch."""
+    """If a power loss cut the end of the journal, the server logs the loss and the run goes on in a later epoch."""
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:
@@ -262,8 +285,12 @@ def test_goes_on_if_power_loss_cut_the_journal(
 
 
 @pytest.mark.covers("F42")
-def test_says_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says that audit.head has a later epoch than the journal, with the same number of entries."""
+def test_logs_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a power loss took the record of the last start, the log says that `audit.head` has a later epoch than the
+    journal.
+
+    Both have the same number of entries.
+    """
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(later) as server:
@@ -277,7 +304,10 @@ def test_says_that_power_loss_took_the_last_start(later: Path, caplog: pytest.Lo
 def test_a_start_after_power_loss_may_be_killed(
     halfway: Halfway, tmp_path: Path, nursery: Nursery, lost: int, audited: Audit
 ) -> None:
-    """The entry that notes the loss takes the number of one that was lost, and `audit.head` still tells of that."""
+    """If the server is killed during its start after a power loss, the next start records the loss only once.
+
+    The entry about the loss takes the number of a lost entry, and `audit.head` still shows that this entry was lost.
+    """
     folder = without_end(halfway, tmp_path / "run")
     head = folder / "state" / HEAD
     entries = json.loads(head.read_text())["entries"]
@@ -292,7 +322,9 @@ def test_a_start_after_power_loss_may_be_killed(
 
 
 def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
-    """With that setting, a power loss takes nothing that was written."""
+    """With `disk.durability = power`, a power loss does not explain a journal without its end: the server does not
+    start.
+    """
     folder = without_end(powered, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")
     for durability in ("power", "process"):
@@ -316,10 +348,12 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
         (lambda path: path.write_bytes(b""), "damaged"),
     ],
 )
-def test_makes_a_lost_audit_head_anew(
+def test_replaces_a_missing_or_damaged_audit_head(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says once that audit.head is missing or damaged; the next start finds the new one."""
+    """If `audit.head` is missing or damaged, the server logs this once and writes a new one, which the next start
+    accepts.
+    """
     damage(later / "state" / HEAD)
     with serve(later):
         pass
@@ -332,8 +366,11 @@ def test_makes_a_lost_audit_head_anew(
     assert not [line for line in caplog.messages if HEAD in line]
 
 
-def test_begins_no_run_beside_an_audit_head(later: Path) -> None:
-    """A journal that has lost everything is empty; without slots nothing else tells that it had a run."""
+def test_starts_no_new_run_beside_an_old_audit_head(later: Path) -> None:
+    """If the journal and the versions are lost but `audit.head` exists, the server does not start a new run.
+
+    Nothing else then shows that there was a run.
+    """
     state = later / "state"
     shutil.rmtree(state / "slots")
     for name in (JOURNAL, WAL, f"{JOURNAL}-shm"):

@@ -60,11 +60,16 @@ def newest_steps(folder: Path) -> int:
 
 
 @pytest.mark.covers("L10", "L25")
-def test_carries_local_progress_over_to_the_head(tmp_path: Path) -> None:
-    """With an outer rate of ½, so base − dec(u) is not the head.
+def test_carries_local_steps_over_to_the_newest_version(tmp_path: Path) -> None:
+    """After the answer to its update is lost, a DiLoCo loop carries its later steps over to the newest version.
 
-    θ0 = 8; after two steps w = 6, u = 2; it counts (θ1 = 8 − ½·2 = 7) but the answer is lost: base ← 8 − 2 = 6.
-    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which `weight` sees; then u = 2, θ2 = 7 − ½·2 = 6.
+    The outer rate is ½, so base − dec(u) is not the newest version.
+
+    θ0 = 8. After two steps w = 6 and u = 2. The update counts (θ1 = 8 − ½·2 = 7), but the answer is lost: base ← 8 − 2
+    = 6.
+
+    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which the function `weight` sees. Then u = 2 and θ2 = 7 −
+    ½·2 = 6.
     """
     with serve(tmp_path, numbers(8.0), **SETTINGS) as server, Proxy(server.port) as proxy:
         model = numbers(0.0)
@@ -86,8 +91,12 @@ def test_carries_local_progress_over_to_the_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L25", "L10")
-def test_carries_a_fragments_progress_over_to_its_head(tmp_path: Path) -> None:
-    """As with a whole model, for two fragments of one number each."""
+def test_carries_a_fragments_steps_over_to_its_newest_version(tmp_path: Path) -> None:
+    """After the answer to a fragment's update is lost, a DiLoCo loop carries the steps over to the fragment's newest
+    version.
+
+    The model has two fragments of one number each.
+    """
     with serve(tmp_path, numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
         model = numbers(0.0, 0.0)
         seen: list[tuple[float, ...]] = []
@@ -105,7 +114,10 @@ def test_carries_a_fragments_progress_over_to_its_head(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L25")
 def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
+    """Under FedAvg, a loop whose answer was lost resets to the newest version and logs how many local steps are lost.
+
+    By hand: steps 3 and 4 are lost and w ← θ1 = 7. After two more steps w = 5 and θ2 = 7 − ½·2 = 6.
+    """
     settings = SETTINGS | {"algorithm": "fedavg", "H": None}
     with serve(tmp_path, numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
         model = numbers(0.0)
@@ -125,11 +137,13 @@ def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.covers("L10", "F6")
-def test_diloco_trains_on_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All steps that the site trains without its server count when the server is back.
+def test_diloco_goes_on_training_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All steps that a DiLoCo loop makes while its server is away count when the server is back.
 
-    Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at step
-    8 brings in all of 3 … 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: no step is lost, none doubled.
+    Steps 1 and 2 make round 1. The server is away during steps 3 to 6, so two synchronisations are skipped. The
+    synchronisation at step 8 submits steps 3 to 8.
+
+    With an outer rate of 1 the result is 8 − 2 − 6 = 0: every step counts exactly once.
     """
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")
@@ -162,10 +176,13 @@ def submit_two_steps(place: Participation) -> None:
 
 @pytest.mark.covers("F4", "L25")
 def test_a_restarted_site_waits_for_its_updates_round(tmp_path: Path) -> None:
-    """An earlier process of a has submitted u = 2 against θ0 = 8, and round 1 still waits for b's, 2 too: θ1 = 6.
+    """A restarted site waits until the round closes to which its earlier process has submitted an update.
 
-    The new process begins from 6, trains to 4 and submits 2: θ2 = 4. Had it begun from 8 meanwhile, its update would be
-    a round old; had it taken the old update for one that was lost on the way, its base would have moved to 6.
+    The earlier process of site `a` has submitted u = 2 against θ0 = 8. Round 1 still waits for the update of site `b`,
+    also 2: θ1 = 6. The new process starts from 6, trains to 4 and submits 2: θ2 = 4.
+
+    If it started from 8, its update would be a round old. If it took the old update for a lost one, its base would move
+    to 6.
     """
     changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, numbers(8.0), **SETTINGS | changed) as server:
@@ -206,7 +223,11 @@ def answers_lost(proxy: Proxy, count: int) -> list[Fault]:
 
 @pytest.mark.covers("L7", "L10")
 def test_no_fragment_finishes_without_its_last_version(tmp_path: Path) -> None:
-    """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
+    """A DiLoCo loop finishes only when it has fetched the last version of each fragment.
+
+    Two fetches fail: the first fetch of the result, and the fetch at the next turn, when the server says that the run
+    is finished.
+    """
     with serve_wide(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as loop:
             take_steps(loop, 3)  # fragment 0 is taken after 2 steps, merged after 3
@@ -221,8 +242,11 @@ def test_no_fragment_finishes_without_its_last_version(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_loop_outlives_the_end_of_its_run(tmp_path: Path, fragments: int) -> None:
-    """An asynchronous run ends without this site, which cannot pull the model: its loop goes on."""
+def test_a_loop_survives_a_failed_pull_of_the_result(tmp_path: Path, fragments: int) -> None:
+    """A DiLoCo loop goes on training if it cannot pull the final model, and pulls the model later.
+
+    The asynchronous run has ended without an update of this site.
+    """
     settings = ONE_ROUND | {"sites": 2, "async.enabled": True, "H": 2 * fragments, "K": fragments}
     with serve_wide(tmp_path, **settings) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as a:
@@ -251,10 +275,12 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 
 @pytest.mark.covers("L10", "F8")
-def test_transfers_of_fragments_resume_at_the_part(tmp_path: Path, server: atoll.Server, streamed: Result) -> None:
-    """An update counts once though its answer is lost.
+def test_a_fragments_transfer_resumes_at_the_broken_part(
+    tmp_path: Path, server: atoll.Server, streamed: Result
+) -> None:
+    """If the connection breaks within a part of a fragment's update, the site sends no earlier part again.
 
-    The connection breaks within the second part of a fragment's update: the first is not sent again.
+    Though the answer to the update is lost, the update counts only once.
     """
     with Proxy(server.port) as proxy:
         proxy.faults.append(Fault("PUT .*/parts/1 ", "up", at=1000, action="reset"))
@@ -279,9 +305,10 @@ def test_only_the_first_skipped_turn_retries(
     caplog: pytest.LogCaptureFixture,
     streamed: Result,
 ) -> None:
-    """The server is away: the first turn is patient, later ones try once.
+    """While the server is away, a DiLoCo loop retries at the first skipped synchronisation and tries once at later
+    ones.
 
-    Turns are skipped, and what was trained meanwhile counts afterwards.
+    When the server is back, the steps made meanwhile count.
     """
     from atoll.worker.session.session import Session
 
@@ -320,8 +347,12 @@ def test_only_the_first_skipped_turn_retries(
 
 
 @pytest.mark.covers("L4", "L10")
-def test_submits_again_while_it_awaits_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
+def test_a_streaming_site_resubmits_while_awaiting_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming site submits a failed update of one fragment again while it waits for the result of another fragment.
+
+    The update of fragment 0 by site `a` breaks off twice, and the update of fragment 1 by site `b` once. Site `a` waits
+    in fragment 1 for `b`, and site `b` waits in fragment 0 for `a`.
+    """
     from atoll.protocol.values import Lost
     from atoll.worker.exchange.exchange import Exchange
     from atoll.worker.training import synchroniser
@@ -347,8 +378,11 @@ def test_submits_again_while_it_awaits_a_result(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.covers("L4")
-def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
-    """c comes when fragment 0 has had its first round: it waits with the others, and counts from the next rounds on."""
+def test_a_late_site_joins_the_cycle_of_fragments(tmp_path: Path) -> None:
+    """A site that joins a streaming run late counts in each fragment from this fragment's next round on.
+
+    Site `c` joins after the first round of fragment 0, and waits with the other sites.
+    """
     gate = Gate(3)
     with serve_wide(tmp_path, **STREAMING | {"rounds": 4, "network.connections": 1}) as server:
         old = StreamingSites(server.url, tmp_path, during=gate, steps=60)
@@ -360,8 +394,11 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
     assert new.loops["c"].finished
 
 
-def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
-    """Both outboxes are sent by the next process; of fragment 2, whose ticket it never had, its second round counts."""
+def test_a_new_process_sends_updates_of_an_earlier_process(tmp_path: Path, server: atoll.Server) -> None:
+    """A site's new process sends the updates of two fragments that its earlier process has left in its outboxes.
+
+    The earlier process had no ticket for fragment 2, so there the site counts only in the second round.
+    """
     from atoll.protocol.messages import Report
     from atoll.worker.exchange.participation import LoopTerms, take_part
 

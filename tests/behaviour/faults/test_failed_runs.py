@@ -102,7 +102,10 @@ def outcome(job: Callable[[], object]) -> BaseException | None:
 def test_sites_end_with_the_error_of_a_reducer(
     tmp_path: Path, stubborn: type[Stubborn], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Site a waits for the next round, while b is at one of these moments."""
+    """If the server's reducer raises an error, each site ends with this error, and so does the server.
+
+    Site `a` waits for the next round, while site `b` pulls, trains or uploads.
+    """
     b_is_there, has_failed = threading.Event(), threading.Event()
 
     def halt() -> None:
@@ -148,8 +151,11 @@ def test_sites_end_with_the_error_of_a_reducer(
     assert "ZeroDivisionError" in reason_in_journal(tmp_path)
 
 
-def test_a_mended_run_uses_the_failed_update(tmp_path: Path, stubborn: type[Stubborn]) -> None:
-    """The mean of one update, θ₀ + 1, with the outer step w ← w − g."""
+def test_a_repaired_run_uses_the_update_that_failed(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+    """A run whose reducer failed can be started again with a repaired reducer, and uses the update that it already had.
+
+    The result is the mean of one update, θ₀ + 1, after the outer step w ← w − g.
+    """
     settings = {"rounds.sites": 1, "rounds.total": 1, "aggregation.reducer.name": "stubborn"}
     plain = {
         "algorithm.outer_optimizer.lr": 1.0,
@@ -181,8 +187,8 @@ def test_a_mended_run_uses_the_failed_update(tmp_path: Path, stubborn: type[Stub
         assert torch.allclose(result[name], parameter + 1)
 
 
-def test_a_diloco_site_ends_between_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
-    """The site's heartbeats are told of the failure, and its next step ends with the reason."""
+def test_a_failed_run_ends_a_diloco_site_between_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+    """If the run fails while a DiLoCo site trains, a heartbeat tells the site, and its next step raises the error."""
     settings = {"algorithm": "diloco", "H": 10**6, "network.heartbeat_interval_s": 0.2} | ASYNC
     settings |= {"codec": "none"}
     stubborn.may_raise.set()
@@ -207,7 +213,7 @@ def fails_at_once(controller: Any) -> None:
 
 
 def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
-    """With its error."""
+    """If a workflow raises an error, a site that waits for tasks ends with this error."""
     with workflow_server(tmp_path, fails_at_once) as server:
         error = outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join)
         with pytest.raises(RunFailed) as raised:
@@ -217,7 +223,7 @@ def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_a_site_ends_if_an_evaluation_measured_nothing(tmp_path: Path) -> None:
+def test_a_site_ends_if_an_evaluation_has_no_values(tmp_path: Path) -> None:
     def raises(model: object) -> dict[str, float]:
         raise ValueError("no data here")
 
@@ -241,7 +247,10 @@ def test_a_site_ends_if_an_evaluation_measured_nothing(tmp_path: Path) -> None:
 
 
 def test_a_failed_second_start_tells_its_sites(tmp_path: Path) -> None:
-    """The file of the second start's workflow cannot be imported, so the start fails before the run begins."""
+    """If a failed run cannot be started again, the new server tells its sites both errors.
+
+    The second start fails before the run begins, because its workflow's file cannot be imported.
+    """
     (tmp_path / "flow.py").write_text("def main(controller):\n    raise KeyError('w')\n")
     settings = {"workflow.function": f"{tmp_path}/flow.py:main", "network.port": free_port()}
     server = plain_server(tmp_path, **settings)
@@ -268,7 +277,10 @@ def test_a_failed_second_start_tells_its_sites(tmp_path: Path) -> None:
 def test_a_failed_second_start_waits_for_untold_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Site a was told by the failed server, and b asks only the second start: the third one waits for neither."""
+    """If a failed run cannot be started again, the new server waits only for sites that do not know of the failure.
+
+    The first server told site `a`, and the second start tells site `b`. The third start waits for no site.
+    """
     monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
     (tmp_path / "other.py").write_text("import no_such_package\n")
     port = {"network.port": free_port()}
@@ -301,10 +313,13 @@ def test_a_failed_second_start_waits_for_untold_sites(
 
 
 @pytest.mark.covers("X9")
-def test_a_failure_together_with_a_stop_is_recorded(
+def test_a_failure_during_a_stop_is_recorded(
     tmp_path: Path, stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by Ctrl-C in the moment of the failure: the next start, and the status without a server, know the reason."""
+    """If the run fails at the moment at which the server is stopped, the journal and the stored status have the reason.
+
+    This happens if Ctrl-C comes at the moment of the failure.
+    """
     fail = RunCore.fail
 
     def fail_and_stop(run: RunCore, error: AtollError) -> None:
@@ -323,7 +338,10 @@ def test_a_failure_together_with_a_stop_is_recorded(
 
 
 def test_a_failed_first_start_tells_no_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Else a wrong run file would end the sites of a run that has not failed."""
+    """If the first start of a run fails, the server tells no site.
+
+    A wrong run file would otherwise end the sites of a run that has not failed.
+    """
     (tmp_path / "flow.py").write_text("import no_such_package\n")
     port = free_port()
     with pytest.raises(ConfigError):
@@ -335,10 +353,10 @@ def test_a_failed_first_start_tells_no_site(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("is_again", [False, True], ids=["first start", "restarted"])
-def test_a_failed_server_waits_for_no_silent_site(
+def test_a_failed_server_stops_waiting_for_a_silent_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
 ) -> None:
-    """Site a sends no more heartbeats: the server waits until the next one is overdue, and no longer."""
+    """A failed server waits for a site only until the site's next heartbeat is overdue."""
     monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
     may_fail = threading.Event()
 
@@ -362,9 +380,10 @@ def test_a_failed_server_waits_for_no_silent_site(
 
 @pytest.mark.covers("X9")
 def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stored status shows the reason, and no site as alive.
+    """The stored status of a failed run shows the reason, and shows no site as alive.
 
-    Site a is told of the failure, and b is silent. The status is shown with and without the saved one.
+    Site `a` was told of the failure, and site `b` was silent. The status is shown with the saved status file and
+    without it.
     """
 
     def fails(controller: Any) -> None:
@@ -393,8 +412,13 @@ def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("when", ["now", "always"])
-def test_tells_sites_of_an_error_with_new_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """The run stays as it was. Where it cannot even be opened again, the sites are told, too."""
+def test_tells_sites_that_taking_over_new_shapes_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """If the server fails to take over the shapes of the first update, it tells the sites the error.
+
+    If the run cannot be opened again after that, the sites are told that, too.
+    """
 
     write, written = startup.write_version, list[object]()
 
@@ -448,11 +472,12 @@ def test_tells_sites_of_an_error_with_new_shapes(tmp_path: Path, monkeypatch: py
     ids=lambda value: type(value).__name__,
 )
 def test_only_errors_that_would_repeat_are_final(error: AtollError, is_final: bool) -> None:
+    """An error is final only if it would occur again after a restart. A full disk or a lack of memory is not final."""
     assert error.is_final == is_final
 
 
 @pytest.mark.slow
-def test_restarts_no_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_does_not_restart_a_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import atoll\nwith atoll.tasks() as worker:\n"

@@ -67,9 +67,10 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_waits_for_disk_space_and_open_files(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, points: str, said: list[str]
 ) -> None:
-    """Of every second row that the journal takes, the first attempt fails. Too many connections end no run either.
+    """A server that lacks disk space or has too many open files tries again, and the run ends with the same bits.
 
-    No attempt leaves a version pinned.
+    In one case, the first attempt fails for every second row that the journal writes. No attempt leaves a version
+    pinned.
     """
     with serve_wide(tmp_path) as server, failpoints(points) as times_reached:
         versions = server._require_served().run.store.versions
@@ -84,8 +85,11 @@ def test_waits_for_disk_space_and_open_files(
 
 
 @pytest.mark.covers("F25")
-def test_names_a_version_without_its_file(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """The log also says that the files of the next version are written again."""
+def test_logs_a_version_without_all_its_files(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
+    """If not all files of a version could be exported, the log names the version.
+
+    The log also says that the files of the next version are written again.
+    """
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
         run_to_end(server, Sites(server.url, tmp_path))
     told = r"not all files of version \d could be written: .* is full.* The files of the next version are "
@@ -119,10 +123,12 @@ def fill(disk: Path) -> Path:
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_full_disk(tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int) -> None:
-    """The disk fills up while the round is trained.
+def test_a_run_waits_while_the_disk_is_full(
+    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int
+) -> None:
+    """If the disk fills up during a round, the server waits for space, and the run ends with the same bits.
 
-    In the first round there is no room for a spool, in the second for a row.
+    In round 1 the disk has no space for a spool, and in round 2 it has none for a row of the journal.
     """
     full: list[Path] = []
 
@@ -150,9 +156,10 @@ BEST: dict[str, Any] = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
 
 @pytest.mark.covers("F25")
 def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """In the end, no line of the metrics is missing.
+    """Rounds go on while the disk of the exports is full. Once it has space, the metrics file has a line for each
+    round.
 
-    So many rounds that a line is cut by the end of a page of the disk. A restart goes on, too.
+    The run has so many rounds that the end of a disk page cuts a line. A server restarted meanwhile goes on, too.
     """
     disk, rounds, full = tmp_path / "disk", 20, list[Path]()
     settings: dict[str, Any] = {"disk.export_dir": disk / "results", "rounds.total": rounds}
@@ -183,8 +190,9 @@ def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.L
 def test_rounds_go_on_without_exports(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
 ) -> None:
-    """From the first round on, a file stands in place of the folder, or a folder in place of a file in it. Once it is
-    gone, the exports are written.
+    """Rounds go on while exports cannot be written. Once the obstacle is removed, the server writes the exports.
+
+    From round 1 on, a file stands in place of the exports folder, or a folder stands in place of a file in it.
     """
     exports = tmp_path / "state" / "exports"
 
@@ -213,10 +221,10 @@ def test_rounds_go_on_without_exports(
     assert result.exports["model.safetensors"] == undisturbed.exports["model.safetensors"]
 
 
-async def test_says_ever_less_often_that_it_tries_again(
+async def test_logs_repeated_attempts_less_and_less_often(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 20 attempts, the log has attempts 1, 2, 4, 8 and 16."""
+    """The server logs a repeated failure less and less often: of 20 attempts, attempts 1, 2, 4, 8 and 16."""
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -231,7 +239,10 @@ async def test_says_ever_less_often_that_it_tries_again(
 
 
 def test_the_best_version_waits_for_its_export(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """A file takes the place of the exports folder in round 2. Once it is removed, the best version is saved."""
+    """If the best version cannot be saved, the server keeps trying and saves it once the obstacle is removed.
+
+    In round 2, a file takes the place of the exports folder.
+    """
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:
@@ -256,10 +267,13 @@ def remove_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("what", "number"), [("state", 1), ("state", 2), ("slots", 1), ("journal.sqlite", 1)])
-def test_names_what_was_removed_during_a_round(
+def test_reports_state_that_was_removed_during_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, number: int
 ) -> None:
-    """The state directory, or what is in it. The server may look when the slots are gone, and not yet the rest."""
+    """If the state directory or a part of it is removed during a round, the server ends with an error that names it.
+
+    If the whole directory is removed, the error may name its folder `slots`.
+    """
     state = tmp_path / "state"
 
     def during(site: str, at: int) -> None:
@@ -286,7 +300,10 @@ def test_names_what_was_removed_during_a_round(
 
 @pytest.mark.covers("F25")
 def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against a server that answers every part with 500, says nothing and never ends."""
+    """If the journal can no longer be written, the server ends with an error that says so.
+
+    Otherwise the server would answer each part with 500 and never end.
+    """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, sites=1) as server:
 
@@ -305,9 +322,10 @@ def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
 def test_answers_507_below_min_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    """Before a byte is taken.
+    """With less free disk than `disk.min_free_bytes`, the server answers an upload with 507 before it takes any byte.
 
-    The site says so, and so do the status and the log of the server: once, and once when there is space again.
+    The site and the status report this. The server logs the refusal once, and logs once that uploads are accepted
+    again.
     """
     told = (
         "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
@@ -340,7 +358,7 @@ def test_answers_507_below_min_free_bytes(
 
 @pytest.mark.covers("F25")
 def test_notices_new_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No site has to try again for that."""
+    """When there is space on the disk again, the server's warning ends, though no site has tried again."""
     with serve_wide(tmp_path, sites=1, **{"disk.min_free_bytes": 10**6}) as server:
         run = server._require_served().run
         update = WireSite(server.url).train()
@@ -362,7 +380,9 @@ def test_notices_new_space_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failed_fsync_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, durability: str, nth: int
 ) -> None:
-    """No site is told of success. The next start and the workers continue the run."""
+    """If an fsync fails, the server ends and tells no site of success. After a restart, the run ends with the same
+    bits.
+    """
     with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
         assert server.process.wait() == 7
@@ -376,8 +396,11 @@ def test_a_failed_fsync_ends_the_server(
 
 
 @pytest.mark.covers("T14", "T13", "X3")
-def test_a_site_lacks_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
-    """The site reports that and goes on. The payload has 8 MiB, and a file of this site has 1 MiB at most."""
+def test_a_site_reports_missing_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> None:
+    """A site without space for a task's payload reports the error and answers the next task.
+
+    The payload has 8 MiB, and a file of this site may have at most 1 MiB.
+    """
 
     def workflow(controller: Any) -> None:
         controller.sites(at_least=1, timeout_s=30)
@@ -395,8 +418,8 @@ def test_a_site_lacks_space_for_a_payload(nursery: Nursery, tmp_path: Path) -> N
 
 
 @pytest.mark.covers("F43")
-def test_releases_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
-    """The status has its error, and the rounds go on without it."""
+def test_rounds_go_on_without_a_worker_with_a_failed_disk(nursery: Nursery, tmp_path: Path) -> None:
+    """A worker whose disk fails ends, the status shows its error, and the rounds go on without it."""
     with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
@@ -421,9 +444,10 @@ def memory_bytes(pid: int) -> int:
 def test_a_server_without_memory_loses_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """The server's address space is limited while both sites train in round 2.
+    """A server that runs out of memory loses no update. After a restart, the run ends with the same bits.
 
-    It ends, stands still or has just enough.
+    The server's memory is limited while both sites train in round 2. The server then ends, hangs or has just enough
+    memory.
     """
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:

@@ -152,7 +152,10 @@ def _exit_codes(script: Path, environment: Mapping[str, str]) -> list[int]:
 @pytest.mark.covers("F43")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_server_hears_how_a_script_ended(tmp_path: Path, way: str) -> None:
-    """Inside its loop, or in a loop that it has started and does not leave."""
+    """The status shows how a site's script ended: the site has left, or has failed with an error.
+
+    The script ends inside its loop, or after it has started a loop that it does not leave.
+    """
     if way == "trainer":
         pytest.importorskip("transformers")
     loop, algorithm, expected = WAYS[way]
@@ -175,8 +178,11 @@ def test_the_server_hears_how_a_script_ended(tmp_path: Path, way: str) -> None:
 @pytest.mark.covers("F43", "P6")
 @pytest.mark.parametrize("way", ["functional", "started"])
 @pytest.mark.parametrize(("end", "code", "state"), [("sys.exit(3)", 3, "failed"), ("pass", 0, "left")])
-def test_atoll_worker_tells_the_exit_code(tmp_path: Path, way: str, end: str, code: int, state: str) -> None:
-    """Outside of a `with` block, only the command `atoll worker` knows the code."""
+def test_atoll_worker_tells_the_server_the_exit_code(tmp_path: Path, way: str, end: str, code: int, state: str) -> None:
+    """`atoll worker` tells the server the exit code of its command.
+
+    For a script without a `with` block, only `atoll worker` knows this code.
+    """
     loop, algorithm, _ = WAYS[way]
     script = (
         f"import sys, torch, atoll\nfrom kit.models import build_model\nend, model = {end!r}, build_model()\n{loop}"
@@ -196,7 +202,10 @@ def test_atoll_worker_tells_the_exit_code(tmp_path: Path, way: str, end: str, co
 @pytest.mark.covers("F43")
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_path: Path, fails: bool) -> None:
-    """The summary does not list the rounds of a site that took part in all."""
+    """The server's summary counts the failed sites and names each site that missed rounds.
+
+    The summary does not name a site that took part in all rounds.
+    """
     with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
         if fails:
             failing = SiteProcess(nursery, tmp_path, server.url, "b").start(FAIL_IN="1")
@@ -215,7 +224,9 @@ def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_
 def test_an_exception_is_one_line_at_the_server(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The worker shows the whole traceback."""
+    """If a site's script raises an exception, the server logs one line. The site's own output has the whole
+    traceback.
+    """
     with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")
@@ -232,7 +243,8 @@ def test_an_exception_is_one_line_at_the_server(
 
 
 @pytest.mark.covers("F36")
-def test_restarts_a_failing_command_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_between_restarts_grow_up_to_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`atoll worker` waits longer before each restart of a failing command: 1 s, 2 s, 4 s and so on, up to 60 s."""
     from atoll.cli import worker
 
     pauses: list[float] = []

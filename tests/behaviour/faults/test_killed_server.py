@@ -147,9 +147,12 @@ LIVES = {
 
 @pytest.mark.covers("F6", "F7", "F8", "F9", "F10", "F11", "F12", "F13", "L10", "L11", "L16", "T8", "X41", "X42", "D7")
 @pytest.mark.parametrize("case", LIVES)
-def test_a_killed_server_comes_to_the_same_bits(
+def test_a_killed_server_gives_the_same_bits(
     nursery: Nursery, tmp_path: Path, undisturbed_in: Callable[[str], Result], case: str
 ) -> None:
+    """A server that is killed at various places and restarted ends with the bits of an undisturbed run, in every
+    mode.
+    """
     mode, lives = case.partition(",")[0], tuple(LIVES[case].split())
     (tmp_path / "own.py").write_text(MEAN)
     deaths = len(lives) + (mode == "aggregator")
@@ -189,7 +192,10 @@ def change(site: str, k: int, name: str, like: Tensor) -> Tensor:
 
 @pytest.mark.covers("F8", "F9", "F10", "F12", "F13", "L3", "L5")
 def test_an_asynchronous_run_counts_each_update_once(nursery: Nursery, tmp_path: Path) -> None:
-    """Which updates count, and in which order, depends on time; the model is the sum of those that did."""
+    """An asynchronous run whose server is killed and restarted counts each update at most once.
+
+    Time decides which updates count, and in which order. The model is the start minus the sum of the counted updates.
+    """
     trained: Counter[str] = Counter()
 
     def train(model: nn.Module, site: str, number: int) -> None:
@@ -218,8 +224,8 @@ def test_an_asynchronous_run_counts_each_update_once(nursery: Nursery, tmp_path:
 
 
 @pytest.mark.covers("F6", "F7")
-def test_goes_on_after_a_kill_within_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """Half a part is on its way when the server dies; what it had before is not sent again."""
+def test_resumes_after_a_kill_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """If the server is killed after half of a part has arrived, the restarted server needs no earlier part again."""
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
@@ -244,8 +250,11 @@ def test_goes_on_after_a_kill_within_a_part(nursery: Nursery, tmp_path: Path, un
 
 
 @pytest.mark.covers("F6")
-def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """The workers have left by then, unheard; the test does not wait for the end of their leases."""
+def test_a_server_killed_during_its_export_exports_again(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """A server that is killed while it exports the model exports it after the restart, and leaves no temporary file.
+
+    The workers have left without the server's knowledge. The test does not wait until their leases end.
+    """
     with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
@@ -260,7 +269,7 @@ def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: 
 def test_starting_a_finished_run_again_changes_nothing(
     tmp_path: Path, undisturbed: Result, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says how to train further."""
+    """Starting the server of a finished run again changes nothing. The log says how to train further."""
     caplog.set_level(logging.INFO, "atoll")
     left_undisturbed(tmp_path)
     metrics = tmp_path / "state" / "exports" / "metrics.jsonl"
@@ -279,8 +288,10 @@ MORE_MB = 100.0
 @pytest.mark.covers("F37")
 @pytest.mark.timeout(600)  # 200 sites take a minute of both cores
 @pytest.mark.parametrize("many", [30, pytest.param(200, marks=pytest.mark.long)])
-def test_many_workers_come_back_at_once(nursery: Nursery, tmp_path: Path, many: int) -> None:
-    """All of them lose their server while they submit; the server's memory stays small."""
+def test_many_workers_come_back_at_once_after_a_kill(nursery: Nursery, tmp_path: Path, many: int) -> None:
+    """If the server is killed while many workers submit, each update counts once, and the new server needs little
+    memory.
+    """
     submitting = threading.Barrier(many + 1)
     names = [f"site-{number:03d}" for number in range(many)]
     peaks = Peaks()
@@ -327,8 +338,8 @@ SITE_PLACES = {
 
 @pytest.mark.covers("F44")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
-def test_whatever_is_killed_no_acknowledged_update_is_lost(nursery: Nursery, tmp_path: Path, seed: int) -> None:
-    """The server and both sites, again and again, wherever chance has it."""
+def test_random_kills_lose_no_acknowledged_update(nursery: Nursery, tmp_path: Path, seed: int) -> None:
+    """Though the server and both sites are killed again and again at random places, the run ends with the same bits."""
     chance = random.Random(seed)
 
     def lives(places: dict[str, int], count: int) -> tuple[str, ...]:

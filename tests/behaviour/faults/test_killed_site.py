@@ -80,7 +80,11 @@ which round, and how many bytes it had sent or received by then."""
 
 @pytest.mark.covers("F1", "F2", "F3", "F4", "F8", "L10", "L16")
 @pytest.mark.parametrize("codec", PLACES)
-def test_a_killed_site_goes_on_where_it_was(nursery: Nursery, tmp_path: Path, codec: str) -> None:
+def test_a_killed_site_resumes_where_it_was(nursery: Nursery, tmp_path: Path, codec: str) -> None:
+    """A site that is killed at various places resumes there, and the run ends with the bits of an undisturbed run.
+
+    What the site has stored completely is neither pulled nor trained again.
+    """
     settings: dict[str, Any] = {"aggregation.upload_codec.name": codec.split()[0]}
     if codec.endswith("both ways"):
         settings["aggregation.download_codec.name"] = "int8"
@@ -107,7 +111,10 @@ def test_a_killed_site_goes_on_where_it_was(nursery: Nursery, tmp_path: Path, co
 
 
 @pytest.mark.covers("F3", "L10")
-def test_killed_while_submitting_it_resumes_at_the_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+def test_a_site_killed_while_submitting_resumes_at_the_part(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result
+) -> None:
+    """A site that is killed while it submits an update sends only the remaining parts, and does not train again."""
     with (
         serve_wide(tmp_path, **{"network.connections": 1, "rounds.min_sites": 1}) as server,
         beside(server, Sites(server.url, tmp_path, names=["b"])),
@@ -132,9 +139,12 @@ def test_killed_while_submitting_it_resumes_at_the_part(nursery: Nursery, tmp_pa
 
 @pytest.mark.covers("L4", "L8", "L10", "F1", "F2", "F3")
 def test_a_killed_streaming_site_resumes_at_the_part(nursery: Nursery, tmp_path: Path) -> None:
-    """Its first process is killed when three parts of the first result of fragment 0 have come, and the bases of the
-    others are whole; its second one with half an update sent. Both go on in the middle of a cycle, where b never waits
-    for a site that waits for b.
+    """A streaming site that is killed during a transfer resumes at the part that broke off.
+
+    The first process is killed after it has pulled all bases and three parts of the first result of fragment 0. The
+    second process is killed with half an update sent.
+
+    Both resume in the middle of a cycle, and the two sites never wait for each other.
     """
     from atoll.tensors.fragments import split
     from atoll.tensors.layout import version_layout
@@ -177,7 +187,7 @@ def test_a_killed_streaming_site_resumes_at_the_part(nursery: Nursery, tmp_path:
     ids=["pulling", "submitting", "streaming"],
 )
 def test_ctrl_c_ends_a_stalled_site(nursery: Nursery, tmp_path: Path, loop: str, fault: Fault) -> None:
-    """Ctrl-C ends the process within 30 s, and not only after `idle_timeout_s` (60 s)."""
+    """Ctrl-C ends a site whose connection is stalled within 30 s, before `idle_timeout_s` (60 s) has passed."""
     settings = STREAMING if loop == "diloco" else {}
     with serve_wide(tmp_path, **settings, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         WireSite(server.url, "b")
@@ -193,7 +203,7 @@ def test_ctrl_c_ends_a_stalled_site(nursery: Nursery, tmp_path: Path, loop: str,
 
 @pytest.mark.covers("L7")
 def test_ctrl_c_ends_an_upload_that_has_just_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transfer threads end soon after Ctrl-C, and not only after `idle_timeout_s` (60 s)."""
+    """After Ctrl-C, the threads of an upload that has just started end before `idle_timeout_s` (60 s) has passed."""
     from atoll.worker.training.synchroniser import PendingSync
 
     stall, before, start = Fault("PUT .*/parts/0 ", "up", 1000, "stall"), threading.enumerate(), PendingSync.start
@@ -218,7 +228,10 @@ def test_ctrl_c_ends_an_upload_that_has_just_started(tmp_path: Path, monkeypatch
 @pytest.mark.covers("F3", "F5", "L9")
 @pytest.mark.parametrize("how", ["killed while it submits", "stopped while it trains"])
 def test_a_silent_site_joins_again(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    """Site b waits in round 2 until a is back."""
+    """A site that was declared dead, because it was killed or stopped, joins again and counts in the next round.
+
+    Site `b` waits in round 2 until site `a` is back.
+    """
     gate = Gate(2, "b")
     with serve_wide(tmp_path, **QUICK, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, during=gate, names=["b"])
@@ -277,9 +290,9 @@ with atoll.DiLoCo(model, optimizer, weight=SITES[site], labels={"start": os.envi
 def test_a_restarted_worker_waits_for_its_updates_round(
     tmp_path: Path, nursery: Nursery, overlap: dict[str, Any]
 ) -> None:
-    """The worker's local steps on the other fragment are lost, so the bits differ.
+    """A restarted worker waits until the round of its submitted update closes, and trains no step from the old version.
 
-    No step is trained from the old version.
+    The worker's local steps on the other fragment are lost, so the bits differ from those of an undisturbed run.
     """
     (tmp_path / "open").touch()
 

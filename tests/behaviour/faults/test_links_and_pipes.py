@@ -89,7 +89,10 @@ RECOVERS = {"status.json", "best.json", "best.safetensors", "metrics.jsonl", "mo
 def test_a_server_changes_nothing_through_a_link(
     tmp_path: Path, images: dict[str, Halfway], link: Callable[[Path, Path], None]
 ) -> None:
-    """Each file and folder in turn is a link. Once the links are gone, the run comes to the same bits."""
+    """A server changes no file through a link that stands in place of one of its files or folders.
+
+    Each file and folder is replaced by a link, one at a time. Once the links are gone, the run ends with the same bits.
+    """
     image, folder = images["plain"], tmp_path / "a" / "b"
     copy_folder(image.later, folder)
     refused = set()
@@ -110,9 +113,10 @@ def test_a_server_changes_nothing_through_a_link(
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("run", RUNS)
 def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str, Halfway], run: str) -> None:
-    """The site's folder and each file in turn is a link.
+    """A site refuses to join if a link stands in place of its folder or one of its files, and changes nothing through
+    it.
 
-    Once the links are gone, the site still has its update: the same bits.
+    Once the links are gone, the site still has its update, and the run ends with the same bits.
     """
     image, folder = images[run], tmp_path / "a"
     copy_folder(image.later, folder)
@@ -133,8 +137,10 @@ def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str,
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
-def test_a_link_found_later_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
-    """The site ends with an error. Without the link, it goes on."""
+def test_a_link_found_after_joining_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
+    """A site that finds a link in place of a file after it has joined ends with an error. Without the link, it goes
+    on.
+    """
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")
@@ -151,7 +157,10 @@ def test_a_link_found_later_ends_the_site(tmp_path: Path, images: dict[str, Half
 
 @pytest.mark.covers("X9")
 def test_replaces_links_in_place_of_new_files(tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """Temporary files have names that another program can know; so have slots."""
+    """If a link stands where the server or a site writes a new file, the link is replaced and its target is unchanged.
+
+    Another program can guess the names of temporary files and slots.
+    """
     image, folder = images["plain"], tmp_path / "run"
     copy_folder(image.later, folder)
     (site,) = (path for path in (folder / "workers" / "a").iterdir())
@@ -174,8 +183,11 @@ def test_replaces_links_in_place_of_new_files(tmp_path: Path, images: dict[str, 
 
 
 @pytest.mark.covers("X9", "P9")
-def test_a_start_empties_no_linked_folder(tmp_path: Path) -> None:
-    """Guards against the removal of unknown files behind a link: a start removes what belongs to no object."""
+def test_a_server_start_deletes_nothing_behind_a_link(tmp_path: Path) -> None:
+    """A server refuses to start if its folder `objects` is a link, and deletes no file in the target.
+
+    A start deletes all files in `objects` that belong to no object.
+    """
     other = tmp_path / "pictures"
     other.mkdir()
     (other / "cat.png").write_bytes(b"a cat")
@@ -187,8 +199,8 @@ def test_a_start_empties_no_linked_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X9")
-def test_folders_that_a_user_names_may_be_links(tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """The state directory, the export folder and the sites' folder; each lies on another disk."""
+def test_folders_given_by_the_user_may_be_links(tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """The state directory, the export folder and the sites' folder may be links, for example to another disk."""
     image, folder = images["plain"], tmp_path / "run"
     copy_folder(image.later, tmp_path / "disk")
     folder.mkdir()
@@ -226,10 +238,12 @@ NOT_A_FILE = "is a named pipe, a socket or a device"
     ],
 )
 @pytest.mark.parametrize("plant", [pipe, lambda path: (path.unlink(), path.symlink_to("/dev/zero"))])
-def test_commands_name_pipes_and_links_at_once(
+def test_commands_report_pipes_and_links_in_one_line(
     nursery: Nursery, tmp_path: Path, images: dict[str, Halfway], name: str, words: str, plant: Callable[[Path], object]
 ) -> None:
-    """A command names in one line a pipe or link that is in place of a file that it reads."""
+    """A command that finds a pipe or a link in place of a file that it reads ends at once with one line that names
+    it.
+    """
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     plant(tmp_path / "state" / name)
     outcome = command(nursery, tmp_path, *words.split())
@@ -240,8 +254,8 @@ def test_commands_name_pipes_and_links_at_once(
 
 
 @pytest.mark.covers("F41")
-def test_the_status_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """A pipe stands in place of the saved status: `atoll status` says that it is damaged, and shows the journal."""
+def test_the_status_does_not_wait_for_a_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """If a pipe stands in place of the saved status, `atoll status` calls the file damaged and shows the journal."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "status.json")
     outcome = command(nursery, tmp_path, "status", "--dir", "state")
@@ -250,8 +264,8 @@ def test_the_status_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: 
 
 
 @pytest.mark.covers("F41")
-def test_an_export_waits_for_no_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """A pipe stands in place of the best version: `atoll export --best` says that there is none."""
+def test_an_export_does_not_wait_for_a_pipe(nursery: Nursery, tmp_path: Path, images: dict[str, Halfway]) -> None:
+    """If a pipe stands in place of the best version, `atoll export --best` says that there is no best version."""
     copy_folder(images["plain"].later / "state", tmp_path / "state")
     pipe(tmp_path / "state" / "exports" / "best.safetensors")
     outcome = command(nursery, tmp_path, "export", "model.safetensors", "--dir", "state", "--best")
@@ -273,7 +287,10 @@ READ_BY_A_SERVER: dict[str, dict[str, Any]] = {
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("name", READ_BY_A_SERVER)
-def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, name: str) -> None:
+def test_a_server_refuses_pipes_in_place_of_its_input_files(nursery: Nursery, tmp_path: Path, name: str) -> None:
+    """If a pipe stands in place of the run file or of a file named in it, the server ends with an error that says
+    so.
+    """
     write_certificate(tmp_path)
     (tmp_path / "models").mkdir()
     save_file({"w": torch.zeros(2)}, tmp_path / "models" / "1.safetensors")
@@ -288,8 +305,10 @@ def test_a_server_names_a_pipe_that_it_reads(nursery: Nursery, tmp_path: Path, n
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("variable", ["ATOLL_TOKEN_FILE", "ATOLL_TLS_CA"])
-def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Path, variable: str) -> None:
-    """A variable names a file that is a pipe: the command ends at once with an error."""
+def test_a_command_refuses_a_pipe_given_by_a_variable(nursery: Nursery, tmp_path: Path, variable: str) -> None:
+    """If an environment variable gives the path of a pipe in place of a file, the command ends at once with an
+    error.
+    """
     pipe(tmp_path / "file")
     (tmp_path / "file").chmod(0o600)
     outcome: Outcome = command(
@@ -301,7 +320,7 @@ def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Pat
 
 @pytest.mark.covers("F41")
 def test_a_model_file_may_be_a_link(tmp_path: Path, images: dict[str, Halfway]) -> None:
-    """The initial model, as package managers and download caches store it."""
+    """The file of the initial model may be a link. Package managers and download caches store models so."""
     save_file({"w": torch.ones(2)}, tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
     with plain_server(tmp_path, str(tmp_path / "model.safetensors"), sites=1, rounds=1) as server:

@@ -296,6 +296,7 @@ def play(history: History) -> None:
 @settings(max_examples=50, phases=PHASES)
 @given(histories)
 def test_every_acknowledged_update_counts_once(history: History) -> None:
+    """In random histories of the whole protocol, each acknowledged update is in exactly one version."""
     play(history)
 
 
@@ -303,4 +304,5 @@ def test_every_acknowledged_update_counts_once(history: History) -> None:
 @settings(max_examples=400, phases=PHASES)
 @given(histories)
 def test_updates_count_once_in_many_histories(history: History) -> None:
+    """In many random histories of the whole protocol, each acknowledged update is in exactly one version."""
     play(history)

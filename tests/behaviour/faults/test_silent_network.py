@@ -67,10 +67,11 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("L10")
-def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """Every later turn tries once.
+def test_goes_on_training_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
+    """A DiLoCo site goes on training when its network falls silent, and synchronises again when the network is back.
 
-    It stands still for one call that times out and one look for the server: at the defaults, less than 30 s.
+    After the first failure, each synchronisation tries only once. It waits for one call that times out and one look for
+    the server: less than 30 s with the defaults.
     """
 
     def during(site: str, step: int) -> None:
@@ -97,7 +98,11 @@ def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, pro
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("L10")
 def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """The site's calls are answered at first, though it waits for longer than one call may take."""
+    """A site that waits for a round in long polls notices when its network falls silent, and then skips
+    synchronisations.
+
+    As long as its calls are answered, the site skips none, though it waits longer than one call may take.
+    """
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
@@ -138,11 +143,13 @@ CLIMBS: dict[str, Any] = {
 
 
 @pytest.mark.covers("L10")
-def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
-    """Two steps are a round, and the outer step takes the mean over: version 1 is (2·1 + 2·3) / 2 = 4.
+def test_goes_on_training_from_a_partly_loaded_version(tmp_path: Path) -> None:
+    """A site whose network falls silent while it loads a version goes on training, and each of its steps counts.
 
-    A part of it is in the model of site a when the network falls silent, the rest is what it trained: 2. It trains n
-    steps more, and whatever they began from, they are n: version 2 is 4 + (n·1 + 2·3) / 2 everywhere.
+    Two steps make a round, and the outer step adds the mean of the updates: version 1 is (2·1 + 2·3) / 2 = 4.
+
+    When the network falls silent, a part of the model at site `a` is version 1 and the rest is its own result, 2. Site
+    `a` makes n more steps, and they count as n from either value: version 2 is 4 + (n·1 + 2·3) / 2 everywhere.
     """
 
     def stand_still() -> None:
@@ -175,6 +182,8 @@ def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("server", [FEDERATED | {"rounds": 2}], indirect=True)
 def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
+    """A federated site whose network falls silent waits until the network is back, and trains each round once."""
+
     def during(site: str, number: int) -> None:
         if number == 1:
             proxy.silence()
@@ -209,9 +218,9 @@ ONE_CALL = {
 def test_a_dead_connection_does_not_stop_training(
     tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
-    """The network is back with its old connections dead, as a firewall has forgotten them.
+    """If a site's connections are dead after the network is back, only one call times out. Training goes on.
 
-    The call ends with its timeout, and all later ones have new connections.
+    A firewall that forgets connections causes this. All later calls use new connections.
     """
     faults: list[Fault] = []
 
@@ -236,9 +245,9 @@ def test_a_dead_connection_does_not_stop_training(
 
 
 def test_gives_up_half_open_connections_in_time(tmp_path: Path) -> None:
-    """Such connections take every byte and answer nothing.
+    """A site gives up connections that accept every byte and answer nothing, before the server declares the site dead.
 
-    The timeout is far below the half minute that a request may take.
+    The server's timeout is far below the half minute that a request may take.
     """
     gate = Gate(1, "a")
     network = {"network.heartbeat_timeout_s": 8.0, "network.idle_timeout_s": 1.0}

@@ -51,8 +51,8 @@ def test_a_late_site_counts_from_the_next_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F34", "L13")
-def test_a_run_waits_for_sites_that_all_died(nursery: Nursery, tmp_path: Path) -> None:
-    """The status says why, and the run goes on when they are back."""
+def test_a_run_waits_if_all_its_sites_died(nursery: Nursery, tmp_path: Path) -> None:
+    """If all sites have died, the run waits and its status says why. The run goes on when the sites are back."""
     with serve_wide(tmp_path, **QUICK) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         for process in [site.start(HOLD=f"2:{tmp_path}/never") for site in sites]:
@@ -69,7 +69,8 @@ def test_a_run_waits_for_sites_that_all_died(nursery: Nursery, tmp_path: Path) -
 
 
 @pytest.mark.covers("F35")
-def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
+def test_a_round_does_not_close_below_min_sites(tmp_path: Path) -> None:
+    """A round with fewer updates than `rounds.min_sites` does not close, even after its deadline."""
     settings = {"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2}
     with serve_wide(tmp_path, rounds=1, **settings) as server:
         silent = WireSite(server.url, "b")
@@ -85,8 +86,8 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
     assert Result(tmp_path).counted() == [("a", 1), ("b", 1)]
 
 
-def test_a_site_comes_and_goes_often(tmp_path: Path) -> None:
-    """The site gets its open ticket again each time; every lease that it gave back is refused."""
+def test_a_site_that_joins_again_gets_its_open_ticket(tmp_path: Path) -> None:
+    """A site that joins and leaves again and again gets the same open ticket each time."""
     with serve_wide(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
         gate, tickets = Gate(1, "a"), set()
         other = Sites(server.url, tmp_path, during=gate, names=["a"])
@@ -102,8 +103,11 @@ def test_a_site_comes_and_goes_often(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F35")
-def test_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """The status names both remedies: start it again, or lower `rounds.min_sites`."""
+def test_a_round_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
+    """A round that needs all sites waits for a dead one. The warning offers two remedies.
+
+    The user can start the site again, or lower `rounds.min_sites`.
+    """
     with serve_wide(tmp_path, **QUICK, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         site = killed_site(nursery, tmp_path, server, 2)
@@ -131,10 +135,10 @@ def test_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callabl
     ],
     ids=["three sites", "one site"],
 )
-def test_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
-    """The remedy asks for as many of the sites that left as a round needs.
+def test_the_warning_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
+    """If too few sites take part, the warning asks to restart as many of the sites that left as a round needs.
 
-    A site that failed is asked for only if no other is left.
+    It asks for a site that failed only if no other site has left.
     """
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
@@ -158,8 +162,13 @@ def test_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str
         ({"rounds.min_sites": 1}, 1),
     ],
 )
-def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: dict[str, object], floor: int) -> None:
-    """All three sites join and leave again in the first round: the status tells how many a round needs."""
+def test_settings_decide_how_many_updates_a_round_needs(
+    tmp_path: Path, settings: dict[str, object], floor: int
+) -> None:
+    """The settings decide how many updates a round needs, and the status shows this number.
+
+    All three sites join and leave again in the first round.
+    """
     outer = {"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.momentum": None}
     with serve_wide(tmp_path, sites=3, **outer, **settings) as server:
         for worker in [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in HOSPITALS]:
@@ -175,9 +184,13 @@ def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: di
 
 @pytest.mark.covers("L9")
 @pytest.mark.parametrize("place", ["empty", "taken by d"])
-def test_names_the_site_that_a_round_lacks(
+def test_warns_once_of_a_site_that_a_round_lacks(
     nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]], place: str
 ) -> None:
+    """If rounds close without a site that was killed, the status warns of this and the log warns once.
+
+    The site's place stays empty, or another site takes it.
+    """
     settings, later = ({"rounds.min_sites": 2}, "ab") if place == "empty" else ({}, "abd")
     with serve_wide(tmp_path, **QUICK, **settings, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
@@ -192,8 +205,11 @@ def test_names_the_site_that_a_round_lacks(
 
 
 @pytest.mark.covers("L9")
-def test_misses_no_site_that_was_not_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """Three of six sites are drawn. The first of them to train never submits."""
+def test_warns_only_of_missing_sites_that_were_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
+    """If sites are drawn for each round, the server warns only of a missing site that was drawn.
+
+    Three of six sites are drawn. The first site that trains never submits.
+    """
     held: list[str] = []
     lock, over = threading.Lock(), threading.Event()
 
@@ -219,7 +235,7 @@ def test_misses_no_site_that_was_not_drawn(tmp_path: Path, warned: Callable[[str
 
 @pytest.mark.covers("L9")
 def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
-    """The rounds go on without it."""
+    """A DiLoCo run goes on without a dead site, and its status warns of this."""
     with serve_wide(tmp_path, **QUICK, algorithm="diloco", H=2, codec="none") as server:
         other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"], build=wide_model)
         WireSite(server.url, "c").ticket()  # then it is silent
@@ -232,7 +248,10 @@ def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F23", "L10")
 @pytest.mark.usefixtures("pulled_apart")
-def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
+def test_a_site_that_pulls_late_joins_the_newest_round(tmp_path: Path) -> None:
+    """If rounds close while a site waits before its pull, the site pulls the newest version and trains the newest
+    round.
+    """
     late, resumed = Gate(1, "a"), Gate(5, "b")
 
     def during(site: str, number: int) -> None:
@@ -254,9 +273,10 @@ def test_a_late_pull_takes_the_newest_round(tmp_path: Path) -> None:
 @pytest.mark.covers("F42")
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
-    """The server goes back to version 1 while site a has a ticket for round 4 and has not pulled yet.
+    """A site goes on after the server is restored from a backup that is older than the site's ticket.
 
-    Then a trains rounds 2 and 3 again, and round 4 once.
+    The server goes back to version 1 while site `a` has a ticket for round 4 and has not pulled yet. Then `a` trains
+    rounds 2 and 3 again, and round 4 once.
     """
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")
@@ -286,7 +306,7 @@ def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F20")
 def test_clocks_that_jump_by_a_day_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that counts, a round would close with one site, and the other would be declared dead."""
+    """If the system clock jumps by a day, no round closes too early and no site is declared dead."""
     real, jumps_s = time.time, {1: 86_400.0, 2: -86_400.0, 3: 0.0}
 
     def during(site: str, number: int) -> None:

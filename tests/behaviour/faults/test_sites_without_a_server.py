@@ -31,9 +31,12 @@ AFTER_15_S = 7
     ids=["join", "diloco", "tasks"],
 )
 @pytest.mark.covers("L10")
-def test_a_site_gives_up_when_the_setting_says(
+def test_a_site_gives_up_after_atoll_give_up_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Callable[..., object]
 ) -> None:
+    """A site whose server does not answer gives up after the time in ATOLL_GIVE_UP_S. The first log line names this
+    variable.
+    """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.2")
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServerLost, match=url) as caught:
@@ -46,6 +49,7 @@ def test_a_site_gives_up_when_the_setting_says(
 
 @pytest.mark.covers("L10")
 def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, a site keeps trying to reach its server for much longer than 15 s, and then takes part."""
     from atoll.worker.session import session as session_module
 
     monkeypatch.setattr(session_module, "FIRST_BACKOFF_S", 0.01)
@@ -61,8 +65,11 @@ def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
-def test_a_site_that_missed_the_end_ends_soon(nursery: Nursery, tmp_path: Path, loop: str) -> None:
-    """The site was stopped while its run ended and the server went."""
+def test_a_site_that_missed_the_end_gives_up(nursery: Nursery, tmp_path: Path, loop: str) -> None:
+    """A site that was stopped while its run ended and the server shut down gives up when it continues.
+
+    The error says where the final model is. A DiLoCo script goes on after its loop with the model that it has.
+    """
     algorithm = {"algorithm": "fedavg"} if loop == "federated" else {"algorithm": "diloco", "H": 2, "codec": "none"}
     short = {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0", "STEPS": "1000000"}
     with serve_wide(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
@@ -86,7 +93,8 @@ def test_a_site_that_missed_the_end_ends_soon(nursery: Nursery, tmp_path: Path, 
         assert "only this script's model contains them" in a.output()
 
 
-def test_a_server_back_in_time_is_not_lost() -> None:
+def test_the_time_of_silence_restarts_with_each_answer() -> None:
+    """A site gives its server up after 24 hours of silence. Each answer of the server restarts this time."""
     from atoll.worker.session.session import OutageTimer
 
     now_s = 0.0
@@ -104,7 +112,7 @@ def test_a_server_back_in_time_is_not_lost() -> None:
     assert "http://there has not answered for 24 h 0 min" in str(silence.error())
 
 
-def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_atoll_give_up_s_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for wrong in ("soon", "-1", "nan"):
         monkeypatch.setenv("ATOLL_GIVE_UP_S", wrong)
         with pytest.raises(ConfigError, match=f"ATOLL_GIVE_UP_S is '{wrong}'"):
@@ -112,7 +120,8 @@ def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("runs", [True, False])
-def test_says_left_only_if_the_server_heard(tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool) -> None:
+def test_logs_leaving_only_if_the_server_was_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool) -> None:
+    """A site logs that it has left the run only if the server could be told."""
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, rounds=0) as server:
         worker = atoll.join(server.url, site="a", folder=tmp_path / "w")

@@ -33,7 +33,7 @@ def start(nursery: Nursery, folder: Path, *flags: str, **settings: object) -> tu
 
 
 @pytest.mark.covers("F28")
-def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_port_in_use_gives_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         code, output = start(nursery, tmp_path, **{"network.port": port})
@@ -46,7 +46,10 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
+def test_a_second_server_gives_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
+    """A second server on the same state directory ends with exit code 4, even if the lock file was removed or
+    replaced.
+    """
     with serve(tmp_path) as server:
         path = tmp_path / "state" / "lock"
         assert str(os.getpid()) in path.read_text()
@@ -67,6 +70,10 @@ def test_a_second_server_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("export_dir", [None, "results"])
 def test_a_new_run_replaces_no_older_exports(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
+    """A new run refuses to start if it would replace another run's exports, and leaves these files unchanged.
+
+    A second attempt is refused, too.
+    """
     exports = Path(export_dir or "state/exports")
     (tmp_path / "state").mkdir(0o700)
     (tmp_path / exports).mkdir(exist_ok=True)
@@ -85,6 +92,10 @@ def test_a_new_run_replaces_no_older_exports(nursery: Nursery, tmp_path: Path, e
 
 @pytest.mark.covers("X3")
 def test_a_continued_run_replaces_no_other_exports(tmp_path: Path) -> None:
+    """A continued run refuses an export folder that holds the exports of another run.
+
+    It accepts its own export folder, and a new one.
+    """
     runs = []
     for folder in (tmp_path / "one", tmp_path / "other"):
         with serve(folder, **{"disk.export_dir": folder / "results"}) as server:
@@ -114,7 +125,9 @@ def secured(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.covers("X2")
-def test_a_run_over_tls_with_a_token(tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_works_over_tls_with_a_token(
+    tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serve_wide(tmp_path, **secured) as server:
         assert server.url.startswith("https://")
         monkeypatch.setenv("ATOLL_TOKEN_FILE", str(tmp_path / "token"))
@@ -152,7 +165,7 @@ def test_refuses_a_wrong_or_missing_token(
 def test_refuses_a_certificate_of_another_authority(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the token is sent."""
+    """A site refuses a server whose certificate another authority has issued, before the site sends its token."""
     other = tmp_path / "other"
     other.mkdir()
     with serve_wide(tmp_path, **secured) as server:
@@ -192,10 +205,12 @@ ENDINGS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 
 @pytest.mark.covers("X2", "X3")
 @pytest.mark.parametrize("case", ENDINGS)
-def test_a_wrong_start_is_one_line_and_a_code(
+def test_a_wrong_start_gives_one_line_and_an_exit_code(
     nursery: Nursery, tmp_path: Path, secured: dict[str, Path], case: str
 ) -> None:
-    """No run is begun."""
+    """A server with wrong settings ends with one line and the matching exit code. It starts no run and prints no
+    token.
+    """
     (tmp_path / "file").write_text("in a file, no folder can be made")
     (tmp_path / "wide").write_text(TOKEN)
     (tmp_path / "wide").chmod(0o644)
@@ -208,9 +223,10 @@ def test_a_wrong_start_is_one_line_and_a_code(
     assert case == "export folder" or not (tmp_path / "state").exists()
 
 
-def test_says_that_the_usual_port_is_taken(
+def test_logs_that_the_default_port_is_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If the default port is in use, the server listens on another port and logs this."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -221,7 +237,10 @@ def test_says_that_the_usual_port_is_taken(
 
 
 def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
-    """The second start names no port: it takes the earlier one, and is refused while another program uses that."""
+    """A server that continues a run without a port in its settings uses the run's earlier port.
+
+    If another program uses this port, the server refuses to start, since the sites wait there.
+    """
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
         url, port = server.url, server.port
@@ -238,8 +257,11 @@ def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("port", [None, "same"])
-def test_the_lock_refuses_a_second_server(tmp_path: Path, port: str | None) -> None:
-    """The second server cannot have the port either, but only because the first one listens there."""
+def test_a_second_server_is_refused_by_the_lock(tmp_path: Path, port: str | None) -> None:
+    """A second server on the same state directory is refused because of the lock, not because of the port.
+
+    It could not get the port either, but only because the first server listens there.
+    """
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
         chosen = server.port if port == "same" else None
@@ -249,7 +271,10 @@ def test_the_lock_refuses_a_second_server(tmp_path: Path, port: str | None) -> N
 
 @pytest.mark.covers("L13", "X4")
 def test_a_moved_server_names_waiting_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At the start and in the status, until they have asked; a site that has left does not wait."""
+    """A server that continues its run at another address warns of the sites that wait at the old address.
+
+    The log and the status name these sites until they have asked again. A site that has left does not wait.
+    """
     model = {"w": torch.ones(2)}
     silent = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
     with plain_server(tmp_path, model, sites=2, **silent) as server:

@@ -56,10 +56,12 @@ COVERING = covering(RUNS)
         ),
     ],
 )
-def test_every_way_of_a_run_leaves_the_same_bits(
+def test_every_kind_of_run_gives_the_specified_bits(
     tmp_path: Path, request: pytest.FixtureRequest, rows: list[Row]
 ) -> None:
-    """The bits are those of the specification, and those that have been written down for this build, if any."""
+    """Each kind of run gives the bits of the specification. If digests are stored for this build, the bits match them,
+    too.
+    """
     found = {
         name_of(row): digests_of(row, tmp_path / str(number), lambda: request.getfixturevalue("nursery"))
         for number, row in enumerate(rows)
@@ -72,8 +74,11 @@ def test_every_way_of_a_run_leaves_the_same_bits(
         assert {name: in_words(each) for name, each in found.items()} == {name: written[name] for name in found}
 
 
-def test_digests_are_written_down_for_every_run() -> None:
-    """On a build without digests, the matrix compares runs with the specification alone."""
+def test_digests_are_stored_for_every_run() -> None:
+    """Each build with stored digests has one for every run of the matrix.
+
+    On a build without stored digests, the runs are compared only with the specification.
+    """
     assert WRITTEN
     for key, written in WRITTEN.items():
         assert written.keys() == {name_of(row) for row in RUNS}, key
@@ -85,7 +90,7 @@ def test_digests_are_written_down_for_every_run() -> None:
         )
 
 
-def test_every_pair_of_values_that_is_not_refused_is_covered() -> None:
+def test_the_matrix_covers_every_valid_pair_of_values() -> None:
     assert len(RUNS) >= 120
     assert len({name_of(row) for row in RUNS}) == len(RUNS)
     assert all(is_valid(row) and row.keys() == AXES.keys() for row in RUNS)
@@ -93,12 +98,13 @@ def test_every_pair_of_values_that_is_not_refused_is_covered() -> None:
     assert set().union(*map(pairs_of, COVERING)) == valid_pairs()
 
 
-def test_every_setup_runs_in_two_ways() -> None:
+def test_every_setup_runs_in_at_least_two_ways() -> None:
     assert all(len(rows) > 1 for rows in by_setup(RUNS).values())
 
 
 @pytest.mark.parametrize("places", [FEW[:1], FEW[1:]], ids="-".join)
 def test_places_that_start_processes_have_few_runs(places: tuple[str, ...]) -> None:
+    """The matrix has only a few runs, at most 8, at the places that start processes of their own."""
     assert 0 < sum(row["place"] in places for row in RUNS) <= 8
 
 
@@ -129,13 +135,15 @@ def begin(row: Row, folder: Path) -> None:
 
 @pytest.mark.parametrize(("each", "row"), [case for case in EXCLUDED if is_of_settings(case.values[0])])
 def test_refuses_settings_that_the_matrix_leaves_out(tmp_path: Path, each: Exclusion, row: Row) -> None:
+    """Settings that the matrix leaves out are refused, and the error names the parts that do not fit together."""
     with pytest.raises(ConfigError) as refused:
         begin(row, tmp_path)
     assert [word for word in each.by if word not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize("each", [each for each in EXCLUSIONS if not each.by], ids=lambda each: each.why)
-def test_does_not_refuse_runs_with_bits_that_depend_on_time(tmp_path: Path, each: Exclusion) -> None:
+def test_runs_with_bits_that_depend_on_time_start(tmp_path: Path, each: Exclusion) -> None:
+    """Runs that the matrix leaves out only because their bits depend on time can be started."""
     for number, row in enumerate(each.rows()):
         with serve(tmp_path / str(number), build(), **settings_of(row)) as server:
             assert server.status().fragments
@@ -149,6 +157,9 @@ def test_a_simulation_refuses_diloco_at_the_site(tmp_path: Path) -> None:
 
 
 def test_every_exclusion_has_a_test() -> None:
-    """What a site refuses: in a simulation, as above; ranks, in the tests of sharded sites and of a site's lock."""
+    """Every combination that a site refuses belongs to a place that other tests cover.
+
+    A test above covers simulations. The tests of sharded sites and of a site's lock cover ranks.
+    """
     at_sites = [each for each in EXCLUSIONS if each.by and not is_of_settings(each)]
     assert {place for each in at_sites for place in each.of["place"]} == set(FEW)

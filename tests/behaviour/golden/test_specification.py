@@ -25,7 +25,10 @@ SOURCE = Path(spec.__file__).read_text(encoding="utf-8")
 KINDS = ("federated", "diloco", "async")
 
 
-def test_needs_torch_and_the_standard_library_alone() -> None:
+def test_the_specification_needs_only_torch() -> None:
+    """The specification imports only PyTorch and the standard library, and calls neither `open` nor `exec` nor
+    `eval`.
+    """
     trees = list(ast.walk(ast.parse(SOURCE)))
     names = {alias.name for tree in trees if isinstance(tree, ast.Import) for alias in tree.names}
     names |= {str(tree.module) for tree in trees if isinstance(tree, ast.ImportFrom)}
@@ -34,7 +37,7 @@ def test_needs_torch_and_the_standard_library_alone() -> None:
     assert not calls & {"open", "exec", "eval", "__import__"}
 
 
-def test_can_be_read_in_one_sitting() -> None:
+def test_the_specification_has_at_most_400_lines() -> None:
     assert code_lines(SOURCE) <= 400
 
 
@@ -52,7 +55,10 @@ def compare(drawn: Drawn) -> None:
 @settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_drawn_runs_have_the_specified_values(kind: str, data: st.DataObject) -> None:
-    """A few; `test_many_drawn_runs_have_the_specified_values` draws others each time."""
+    """A few randomly drawn runs give the values of the specification, and they are the same runs each time.
+
+    `test_many_drawn_runs_have_the_specified_values` draws other runs each time.
+    """
     compare(data.draw(drawn_runs(kind)))
 
 
@@ -62,11 +68,15 @@ def test_drawn_runs_have_the_specified_values(kind: str, data: st.DataObject) ->
 @settings(max_examples=104, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_many_drawn_runs_have_the_specified_values(kind: str, data: st.DataObject) -> None:
+    """Many randomly drawn runs give the values of the specification."""
     compare(data.draw(drawn_runs(kind)))
 
 
 def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
-    """The server goes on from a copy of its folder two rounds ago: its outer state goes back, too; the errors go."""
+    """A run that goes back to a copy of its folder from two rounds before gives the values of the specification.
+
+    The server's outer state goes back, too. The sites' residuals of error feedback are dropped.
+    """
     start = {"w": torch.linspace(-1, 1, 300)}
 
     def step_of(site: str) -> spec.LocalStep:

@@ -45,8 +45,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, recordings: dict[str, Recorde
 
 @pytest.mark.slow
 @pytest.mark.covers("X9")
-def test_no_wrong_answer_holds_fills_or_breaks_a_site(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
-    """Whatever an operation answers, a site goes on or ends with one line, in time, in 64 MB and in its folder."""
+def test_a_site_survives_any_wrong_answer(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
+    """After any wrong answer of the server, a site goes on or ends with one line.
+
+    It does so in time, with less than 64 MB of memory, and writes only into its own folder.
+    """
     operations = operations_of(recordings)
     todo = [plan for name in operations for plan in drawn(plans(recordings, name), -(-SAMPLE // len(operations)), 1)]
     verdicts: list[Verdict] = []
@@ -59,9 +62,9 @@ def test_no_wrong_answer_holds_fills_or_breaks_a_site(tmp_path: Path, recordings
 @pytest.mark.slow
 @pytest.mark.covers("X8")
 def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
-    """Each place of each answer has a name in turn.
+    """If the server puts a name in any place of an answer, a site neither imports, opens nor runs it.
 
-    A site goes on or ends with one line, and does nothing with the name.
+    The site goes on or ends with one line. Each place of each answer gets a name, one at a time.
     """
     verdicts: list[Verdict] = []
     run_all(naming_plans(recordings), recordings, tmp_path, 3, verdicts.append)
@@ -72,7 +75,10 @@ def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordin
 
 
 def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) -> None:
-    """Each operation of the table is asked for by a program and has wrong answers, contents and HTTP."""
+    """The recorded programs use each operation of the protocol, and each operation has many wrong answers.
+
+    The wrong answers have wrong contents or are wrong HTTP.
+    """
     assert {*operations_of(recordings)} | UNASKED | OF_A_SWARM == {*OPERATION_NAMED}
     for operation in OPERATION_NAMED.values():
         kinds = Counter(fault.is_content for fault in every_fault(operation).values())
@@ -81,7 +87,7 @@ def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) ->
 
 
 def test_every_field_of_an_answer_can_be_wrong() -> None:
-    """Fields of messages within messages, elements of lists and values of mappings are places for wrong values."""
+    """Wrong values are put into nested messages, elements of lists and values of mappings, too."""
     found = {
         operation.name: {place.keys for place in places(operation.reply)}  # type: ignore[arg-type]
         for operation in OPERATION_NAMED.values()
@@ -92,8 +98,8 @@ def test_every_field_of_an_answer_can_be_wrong() -> None:
     assert {("task", "body", "object", "secret"), ("task", "body", "plain")} <= found["request_task"]
 
 
-def test_one_seed_draws_the_same_answers_again(recordings: dict[str, Recorded]) -> None:
-    """A failure is found again by its seed."""
+def test_the_same_seed_draws_the_same_wrong_answers(recordings: dict[str, Recorded]) -> None:
+    """The same seed draws the same wrong answers, so a failure can be repeated."""
     draw = [[str(plan) for plan in drawn(plans(recordings, "join"), 40, seed)] for seed in (7, 7, 8)]
     assert draw[0] == draw[1] != draw[2]
     assert len({*draw[0]}) == 40
@@ -101,8 +107,8 @@ def test_one_seed_draws_the_same_answers_again(recordings: dict[str, Recorded]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SPOILS)
-def test_what_a_site_must_not_do_is_noticed(site: SiteProcess, how: str) -> None:
-    """Each kind of failure is reported as what it is."""
+def test_the_harness_detects_each_kind_of_failure(site: SiteProcess, how: str) -> None:
+    """The harness detects each kind of failure of a site, and reports it under its own name."""
     site.margin_s = 1.0 if how == "stays" else 30.0
     assert [*site.run(Plan(how, ()), Recorded(how, Tape())).wrong] == [SPOILS[how]]
 
@@ -139,10 +145,13 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("how", ENDS)
-def test_a_script_ends_with_one_line_and_its_exit_code(
+def test_a_wrong_answer_ends_a_script_with_one_line(
     nursery: Nursery, tmp_path: Path, recordings: dict[str, Recorded], how: str
 ) -> None:
-    """The last line on standard error is the error's, and nothing of Python's stands before it."""
+    """After a wrong answer, a script ends with the matching exit code. The last line on standard error is the error.
+
+    The output contains no traceback.
+    """
     program, strike, codes = ENDS[how]
     (tmp_path / "script.py").write_text(SCRIPT)
     with HostileServer(recordings[program].tape, [strike]) as server:

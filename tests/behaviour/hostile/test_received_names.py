@@ -49,9 +49,10 @@ def tried(nursery: Nursery, folder: Path, which: str, url: str = "", count: int 
 def test_no_setting_in_a_plan_is_imported_opened_or_run(
     tmp_path: Path, nursery: Nursery, which: str, every: int, begins: str
 ) -> None:
-    """Each key of the settings is a key of the plan of a swarm, and each value of the plan is each name.
+    """If a server puts a name into any setting of a swarm's plan, a worker neither imports, opens nor runs it.
 
-    A worker that joins gets some of them, each again where it asks again: none lets it join.
+    Each value of the plan is replaced by each name. A worker that joins gets some of these plans and cannot join with
+    any.
     """
     with World(tmp_path / "server", {"w": torch.zeros(3)}, "abc", rounds=1, **{"swarm.enabled": True}) as world:
         honest = {path: get(world.url, path)[1] for path in (routes.RUN, routes.SCHEMA, routes.SWARM_PLAN)}
@@ -77,5 +78,5 @@ def test_no_setting_in_a_plan_is_imported_opened_or_run(
 
 
 @pytest.mark.covers("X8")
-def test_no_name_is_imported_opened_or_run_when_it_is_looked_up(tmp_path: Path, nursery: Nursery) -> None:
+def test_looking_up_a_name_imports_opens_or_runs_nothing(tmp_path: Path, nursery: Nursery) -> None:
     assert tried(nursery, tmp_path, "lookups") == 2 * len(NAMES) * (len(REGISTRABLE) + 7)

@@ -62,9 +62,10 @@ SIMULATED = {lightning_world: (fit_as_simulated_site, sgd), transformers_world: 
 
 @BOTH
 @pytest.mark.covers("V1")
-def test_a_simulated_site_fits_once_a_round(
+def test_a_simulated_site_trains_once_per_round(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainers: ModuleType
 ) -> None:
+    """In a simulation, a site with a Trainer trains once per round, and the result is the mean of the sites."""
     simulate_here(monkeypatch)
     client, trained = SIMULATED[trainers]
     settings = {"rounds.total": 2, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
@@ -80,8 +81,8 @@ def test_a_simulated_site_fits_once_a_round(
 
 
 @BOTH
-def test_a_trainer_of_weight_0_sits_out(tmp_path: Path, trainers: ModuleType) -> None:
-    """A site with weight 0 has no part in the round's result. The only version is that of site a alone."""
+def test_a_trainer_with_weight_0_sits_out(tmp_path: Path, trainers: ModuleType) -> None:
+    """A Trainer with weight 0 sits out the round. The only version is made from the update of site `a`."""
 
     def train(module: Any, *_: object) -> None:
         torch.nn.init.constant_(module.w, 7.0)
@@ -106,9 +107,9 @@ REFUSED = r"trained from version 1, .* has no version"
 
 @pytest.mark.covers("X3")
 def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint that agrees with the site's folder resumes; another one is refused.
+    """A Lightning Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder. Another one is refused.
 
-    Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2.
+    With three steps per epoch and H = 3, an epoch is a round. The second fit trains epoch 2 of 2.
     """
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     with lightning_world.serve(tmp_path, "diloco") as server:
@@ -133,7 +134,9 @@ def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 def test_transformers_resumes_diloco_from_its_checkpoint(serve: Any, tmp_path: Path) -> None:
-    """A checkpoint that agrees with the site's folder resumes; another one is refused."""
+    """A Transformers Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder. Another one is
+    refused.
+    """
     server = serve("diloco", H=STEPS, rounds=2)
 
     def trainer(folder: Path, most: int) -> Any:
@@ -202,8 +205,11 @@ class RunWithAKill:
 @pytest.mark.slow
 @pytest.mark.covers("S1", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
-def test_a_lightning_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
-    """Three steps of rate 0.1: e = 1 − w → 0.729·e; with the other site's e the mean is 0.8645·e. Nothing twice."""
+def test_a_lightning_trainer_survives_a_killed_server(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
+    """After its server is killed and restarted, a Lightning Trainer goes on, and no round is trained twice.
+
+    By hand: three steps of rate 0.1 turn e = 1 − w into 0.729·e. The mean with the other site's e is 0.8645·e.
+    """
     run = RunWithAKill(nursery, tmp_path, lightning_world, algorithm)
 
     class Counted(Tiny):
@@ -225,8 +231,11 @@ def test_a_lightning_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm
 @pytest.mark.slow
 @pytest.mark.covers("S10", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("diloco", marks=LONG)])
-def test_a_transformers_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
-    """Momentum and schedule go on over all nine steps, as if nothing had happened."""
+def test_a_transformers_trainer_survives_a_killed_server(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
+    """After its server is killed and restarted, a Transformers Trainer goes on, and each update counts once.
+
+    Momentum and schedule continue over all nine steps, as without the kill.
+    """
     run, steps = RunWithAKill(nursery, tmp_path, transformers_world, algorithm), count(1)
 
     class Counted(transformers_world.One):
@@ -273,9 +282,9 @@ class TinyMasters(Tiny):
 @BOTH
 @pytest.mark.covers("X11")
 def test_weight_copies_follow_a_trainers_synchronisations(tmp_path: Path, trainers: ModuleType) -> None:
-    """Copies of the weights follow the synchronisations of a Trainer.
+    """When a Trainer synchronises, an optimizer's copies of the weights follow.
 
-    Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
+    By hand, half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
     """
     model = trainers.One()
     torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too

@@ -34,9 +34,9 @@ def callbacks() -> Any:
 @pytest.mark.covers("S1", "X3")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refuses_two_sites_on_one_trainer(tmp_path: Path, workers: int) -> None:
-    """Two sites on one Trainer are refused before either joins.
+    """Two sites on one Lightning Trainer are refused before either of them joins.
 
-    Guards against the first waiting in its hook for the update of the second, for ever.
+    Otherwise the first site would wait in its hook for ever for the update of the second site.
     """
     ours = atoll.integrations.lightning.AtollCallback
     with serve(tmp_path, sites=workers) as server:
@@ -53,7 +53,7 @@ def test_refuses_two_sites_on_one_trainer(tmp_path: Path, workers: int) -> None:
 
 
 def test_a_trainer_takes_part_once() -> None:
-    """A second patch of a Trainer is refused, also without a server."""
+    """A Lightning Trainer that was patched once refuses a second patch or a second callback, also without a server."""
     trainer = trainer_of()
     with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
         atoll.integrations.lightning.is_running(trainer)
@@ -71,9 +71,9 @@ def test_a_trainer_takes_part_once() -> None:
 
 @pytest.mark.covers("S5", "S7")
 def test_steps_before_training_do_not_count(tmp_path: Path) -> None:
-    """Steps that another callback tries before training do not count.
+    """Steps that another Lightning callback tries before the training do not count.
 
-    A LearningRateFinder takes steps with the same optimizer, and undoes them: three are left, c = −0.271/0.3.
+    A LearningRateFinder takes steps with the same optimizer and undoes them. Three steps remain: c = −0.271/0.3.
     """
     finder = callbacks().LearningRateFinder(
         num_training_steps=5, min_lr=0.05, max_lr=0.1, early_stop_threshold=None, update_attr=False
@@ -94,10 +94,10 @@ class LBFGS(Tiny):
 
 
 @pytest.mark.covers("S1", "S5")
-def test_line_searches_see_fedproxs_loss(tmp_path: Path) -> None:
-    """A line search in a fit goes by the loss with the proximal term.
+def test_line_searches_use_the_loss_of_fedprox(tmp_path: Path) -> None:
+    """In a Lightning fit, a line search uses the loss with FedProx's proximal term.
 
-    (w − 1)²/2 + w²/4 is least at 2/3, then (w − 1)²/2 + (w − 2/3)²/4 at (1 + 1/3)/(3/2) = 8/9.
+    (w − 1)²/2 + w²/4 is least at 2/3. Then (w − 1)²/2 + (w − 2/3)²/4 is least at (1 + 1/3)/(3/2) = 8/9.
     """
     with serve(tmp_path, "fedprox", **{"algorithm.mu": 0.5}) as server:
         trainer, module = patched(server, tmp_path), LBFGS()
@@ -110,11 +110,12 @@ def test_line_searches_see_fedproxs_loss(tmp_path: Path) -> None:
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0})])
 def test_a_round_submits_averaged_weights(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """Where a callback averages weights, the average is what a round submits.
+    """If a Lightning callback averages the weights, the site submits the average. Validation measures the average, too.
 
-    Of each fit its own: steps from e = 1 − w to 0.9·e, 0.81·e, 0.729·e; with decay ½ the mean is w = 1 − 0.792·e.
+    Each fit has its own average. Steps lead from e = 1 − w to 0.9·e, 0.81·e and 0.729·e. With decay ½ the mean is w = 1
+    − 0.792·e, since 0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792.
 
-    0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ = 0 is the same. Validation measures the mean, too.
+    FedProx with μ = 0 gives the same result.
     """
     with serve(tmp_path, algorithm, **settings) as server:
         trainer, module = patched(server, tmp_path, callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
@@ -125,8 +126,12 @@ def test_a_round_submits_averaged_weights(tmp_path: Path, algorithm: str, settin
 
 
 @pytest.mark.covers("S8")
-def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
-    """Guards against the weights from before the round, 7 here, which that callback puts back at the end of a fit."""
+def test_a_fit_without_an_average_submits_nothing(tmp_path: Path) -> None:
+    """If an averaging callback has averaged nothing in a fit, the update is refused.
+
+    At the end of the fit, the callback puts back the weights from before the round, 7 here, and they must not be
+    submitted.
+    """
     average = callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)
     with serve(tmp_path, rounds=1) as server:
         with pytest.raises(UsageError, match=r"EMAWeightAveraging averaged nothing in this fit.*update_starting_at"):
@@ -148,10 +153,13 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
 )
-def test_weights_of_another_model_are_refused(
+def test_averaging_that_would_submit_other_weights_is_refused(
     tmp_path: Path, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
-    """A callback would make the site submit the weights of another model."""
+    """A fit is refused if an averaging callback would make the site submit the weights of another model.
+
+    Without this callback, the site can train in the same round.
+    """
     with serve(tmp_path, algorithm, rounds=1) as server:
         trainer, module = patched(server, tmp_path, callbacks=[average := getattr(callbacks(), kind)(**given)]), Tiny()
         with pytest.raises(UsageError, match=words):
@@ -164,10 +172,10 @@ def test_weights_of_another_model_are_refused(
 
 
 @pytest.mark.covers("S1")
-def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
-    """Early stopping shortens a fit, and its patience goes on in the next one.
+def test_early_stopping_carries_over_to_the_next_fit(tmp_path: Path) -> None:
+    """Early stopping shortens a Lightning fit, and its patience carries over to the next fit.
 
-    w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one.
+    w grows, while the monitor wants it small: the first fit has two epochs of three steps, each further fit has one.
     """
     stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
     with serve(tmp_path, rounds=3) as server:
@@ -178,8 +186,11 @@ def test_early_stopping_goes_on_over_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1", "D11")
-def test_checkpoints_are_of_all_rounds(tmp_path: Path) -> None:
-    """w grows epoch by epoch, over the rounds: the best is the last one, 1 − 0.9¹², and the second 1 − 0.9⁹."""
+def test_best_checkpoints_are_chosen_from_all_rounds(tmp_path: Path) -> None:
+    """Lightning's ModelCheckpoint keeps the best checkpoints of all rounds together.
+
+    w grows with each epoch of both rounds: the last one is best, 1 − 0.9¹², and the second best is 1 − 0.9⁹.
+    """
     keeps = callbacks().ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val_w", mode="max", save_top_k=2)
     with serve(tmp_path) as server:
         trainer, module = patched(server, tmp_path, max_epochs=2, callbacks=[keeps], enable_checkpointing=True), Tiny()

@@ -118,8 +118,8 @@ REFUSED = {
 
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize(("module", "words"), REFUSED.values(), ids=REFUSED)
-def test_scaffold_refuses_and_a_better_fit_follows(tmp_path: Path, module: Any, words: str) -> None:
-    """What SCAFFOLD cannot correct is refused, and a better fit takes its place."""
+def test_a_correct_fit_may_follow_one_that_scaffold_refused(tmp_path: Path, module: Any, words: str) -> None:
+    """SCAFFOLD refuses a fit that it cannot correct. A correct fit can then train in the same round."""
     with serve(tmp_path, "scaffold", rounds=1) as server:
         with pytest.raises(UsageError, match=f"(?s){words}"):
             patched(server, tmp_path).fit(module(), data())
@@ -130,7 +130,7 @@ def test_scaffold_refuses_and_a_better_fit_follows(tmp_path: Path, module: Any, 
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_lightning_refuses_two_optimizers(tmp_path: Path, algorithm: str) -> None:
-    """Under automatic optimization, before it trains; the round is not lost."""
+    """Lightning refuses two optimizers under automatic optimization before the fit trains. The round is not lost."""
     with serve(tmp_path, algorithm, rounds=1) as server:
         with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
             patched(server, tmp_path).fit(TwoAutomatic(), data())
@@ -140,6 +140,7 @@ def test_lightning_refuses_two_optimizers(tmp_path: Path, algorithm: str) -> Non
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
 def test_a_gradient_scaler_is_refused(tmp_path: Path, algorithm: str) -> None:
+    """SCAFFOLD and FedProx refuse a fit with a gradient scaler, and recommend the precision `bf16-mixed`."""
     plugin = package().plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     with serve(tmp_path, algorithm, rounds=1) as server:
         with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
@@ -148,8 +149,8 @@ def test_a_gradient_scaler_is_refused(tmp_path: Path, algorithm: str) -> None:
 
 
 @pytest.mark.covers("S8")
-def test_every_algorithm_refuses_no_steps(tmp_path: Path) -> None:
-    """A fit without a step is refused for every algorithm."""
+def test_a_fit_without_a_step_is_refused(tmp_path: Path) -> None:
+    """A fit without an optimizer step is refused, also under FedAvg."""
     with serve(tmp_path) as server:
         with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
             patched(server, tmp_path, limit_train_batches=0).fit(Tiny(), data())
@@ -157,7 +158,11 @@ def test_every_algorithm_refuses_no_steps(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8")
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
-    """Lightning's own ones need several devices or GPUs, so this is a user's, with what a Trainer asks of it."""
+    """A Lightning strategy that splits the model is refused before the site joins.
+
+    Lightning's own strategies of this kind need several devices or GPUs. The test uses a user's strategy with the
+    methods that a Trainer needs.
+    """
 
     class ShardedStrategy(package().strategies.Strategy):
         root_device, is_global_zero = torch.device("cpu"), True
@@ -178,7 +183,10 @@ def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8")
 def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forked process, whose error Lightning tells as text."""
+    """A Lightning strategy that forks processes is refused before the site joins.
+
+    The error is raised in the forked process, and Lightning passes it on as text.
+    """
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning sets it, for good
     with serve(tmp_path) as server:
         with pytest.raises(ProcessRaisedException, match=r"UsageError: .*spawns or forks.*strategy='ddp'"):
@@ -187,7 +195,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.covers("T8", "X3")
-def test_refuses_what_is_no_filter_first(tmp_path: Path) -> None:
+def test_an_object_that_is_no_filter_is_refused_at_once(tmp_path: Path) -> None:
     """An object that is not a filter is refused before the Trainer trains."""
     with pytest.raises(UsageError, match="'drop' is not a filter"):
         patched(None, tmp_path, filters=["drop"])
@@ -195,8 +203,8 @@ def test_refuses_what_is_no_filter_first(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8", "S2")
 @pytest.mark.parametrize("spoil", ["not-finite", "missing"])
-def test_malformed_controls_are_refused_later(tmp_path: Path, spoil: str) -> None:
-    """Controls that are malformed in a later round are refused."""
+def test_malformed_controls_are_refused_in_a_later_round(tmp_path: Path, spoil: str) -> None:
+    """If a site's control is missing or not finite in a later round, the fit is refused."""
     with serve(tmp_path, "scaffold", rounds=3) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         trainer.fit(module, data())
@@ -217,9 +225,9 @@ def test_malformed_controls_are_refused_later(tmp_path: Path, spoil: str) -> Non
 @pytest.mark.covers("S14")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
-    """A step without the end of its batch is an error.
+    """A fit is refused if a batch breaks off after its optimizer step.
 
-    Lightning takes a StopIteration for the end of the epoch, wherever it comes from.
+    Lightning takes any StopIteration for the end of the epoch, wherever it comes from.
     """
 
     class Stops(Tiny):
@@ -242,10 +250,11 @@ def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> 
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
-def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """A fit that failed has let go of its optimizer.
+def test_a_failed_fit_can_be_repeated(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """After a fit has failed, its optimizer has no hooks left, and a new fit trains the same round.
 
-    The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD.
+    The site's script has caught the error. The second fit starts from the same global model and is corrected once per
+    step. FedProx with μ = 0 gives the same result as SCAFFOLD.
     """
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Fails()
@@ -263,9 +272,9 @@ def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: di
 
 @pytest.mark.covers("S1")
 def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
-    """The next fit begins at the newest version.
+    """If a fit of DiLoCo fails, the site leaves the run with the error. The next fit starts at the newest version.
 
-    H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice.
+    With H = 2, the first round counts and the error comes in the second one: w = 1 − 0.9², twice.
     """
     with serve(tmp_path, "diloco", H=2) as server:
         trainer, module = patched(server, tmp_path), Fails()
@@ -279,10 +288,10 @@ def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S1")
-def test_a_failed_fit_asks_the_server_again(tmp_path: Path) -> None:
-    """A fit behind an error asks what the server runs now.
+def test_a_fit_after_a_failed_one_asks_the_server_again(tmp_path: Path) -> None:
+    """After a fit has failed, the next fit asks the server which run and which algorithm it has.
 
-    Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected.
+    Otherwise the rounds of a new run at the same address would go uncorrected.
     """
     trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
@@ -303,7 +312,8 @@ def test_a_failed_fit_asks_the_server_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
 @pytest.mark.covers("S1")
-def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
+def test_fedavg_accepts_manual_optimization(tmp_path: Path, kind: Any) -> None:
+    """FedAvg accepts manual optimization with one or two optimizers, because it corrects no steps."""
     with serve(tmp_path, rounds=1) as server:
         module = kind()
         fit_rounds(patched(server, tmp_path), module)
@@ -312,10 +322,10 @@ def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> Non
 
 
 @pytest.mark.covers("S5")
-def test_warm_up_steps_do_no_harm(tmp_path: Path) -> None:
-    """Steps at a rate of zero move nothing, and the controls are those of the other steps.
+def test_steps_at_rate_zero_do_not_change_the_controls(tmp_path: Path) -> None:
+    """Warm-up steps at a learning rate of zero move no weight and leave SCAFFOLD's controls correct.
 
-    Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same.
+    The rates 0, 0.1, 0.2 from w = 0 lead to e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and c is the same with one site.
     """
     with serve(tmp_path, "scaffold") as server:
         trainer, module = patched(server, tmp_path), Rate(0.0, 0.1, 0.2)
@@ -327,7 +337,7 @@ def test_warm_up_steps_do_no_harm(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S6", "S8")
 @pytest.mark.parametrize(("precision", "rel"), [("32-true", 1e-6), ("bf16-mixed", 1e-2)])
-def test_these_precisions_work(tmp_path: Path, precision: str, rel: float) -> None:
+def test_scaffold_works_in_fp32_and_bf16_mixed_precision(tmp_path: Path, precision: str, rel: float) -> None:
     with serve(tmp_path, "scaffold") as server:
         module = Tiny()
         fit_rounds(patched(server, tmp_path, precision=precision), module)
@@ -337,10 +347,11 @@ def test_these_precisions_work(tmp_path: Path, precision: str, rel: float) -> No
 
 
 @pytest.mark.covers("S6")
-def test_thawed_parameters_are_corrected(tmp_path: Path) -> None:
-    """A parameter that is unfrozen later is corrected from then on.
+def test_unfrozen_parameters_are_corrected(tmp_path: Path) -> None:
+    """SCAFFOLD corrects a parameter from the round on in which it is unfrozen.
 
-    Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3.
+    In round 1, the parameter is frozen and has no control. In round 2, its gradient is 1 in each step, so that it moves
+    by −0.3 and c = 0.3/0.3.
     """
 
     class Thaws(Tiny):

@@ -44,10 +44,12 @@ def steps_of_updates(folder: Path) -> list[int]:
 @pytest.mark.covers("S1")
 @both_packages
 @pytest.mark.parametrize("style", ["patch", "callback"])
-def test_fits_outside_of_rounds_are_plain(tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Two rounds of FedAvg, and a fit after the last.
+def test_each_lightning_fit_is_a_round_until_the_run_ends(
+    tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each Lightning fit trains one round of FedAvg. A fit after the last round trains nothing and has the result.
 
-    w ← w − 0.1·(w − 1), three steps a round: 1 − 0.9³, then 1 − 0.9⁶.
+    By hand, three steps w ← w − 0.1·(w − 1) per round lead to 1 − 0.9³ and then to 1 − 0.9⁶.
     """
     with serve(tmp_path) as server:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
@@ -76,10 +78,11 @@ def test_fits_outside_of_rounds_are_plain(tmp_path: Path, style: str, caplog: py
     ("algorithm", "settings"),
     [("fedprox", {"algorithm.mu": 0.1}), ("fedadam", {}), ("scaffold", {})],
 )
-def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """FedProx, μ = 0.1: e ← e − 0.1·e·… from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1.
+def test_a_script_runs_the_algorithm_of_the_server(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """The same Lightning script trains with whichever algorithm the server has chosen.
 
-    SCAFFOLD of one site: c = c_1, so it is plain SGD. FedAdam's first step is η·g/(|g| + τ), with the sign of −w.
+    FedProx with μ = 0.1 from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1. SCAFFOLD with one site has c = c_1,
+    so that it is plain SGD. FedAdam's first step has the length η·|g|/(|g| + τ) and raises w.
     """
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Tiny()
@@ -96,12 +99,11 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
 
 @pytest.mark.covers("S2", "S5", "S6", "S7", "S15")
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_scaffold_is_that_of_the_paper(tmp_path: Path, accumulate: int) -> None:
-    """SCAFFOLD of two sites is that of the paper, and averages buffers.
+def test_scaffold_with_lightning_matches_the_paper(tmp_path: Path, accumulate: int) -> None:
+    """SCAFFOLD with two Lightning sites gives the numbers of the paper, and averages buffers.
 
-    With accumulation three batches are one step.
-
-    Running means, momentum 0.1, of the batch means 1.5, 5.5, 9.5 (and 10 more at b), are averaged after each round.
+    With gradient accumulation, three batches make one step. The running means have momentum 0.1 and come from the batch
+    means 1.5, 5.5 and 9.5, which are 10 higher at site `b`. They are averaged after each round.
     """
     targets, steps, rounds = {"a": 1.0, "b": -3.0}, 3 // accumulate, 3
     modules = {site: Tiny(target, norm=True) for site, target in targets.items()}
@@ -133,10 +135,11 @@ class Curved(Tiny):
 
 
 @pytest.mark.covers("S11")
-def test_scaffold_ends_above_fedavg_at_equal_rounds(tmp_path: Path) -> None:
-    """Sites whose data differ pull FedAvg away from the optimum of all data, (1·1 + 4·0)/(1 + 4), and not SCAFFOLD.
+def test_scaffold_reaches_the_optimum_that_fedavg_misses(tmp_path: Path) -> None:
+    """If the data of two sites differ, SCAFFOLD reaches the optimum of all data, and FedAvg misses it.
 
-    A round of FedAvg, of three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, with its end at 0.271/(2 − 0.945).
+    The optimum is (1·1 + 4·0)/(1 + 4). A round of FedAvg has three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, which
+    converges to 0.271/(2 − 0.945).
     """
     for algorithm, end in (("fedavg", 0.271 / 1.055), ("scaffold", 0.2)):  # 0.271/1.055 = 0.2569
         folder = tmp_path / algorithm
@@ -146,8 +149,10 @@ def test_scaffold_ends_above_fedavg_at_equal_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S7")
-def test_the_users_weight_and_steps_win(tmp_path: Path) -> None:
-    """A batch without tensors needs a weight."""
+def test_a_given_weight_and_steps_take_precedence(tmp_path: Path) -> None:
+    """An update carries the weight and the number of steps that the user gives. Batches without tensors need a
+    weight.
+    """
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, "scaffold", rounds=1) as server:
         with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
@@ -159,10 +164,12 @@ def test_the_users_weight_and_steps_win(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "S1", "S5")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
-def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: str) -> None:
-    """Three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271: each time by 0.1 behind the filter.
+def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: str) -> None:
+    """A site's filters are applied to the update of a Lightning fit: the filter limits each change of w to 0.1.
 
-    SCAFFOLD of one site: c is c_1, so that both rounds train as FedAvg does. DiLoCo: three steps are a round.
+    Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271.
+
+    SCAFFOLD with one site has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
     """
     with serve(tmp_path, algorithm) as server:
         module = Tiny()
@@ -175,9 +182,10 @@ def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: st
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> None:
-    """A run of DiLoCo synchronises inside of fits and across them.
+    """A DiLoCo run synchronises within Lightning fits and across them.
 
-    Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step.
+    Two rounds have H steps each, and an epoch has three steps. The training ends in the fit with the last of these
+    steps, at that step.
     """
     with serve(tmp_path, "diloco", H=sync_every) as server:
         trainer, module, fits = patched(server, tmp_path), Tiny(), 0
@@ -192,10 +200,10 @@ def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> Non
 
 
 @pytest.mark.covers("S1")
-def test_another_module_begins_at_the_head(tmp_path: Path) -> None:
-    """A fit of DiLoCo with another module begins at the newest version.
+def test_a_new_module_starts_from_the_newest_version(tmp_path: Path) -> None:
+    """In a DiLoCo run, a Lightning fit with another module starts from the newest version, whatever the module holds.
 
-    H = 3, a fit each: what the first module came to is where the second begins, whatever it holds.
+    With H = 3, each fit is a round. The second module starts where the first one ended.
     """
     with serve(tmp_path, "diloco") as server:
         trainer = patched(server, tmp_path)
@@ -208,7 +216,7 @@ def test_another_module_begins_at_the_head(tmp_path: Path) -> None:
 
 @both_packages
 @pytest.mark.covers("S1")
-def test_without_a_server_the_script_trains_alone(tmp_path: Path) -> None:
+def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> None:
     plain, module = Tiny(), Tiny()
     trainer_of().fit(plain, data())
     trainer, fits = patched(None, tmp_path), 0
@@ -223,10 +231,11 @@ def test_without_a_server_the_script_trains_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
 )
-def test_each_fit_trains_further_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
-    """Each fit trains as many steps or epochs more as max_steps or min_epochs say.
+def test_each_fit_trains_the_requested_number_of_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
+    """Each Lightning fit trains as many further steps or epochs as `max_steps` or `min_epochs` say.
 
-    A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same.
+    A callback asks for the end in every epoch. Nevertheless, each fit with `min_epochs` = 2 has two epochs of three
+    steps.
     """
 
     class Stops(package().Callback):
@@ -265,12 +274,13 @@ class ByRound(Restarting):
 @pytest.mark.parametrize(
     ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
 )
-def test_a_restarting_schedule_is_warned_of_once(
+def test_warns_once_of_a_schedule_that_restarts_in_each_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
-    """A module can build its schedule from the number of the round.
+    """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once.
 
-    Each fit has one epoch: 0.1 · 0.5 at the end of the first.
+    A module that builds its schedule from the number of the round causes no warning. Each fit has one epoch, so that
+    the first rate ends at 0.1 · 0.5.
     """
     found, module = [], kind()
     with serve(tmp_path, rounds=3) as server, caplog.at_level(logging.WARNING, "atoll"):
@@ -289,10 +299,10 @@ def test_a_restarting_schedule_is_warned_of_once(
 
 
 @pytest.mark.covers("S14", "S3")
-def test_the_global_snapshot_cannot_be_changed(tmp_path: Path) -> None:
-    """What a script does with the snapshot changes nothing inside.
+def test_a_script_cannot_change_the_global_snapshot(tmp_path: Path) -> None:
+    """A script that writes into the round's snapshot of the global model changes nothing in the round.
 
-    What writes into the module, its state dict or what state_dict() gave has changed local training, no more.
+    A script that writes into the module or its state dict changes only its local training.
     """
 
     class Meddles(package().Callback):
@@ -318,11 +328,10 @@ def test_the_global_snapshot_cannot_be_changed(tmp_path: Path) -> None:
 def test_no_module_is_deep_copied(
     tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a module is copied in its rounds.
+    """Rounds of a Lightning site make no deep copy of the module, of a parameter or of a buffer.
 
-    Neither it, nor one of its parameters and buffers: what a round began with are tensors of their own.
-
-    FedProx with μ = 0 and SCAFFOLD of one site train as FedAvg does.
+    The snapshots of the global model are tensors of their own. FedProx with μ = 0 and SCAFFOLD with one site train as
+    FedAvg does.
     """
     taken: list[dict[str, Tensor]] = []
     copy_of = Tensor.__deepcopy__

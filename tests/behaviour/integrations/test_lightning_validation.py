@@ -37,10 +37,10 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 def test_fit_reuses_the_version_that_validate_pulled(
     tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`trainer.validate` before `fit` pulls the version; `fit` loads it without a second pull.
+    """If `trainer.validate` has pulled a version, the following `fit` loads this version without a second pull.
 
-    So it does with another module. Validation during the fit pulls nothing: the sanity check sees the global model,
-    the validation after each epoch what training made of it.
+    This holds for another module, too. Validation within the fit pulls nothing: the sanity check measures the global
+    model, and the validation after each epoch measures the trained one.
     """
     pulled, loaded = spy(monkeypatch, Exchange, "ask_and_resend"), spy(monkeypatch, Round, "load_into")
     with serve(tmp_path) as server:
@@ -79,7 +79,10 @@ class Measured(Tiny):
     ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
 )
 def test_validation_decides_the_best_version(tmp_path: Path, metric: str, version: int, least: float) -> None:
-    """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
+    """Validation metrics of a round rate the version that the round started from, and decide which version is best.
+
+    Round 1 starts from version 0. The weight w of version v is 1 − 0.9³ᵛ.
+    """
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
     with serve(tmp_path, rounds=4, **{"rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
         trainer = patched(server, tmp_path)
@@ -115,9 +118,9 @@ def rounds_of_diloco(folder: Path, **trainer_options: Any) -> tuple[list[dict[st
 @pytest.mark.covers("X41")
 @pytest.mark.parametrize("sanity", [0, 1], ids=["", "with a sanity check"])
 def test_validation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> None:
-    """The validation behind a synchronisation measures the new version.
+    """In a DiLoCo run, a validation right after a synchronisation measures the new version and is credited to it.
 
-    It validates after every step; three steps are a round. The sanity check before training is not sent.
+    The Trainer validates after every step, and three steps make a round. The sanity check before training is not sent.
     """
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=1, num_sanity_val_steps=sanity)
     assert ["val_w" in each for each in metrics] == [False, True, True]  # of version 0 nothing was measured
@@ -126,20 +129,24 @@ def test_validation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> N
     assert (status.best.version, status.best.value) == (2, pytest.approx(GLOBAL[2]))
 
 
-def test_a_local_models_validation_stays_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The validation of a local model is not sent. It validates after the second step of three, always."""
+def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a DiLoCo run, the validation of a local model is not sent, and the site warns once.
+
+    The Trainer always validates after the second of three steps.
+    """
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=2)
     assert ["val_w" in each for each in metrics] == [False] * ROUNDS
     assert status.best.version is None
     assert sum("val_check_interval" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_refuses_a_fit_from_a_checkpoint(tmp_path: Path) -> None:
-    """A validation of one stays at the site.
+def test_refuses_a_federated_fit_from_a_checkpoint(tmp_path: Path) -> None:
+    """A federated fit that resumes from a checkpoint is refused. A validation of a checkpoint is not sent to the
+    server.
 
-    Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
+    The restored epochs would leave such a fit without a step, and the checkpoint would count as the global model.
 
-    One epoch alone: w = 1 − 0.9³ = 0.271, which is the checkpoint; the run's first version has w = 0.
+    The checkpoint comes from one epoch of plain training: w = 1 − 0.9³ = 0.271. The run's first version has w = 0.
     """
     alone, file = trainer_of(), tmp_path / "alone.ckpt"
     alone.fit(Tiny(), data())
@@ -156,7 +163,7 @@ def test_refuses_a_fit_from_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S7")
 def test_reserved_metric_names_are_refused(tmp_path: Path) -> None:
-    """A metric that takes a name of Atoll's is an error."""
+    """A fit is refused if its module logs a metric under a name that Atoll uses itself, such as `global_val_w`."""
 
     class Logs(Tiny):
         def on_train_epoch_end(self) -> None:
@@ -173,10 +180,10 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 
 
 @pytest.mark.covers("P9", "S1")
-def test_cross_site_evaluation_follows_training(tmp_path: Path) -> None:
-    """The sites' models are validated when training is over.
+def test_lightning_sites_evaluate_after_training(tmp_path: Path) -> None:
+    """After training, a Lightning site validates the models of a cross-site evaluation.
 
-    w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself.
+    `val_w` is w itself: three steps w ← w − 0.1·(w − 1) lead to 1 − 0.9³, and version 0 has w = 0.
     """
     with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path), Tiny()

@@ -75,9 +75,10 @@ def opened(folder: Path) -> Any:
 
 @pytest.mark.covers("S17")
 def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
-    """What the server saves opens with PEFT.
+    """Two sites train only an adapter, and PEFT can open what the server saves.
 
-    One adds 1 to every adapter weight, the other 3: each round adds 2. Both say that version 1 is the best.
+    Site `a` adds 1 to every adapter weight and site `b` adds 3, so that each round adds 2. Both report that version 1
+    is best.
     """
     from atoll.integrations.peft import export
 
@@ -129,8 +130,10 @@ def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
     assert not models["a"].peft_config["default"].inference_mode  # export changed a copy
 
 
-def test_readers_see_a_whole_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Readers see a whole adapter while it is saved. Leftovers of a killed save do not hinder the next one."""
+def test_readers_always_see_a_complete_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader sees a complete adapter at any moment of a save. Leftovers of a killed save do not hinder the next
+    one.
+    """
     from atoll.integrations.peft import AdapterFolder
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
@@ -157,7 +160,11 @@ def test_readers_see_a_whole_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.covers("X9")
 def test_an_adapter_is_not_saved_through_a_link(tmp_path: Path) -> None:
-    """A link in place of the folder in which the files are written first."""
+    """If a link stands in place of the folder `.new`, saving an adapter replaces the link and changes nothing behind
+    it.
+
+    The adapter's files are first written into `.new`.
+    """
     from atoll.integrations.peft import AdapterFolder
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
@@ -171,7 +178,7 @@ def test_an_adapter_is_not_saved_through_a_link(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "opens").iterdir()) == FILES
 
 
-def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
+def test_an_adapter_persistor_needs_its_config_file(tmp_path: Path) -> None:
     options = {
         "model.persistor.path": "atoll.integrations.peft:AdapterFolder",
         "model.persistor": {"config": str(tmp_path / "nowhere.json"), "folder": str(tmp_path / "opens")},
@@ -181,6 +188,7 @@ def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
 
 
 def test_the_adapter_shares_the_models_parameters() -> None:
+    """The adapter that a site sends has the model's own trainable parameters, not copies."""
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
     assert set(dict(travels.named_parameters())) == NAMES | {
@@ -200,7 +208,8 @@ def test_an_adapter_is_chosen_by_name() -> None:
         adapter(model, "third")
 
 
-def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
+def test_refuses_a_model_without_an_adapter(tmp_path: Path) -> None:
+    """`adapter` refuses a model without an adapter, and `export` refuses a file that does not exist."""
     from atoll.integrations.peft import export
 
     with pytest.raises(UsageError, match="got an object of type Base"):
@@ -209,7 +218,8 @@ def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
         export(tmp_path / "none.safetensors", lora(), tmp_path / "out")
 
 
-def test_adapter_runs_refuse_whole_models(tmp_path: Path) -> None:
+def test_an_adapter_run_refuses_the_whole_model(tmp_path: Path) -> None:
+    """If a run trains only an adapter, a site cannot load a version into the whole model."""
     with plain_server(tmp_path, adapter(with_adapter())) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
             fl_round = next(iter(worker))
@@ -218,7 +228,10 @@ def test_adapter_runs_refuse_whole_models(tmp_path: Path) -> None:
 
 
 def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
-    """Guards against a round in which the base model computed without the adapter, and zeros were sent."""
+    """An adapter that is merged into its base model can be neither loaded nor sent. Another adapter may be merged.
+
+    Otherwise the base model would train without the received adapter, and zeros would be sent.
+    """
     model = with_adapter()
     travels = adapter(model)
     model.merge_adapter()
@@ -235,9 +248,9 @@ def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
 
 @pytest.mark.parametrize("how", ["created again", "moved"])
 def test_a_replaced_adapter_is_refused(how: str) -> None:
-    """An adapter that the model no longer has is refused.
+    """An adapter whose tensors the model has replaced is refused.
 
-    A tensor that the model has replaced would be pulled into and sent, and have no part in training.
+    Otherwise the old tensors would be pulled and sent, though they take no part in training.
     """
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
@@ -255,7 +268,7 @@ def test_a_replaced_adapter_is_refused(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("S17")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
-def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm: str) -> None:
+def test_the_trainer_callback_sends_only_the_adapter(tmp_path: Path, algorithm: str) -> None:
     import transformers
 
     from atoll.integrations.transformers import AtollCallback
@@ -286,8 +299,8 @@ def test_the_trainer_callback_sends_the_adapter_alone(tmp_path: Path, algorithm:
 
 
 @pytest.mark.parametrize("package", ["peft", "transformers"])
-def test_a_missing_package_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice names the extra to install."""
+def test_a_missing_package_is_reported_with_its_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the package of an integration is missing, the error says which extra to install."""
     module = importlib.import_module(f"atoll.integrations.{package}")
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     with pytest.raises(UsageError, match=rf"pip install 'atoll\[{package}\]'"):

@@ -65,8 +65,10 @@ def reference(algorithm: str) -> float:
 @pytest.mark.parametrize(
     ("algorithm", "options"), [("fedavg", {}), ("fedprox", {"algorithm.mu": MU}), ("scaffold", {})]
 )
-def test_one_train_spans_the_run(serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]) -> None:
-    """Momentum and schedule go on over all rounds."""
+def test_one_train_call_spans_all_rounds(serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]) -> None:
+    """One `train()` call of a Transformers Trainer spans all rounds. Momentum and schedule continue from round to
+    round.
+    """
     server = serve(algorithm, sites=2, **options)
     trainers = [
         trainer_of(server, tmp_path, site=site, target=target, sync_every=STEPS) for site, target in TARGETS.items()
@@ -80,8 +82,11 @@ def test_one_train_spans_the_run(serve: Any, tmp_path: Path, algorithm: str, opt
 
 
 @pytest.mark.covers("S16")
-def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
-    """Outer SGD, lr 0.7, Nesterov 0.9: m ← 0.9·m + Δ, θ ← θ − 0.7·(Δ + 0.9·m); inner momentum and schedule go on."""
+def test_the_callback_takes_part_in_a_diloco_run(serve: Any, tmp_path: Path) -> None:
+    """A Transformers Trainer takes part in a DiLoCo run. Its inner momentum and schedule continue from round to round.
+
+    By hand, with outer SGD, lr 0.7 and Nesterov momentum 0.9: m ← 0.9·m + Δ and θ ← θ − 0.7·(Δ + 0.9·m).
+    """
     trainer = trainer_of(serve("diloco", H=STEPS, codec="none", rounds=2), tmp_path)
     trainer.train()
     theta, outer, velocity = 0.0, 0.0, 0.0
@@ -97,7 +102,10 @@ def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """The model's head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    """A language model whose head is its embedding takes part, and the weights stay tied.
+
+    The Trainer makes its own optimizer, with two parameter groups and a linear schedule.
+    """
     import transformers
 
     from atoll.integrations.transformers import AtollCallback
@@ -148,11 +156,13 @@ ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 
 def test_updates_count_records_or_a_given_weight(
     serve: Any, tmp_path: Path, options: dict[str, Any], weights: list[float]
 ) -> None:
-    """An update counts with the records that it saw, or with a given weight.
+    """The weight of an update is the number of records that it saw, unless a weight is given.
 
-    10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them.
+    There are 10 records in batches of 4, or in batches of 2 with two batches per step. The last step of an epoch then
+    has two records.
 
-    A round of 2 steps has the first two of an epoch, then its last one and the first of the next.
+    With two steps per round, the first round has two full steps. The second round has the last step of the epoch and
+    the first step of the next one.
     """
     server = serve(rounds=2)
     trainer = trainer_of(server, tmp_path, **options)
@@ -163,9 +173,9 @@ def test_updates_count_records_or_a_given_weight(
 
 @pytest.mark.covers("S16")
 def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics travel with it.
+    """By default, a round of a Transformers Trainer is an epoch, and its metrics are sent with the update.
 
-    An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before.
+    An epoch has 3 steps. An evaluation at the end of an epoch measures the global model that was just loaded.
     """
     server = serve(rounds=2)
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
@@ -182,14 +192,17 @@ def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch:
     assert set(first) == set(second) == {"loss", "eval_loss"}
 
 
-def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
-    """The evaluation before the first round is sent with round 1, and not again with round 2."""
+def test_a_metric_is_sent_only_once(serve: Any, tmp_path: Path) -> None:
+    """An evaluation before round 1 is sent with round 1, and is not sent again with round 2."""
     server = serve(rounds=2)
     trainer_of(server, tmp_path, sync_every=2, eval_on_start=True).train()
     assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]
 
 
-def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
+def test_sends_only_finite_metrics_of_the_trainer() -> None:
+    """The callback sends the Trainer's finite metrics. It sends neither NaN, nor texts, nor the Trainer's preparation
+    time.
+    """
     from atoll.integrations.transformers import metrics_in
 
     others = {"eval_f1": float("nan"), "eval_model_preparation_time": 0.1, "eval_name": "x"}
@@ -210,9 +223,10 @@ def evaluated_every(
 
 @pytest.mark.covers("X41")
 def test_diloco_sends_global_evaluations(serve: Any, tmp_path: Path) -> None:
-    """DiLoCo sends the evaluation of a global version for that version.
+    """In a DiLoCo run, an evaluation of a global version is sent and is credited to this version.
 
-    It evaluates after every step and before the first; three steps are a round. The outer step takes w over.
+    The Trainer evaluates before the first step and after every step, and three steps make a round. The outer step
+    adopts w as it is.
     """
     metrics, status = evaluated_every(1, serve, tmp_path, eval_on_start=True)
     versions = [descend(range(STEPS * number))[0] for number in range(ROUNDS)]
@@ -222,9 +236,9 @@ def test_diloco_sends_global_evaluations(serve: Any, tmp_path: Path) -> None:
 
 
 def test_diloco_sends_no_local_evaluation(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """DiLoCo does not send the evaluation of a local model.
+    """In a DiLoCo run, an evaluation of a local model is not sent, and the site warns once.
 
-    It evaluates after the second step of three; the third ends the run.
+    The Trainer evaluates after the second of three steps, and the third step ends the run.
     """
     metrics, status = evaluated_every(2, serve, tmp_path, rounds=1)
     assert not any("eval_loss" in each for each in metrics)
@@ -232,8 +246,10 @@ def test_diloco_sends_no_local_evaluation(serve: Any, tmp_path: Path, caplog: py
     assert sum("eval_steps" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_later_evaluations_are_the_scripts_own(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An evaluation behind the training is not Atoll's."""
+def test_an_evaluation_after_training_causes_no_warning(
+    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluation that the script makes after the training belongs to the script, and Atoll does not warn of it."""
     trainer = trainer_of(serve("diloco", H=STEPS), tmp_path, max_steps=1)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
@@ -241,9 +257,10 @@ def test_later_evaluations_are_the_scripts_own(serve: Any, tmp_path: Path, caplo
 
 
 def test_a_trainers_best_model_is_a_global_version(serve: Any, tmp_path: Path) -> None:
-    """The best version replaces the result at the end.
+    """With `load_best_model_at_end`, the Trainer ends with the global version that measured best, in place of the
+    result.
 
-    An evaluation at the end of a round measures, and a checkpoint holds, the new global model.
+    An evaluation and a checkpoint at the end of a round take the new global model.
     """
     server = serve()
     keeps = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"}
@@ -275,10 +292,10 @@ class OutOfMemory(One):
 
 
 @pytest.mark.covers("S10")
-def test_smaller_batches_keep_the_place_in_a_round(serve: Any, tmp_path: Path) -> None:
-    """A site that tries smaller batches keeps its place in the round.
+def test_a_site_that_tries_smaller_batches_stays_in_its_round(serve: Any, tmp_path: Path) -> None:
+    """A site that runs out of memory and tries smaller batches stays in its round.
 
-    Another site has submitted: had this one left to join anew, the round would have closed without it.
+    The other site has already submitted: if this site left and joined again, the round would close without it.
     """
     server = serve(sites=2)
     submitted = threading.Event()
@@ -311,12 +328,13 @@ def test_smaller_batches_keep_the_place_in_a_round(serve: Any, tmp_path: Path) -
     ],
     ids=["fedavg", "fedprox", "scaffold", "diloco"],
 )
-def test_smaller_batches_begin_a_round_anew(
+def test_trying_smaller_batches_restarts_the_round(
     serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
 ) -> None:
-    """The second step of round 1 fails. A round is begun again from w = 0; DiLoCo keeps the step that it has.
+    """If a step fails for lack of memory, the site restarts the round from w = 0 with smaller batches.
 
-    Momentum and schedule are the Trainer's: given by hand they go on from where the first step left them.
+    The second step of round 1 fails. DiLoCo keeps the step that it has made. Momentum and schedule belong to the
+    Trainer and continue from the first step.
     """
     server = serve(algorithm, rounds=1, **settings)
     trainer = trainer_of(server, tmp_path, OutOfMemory(), sync_every=STEPS, auto_find_batch_size=True)
@@ -329,10 +347,11 @@ def test_smaller_batches_begin_a_round_anew(
     assert [row.workers for row in server.status().history] == [["a"]]
 
 
-def test_a_checkpoint_gives_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
-    """The run gives the weights.
+def test_a_checkpoint_restores_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
+    """A Trainer that resumes from a checkpoint takes momentum and schedule from it, and the weights from the run.
 
-    Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate.
+    The first process makes four steps, the last one in round 2, and saves a checkpoint. The second process starts round
+    2 again with the rate of step 5.
     """
     server = serve(rounds=2)
     for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
@@ -350,7 +369,8 @@ def test_a_checkpoint_gives_momentum_and_schedule(serve: Any, tmp_path: Path) ->
 # -- how training ends
 
 
-def test_trains_as_usual_without_a_server(tmp_path: Path) -> None:
+def test_the_callback_changes_nothing_without_a_server(tmp_path: Path) -> None:
+    """Without a server, a Transformers Trainer gives the same bits with Atoll's callback as without it."""
     with_it = trainer_of(None, tmp_path, sync_every=2, max_steps=5)
     without = trainer_of(None, tmp_path, max_steps=5)
     without.remove_callback(type(callback_of(without)))
@@ -359,8 +379,8 @@ def test_trains_as_usual_without_a_server(tmp_path: Path) -> None:
     assert torch.equal(with_it.model.w, without.model.w)
 
 
-def test_a_finished_run_trains_nothing(serve: Any, tmp_path: Path) -> None:
-    """A run that is over gives its result."""
+def test_a_trainer_that_joins_a_finished_run_gets_the_result(serve: Any, tmp_path: Path) -> None:
+    """A Trainer that joins a finished run trains nothing and has the run's result."""
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
         round_ = next(iter(worker))
@@ -373,12 +393,11 @@ def test_a_finished_run_trains_nothing(serve: Any, tmp_path: Path) -> None:
         assert trainer.model.w.item() == 5.0
 
 
-def test_unsent_steps_are_named(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training that ends within a round says which steps were not sent.
+def test_warns_of_steps_that_were_not_sent(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If training ends in the middle of a round, the site and the server warn of the steps that were not sent.
 
-    5 steps in rounds of 3: the last 2 reach no server, and the correction lets go of the optimizer.
-
-    A Trainer that ends with a round says nothing.
+    5 steps in rounds of 3 leave 2 steps unsent, and the correction removes its hooks from the optimizer. A Trainer that
+    ends with a round causes no warning.
     """
     server = serve("fedprox", **{"algorithm.mu": MU})
     said = "the Trainer ended after 2 steps of round 3, which are not sent, because an update needs 3 steps"
@@ -411,10 +430,13 @@ class Larger(One):
     ],
     ids=["in a step", "at the begin", "in a round"],
 )
-def test_failed_training_leaves_with_its_reason(
+def test_failed_training_leaves_the_run_with_the_error(
     serve: Any, tmp_path: Path, model: type[One], options: dict[str, Any], error: type[Exception], words: str, told: str
 ) -> None:
-    """Guards against heartbeats that go on, for which the others wait; another model is refused before it trains."""
+    """A site whose training fails leaves the run with the error, so that no heartbeats go on and no site waits for it.
+
+    A model that does not fit the run is refused before it trains.
+    """
     server = serve()
     trainer = trainer_of(server, tmp_path, model(), **options)
     with pytest.raises(error, match=words) as caught:
@@ -428,8 +450,13 @@ def test_failed_training_leaves_with_its_reason(
 
 
 @pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("diloco", {"H": STEPS})])
-def test_a_trainer_replaces_a_failed_one(serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """As a notebook's cell is run again: another Trainer as the same site; of the first one nothing is left."""
+def test_a_new_trainer_replaces_a_failed_one(
+    serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    """After a Trainer has failed, another Trainer may take part as the same site.
+
+    This happens when a cell of a notebook is run again.
+    """
     server = serve(algorithm, rounds=1, **settings)
     with pytest.raises(ValueError, match="no more records"):
         trainer_of(server, tmp_path, Failing(), max_steps=3).train()
@@ -442,9 +469,10 @@ def test_a_trainer_replaces_a_failed_one(serve: Any, tmp_path: Path, algorithm: 
 @pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refuses_two_sites_on_one_trainer(serve: Any, tmp_path: Path, added: bool, workers: int) -> None:
-    """Two sites on one Trainer are refused before either joins.
+    """Two sites on one Transformers Trainer are refused before either of them joins.
 
-    With two workers the first waited for the second for ever, with one the second put it out of the run.
+    Otherwise, with two workers the first site would wait for ever for the second. With one worker the second would
+    displace the first.
     """
     server = serve(sites=workers)
     trainer, second = trainer_of(server, tmp_path, sync_every=1), callback_of(trainer_of(server, tmp_path, site="b"))
@@ -467,8 +495,10 @@ def test_refuses_two_sites_on_one_trainer(serve: Any, tmp_path: Path, added: boo
 @pytest.mark.parametrize(
     ("given", "words"), [({"world_size": 4}, "runs in 4 processes"), ({"deepspeed": "ds.json"}, "DeepSpeed")]
 )
-def test_a_part_of_a_model_is_refused(given: dict[str, Any], words: str) -> None:
-    """The callback would see a part of the model."""
+def test_trainers_that_split_a_model_are_refused(given: dict[str, Any], words: str) -> None:
+    """A Trainer that runs in several processes or with DeepSpeed is refused, because the callback would see only a
+    part.
+    """
     from atoll.integrations.transformers import AtollCallback
 
     args: Any = SimpleNamespace(**{"world_size": 1, "deepspeed": None, "fp16": False} | given)
@@ -478,7 +508,7 @@ def test_a_part_of_a_model_is_refused(given: dict[str, Any], words: str) -> None
 
 @pytest.mark.covers("S8")
 def test_scaled_gradients_are_refused(serve: Any, tmp_path: Path) -> None:
-    """Scaled gradients are refused where they would be corrected."""
+    """A Trainer with `fp16` is refused if the algorithm corrects steps, because its gradients are scaled."""
     trainer = trainer_of(serve("fedprox"), tmp_path)
     args: Any = SimpleNamespace(
         world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1
@@ -489,7 +519,7 @@ def test_scaled_gradients_are_refused(serve: Any, tmp_path: Path) -> None:
     callback_of(trainer).leave()
 
 
-def test_arguments_that_have_no_meaning_are_refused() -> None:
+def test_the_callback_refuses_wrong_arguments() -> None:
     from atoll.integrations.transformers import AtollCallback
 
     with pytest.raises(UsageError, match="sync_every is 0"):

@@ -27,18 +27,20 @@ from atoll.testing.contracts import peak_growth
 @pytest.mark.covers("P1", "P4", "P8")
 @pytest.mark.parametrize("chunk_bytes", [None, PART, 0])
 @pytest.mark.parametrize("how", ["memory", "disk"])
-def test_another_process_gets_what_was_published(
+def test_another_process_can_fetch_published_tensors(
     nursery: Nursery, tmp_path: Path, how: str, chunk_bytes: int | None
 ) -> None:
-    """Another process gets what was published."""
+    """A process fetches the tensors that another process has published, into memory or onto disk, and gets the same
+    bits.
+    """
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=chunk_bytes)
     assert output_of(start_fetch(nursery, tmp_path, ref, how=how)) == "same"
     publisher.kill()
 
 
 @pytest.mark.covers("P5", "P14")
-def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
-    """The error names the publisher; an optional fetch returns None."""
+def test_the_error_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
+    """If the publisher was killed, the error of `fetch` names it. With `optional`, `fetch` returns None."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat")
     publisher.kill()
     assert output_of(start_fetch(nursery, tmp_path, ref, optional=True)) == "none"
@@ -49,16 +51,19 @@ def test_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P14")
-def test_no_reference_may_be_none() -> None:
-    """An absent reference is None where that is allowed."""
+def test_fetch_accepts_none_only_if_optional() -> None:
+    """`fetch` accepts None in place of a reference only with `optional`, and then returns None."""
     assert atoll.objects.fetch(None, optional=True) is None
     with pytest.raises(UsageError, match="fetch got None instead of a reference"):
         atoll.objects.fetch(None)
 
 
 @pytest.mark.covers("P14")
-def test_an_expired_reference_says_so() -> None:
-    """The error has its name and a remedy."""
+def test_an_expired_reference_gives_an_error_with_a_remedy() -> None:
+    """If a reference has expired, the error names it and recommends a longer `expires_s`.
+
+    With `optional`, `fetch` returns None.
+    """
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(flat(), expires_s=0.01)
         wait_until(lambda: atoll.objects.fetch(ref, optional=True) is None, "the end of what has expired")
@@ -69,8 +74,8 @@ def test_an_expired_reference_says_so() -> None:
 
 
 @pytest.mark.covers("P1", "P14")
-def test_withdrawn_objects_free_their_disk() -> None:
-    """What is withdrawn is gone."""
+def test_a_withdrawn_object_can_no_longer_be_fetched() -> None:
+    """A withdrawn object can no longer be fetched. Tensors that were fetched before stay usable."""
     ref = atoll.objects.publish(flat())
     state = atoll.objects.fetch(ref, to_disk=True)
     assert atoll.objects.withdraw(str(ref))
@@ -89,7 +94,10 @@ def test_withdrawn_objects_free_their_disk() -> None:
         ("digest", PartCorrupt, "is not the expected one"),
     ],
 )
-def test_a_foreign_reference_is_refused(field: str, error: type[atoll.AtollError], words: str) -> None:
+def test_a_reference_with_a_wrong_field_is_refused(field: str, error: type[atoll.AtollError], words: str) -> None:
+    """`fetch` refuses a reference with a wrong secret, object or digest. The text form of a reference hides the
+    secret.
+    """
     ref = atoll.objects.publish(flat())
     foreign = dataclasses.replace(ref, **{field: "0" * len(getattr(ref, field))})
     with pytest.raises(error, match=words):
@@ -111,14 +119,17 @@ def test_a_foreign_reference_is_refused(field: str, error: type[atoll.AtollError
     ],
     ids=["empty", "url", "short", "space", "port", "hex", "line"],
 )
-def test_no_reference_is_refused_at_once(text: str) -> None:
-    """A text that is not a reference is refused before anything is asked."""
+def test_a_text_that_is_no_reference_is_refused(text: str) -> None:
+    """`fetch` refuses a text that is not a valid reference, before it sends a request."""
     with pytest.raises(UsageError, match="reference"):
         atoll.objects.fetch(text)
 
 
 @pytest.mark.covers("T1", "P1")
 def test_a_reference_travels_in_a_payload_unresolved() -> None:
+    """A reference inside a published payload stays a reference: fetching the payload does not fetch what it refers
+    to.
+    """
     ref = atoll.objects.publish({"w": torch.ones(3)})
     tree = {"task": "train", "model": ref}
     assert atoll.objects.fetch(atoll.objects.publish(tree)) == tree
@@ -129,7 +140,8 @@ def test_a_reference_travels_in_a_payload_unresolved() -> None:
 
 
 @pytest.mark.covers("T6", "P6")
-def test_nothing_refers_to_what_was_published() -> None:
+def test_publishing_keeps_no_tensor_alive() -> None:
+    """After tensors and arrays are published, their memory can be freed, and the object can still be fetched."""
     tensor, array = torch.ones(1000), np.ones(1000)
     seen = [weakref.ref(tensor), weakref.ref(array)]
     ref = atoll.objects.publish({"t": tensor, "a": array}, chunk_bytes=PART)
@@ -139,8 +151,8 @@ def test_nothing_refers_to_what_was_published() -> None:
 
 
 @pytest.mark.covers("D5", "D6", "D4")
-def test_tensors_on_disk_go_with_their_last_user(tmp_path: Path) -> None:
-    """Files of fetched tensors have no name, and their space is free after the last tensor is deleted."""
+def test_files_of_fetched_tensors_end_with_their_last_user(tmp_path: Path) -> None:
+    """Tensors fetched onto disk lie in nameless files, whose space is freed when the last tensor is deleted."""
     state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert list(state) == list(flat())
     lazy = state.ref("across")
@@ -157,7 +169,8 @@ def test_tensors_on_disk_go_with_their_last_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P1", "P4")
-def test_in_place_into_tensors_arrays_and_other_strides() -> None:
+def test_fetch_writes_into_existing_tensors_and_arrays() -> None:
+    """`fetch` can write into existing tensors and arrays, also into a tensor with other strides."""
     target: dict[str, Any] = {key: torch.zeros_like(torch.as_tensor(value)) for key, value in flat().items()}
     target["across"] = torch.zeros(20, 30, dtype=torch.int64).t()
     array = target["array"] = np.zeros((3, 4), np.int16)
@@ -183,8 +196,8 @@ TIED = torch.zeros(2)
     ],
     ids=["name", "extra", "shape", "dtype", "tie", "list"],
 )
-def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], words: str) -> None:
-    """What does not fit is named before a byte is written."""
+def test_fetch_names_what_does_not_fit_the_target(payload: Any, target: dict[str, Any], words: str) -> None:
+    """If an object does not fit the target, `fetch` says why before it writes a byte."""
     with pytest.raises(SchemaMismatch, match=words):
         atoll.objects.fetch(atoll.objects.publish(payload), into=target)
     assert not any(tensor.any() for tensor in target.values())
@@ -192,7 +205,7 @@ def test_names_what_does_not_fit_in_place(payload: Any, target: dict[str, Any], 
 
 @pytest.mark.covers("P4")
 def test_tied_tensors_travel_once() -> None:
-    """Tied tensors travel once, and arrive under both names."""
+    """Tied tensors are sent once and arrive under both names. In an untied target, each name gets its own copy."""
     ref = atoll.objects.publish(model())
     state = atoll.objects.fetch(ref)
     assert state["0.weight"] is state["2.weight"]
@@ -214,7 +227,7 @@ def test_tied_tensors_travel_once() -> None:
     ],
     ids=["number", "bytes", "abort", "list", "expanded"],
 )
-def test_what_fetch_cannot_use_is_named(options: dict[str, Any], words: str) -> None:
+def test_fetch_refuses_wrong_arguments(options: dict[str, Any], words: str) -> None:
     ref = atoll.objects.publish({"a": torch.ones(2)})
     with pytest.raises(UsageError, match=words):
         atoll.objects.fetch(**{"ref": ref, **options})
@@ -222,13 +235,16 @@ def test_what_fetch_cannot_use_is_named(options: dict[str, Any], words: str) -> 
 
 @pytest.mark.covers("P14", "P2", "X3")
 @pytest.mark.parametrize("chunk_bytes", [1, PART - 64, PART + 1, 2**24 + 64, -1, 1.5])
-def test_a_chunk_size_that_cannot_be_is_refused(chunk_bytes: Any) -> None:
+def test_an_impossible_chunk_size_is_refused(chunk_bytes: Any) -> None:
     with pytest.raises(UsageError, match="chunk_bytes"):
         atoll.objects.publish({}, chunk_bytes=chunk_bytes)
 
 
 @pytest.mark.covers("P2")
-def test_inline_is_one_answer_and_has_a_limit() -> None:
+def test_inline_objects_have_a_size_limit() -> None:
+    """With `chunk_bytes=0`, an object travels inside one message. A larger object than a message may hold is
+    refused.
+    """
     with pytest.raises(UsageError, match="inside a message"):
         atoll.objects.publish({"w": torch.zeros(2**22 + 1)}, chunk_bytes=0)
     assert plain(atoll.objects.fetch(atoll.objects.publish(flat(), chunk_bytes=0))) == plain(flat())
@@ -236,6 +252,7 @@ def test_inline_is_one_answer_and_has_a_limit() -> None:
 
 @pytest.mark.covers("X2")
 def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that other machines can reach needs TLS. `fetch` refuses a certificate of an unknown authority."""
     with pytest.raises(ConfigError, match=r"published without TLS on 0\.0\.0\.0, which other machines can reach"):
         atoll.objects.Publisher("0.0.0.0")
     write_certificate(tmp_path)
@@ -251,8 +268,12 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("P2", "D1")
-def test_neither_side_holds_more_than_a_few_chunks() -> None:
-    """96 MiB across their rows, in parts of 16 MiB. Both sides are here: one part at a time is written; two come."""
+def test_publishing_and_fetching_hold_few_parts_in_memory() -> None:
+    """Publishing and fetching a tensor of 96 MiB take little memory, though the tensor is transposed.
+
+    With parts of 16 MiB, publishing takes less than one part, and fetching takes less than one and a half. Both sides
+    run in this process.
+    """
     tensor = torch.arange(96 * 2**18, dtype=torch.int32).reshape(1024, -1).t()
     into = {"w": torch.ones_like(tensor, memory_format=torch.contiguous_format)}
     kept: list[Any] = [atoll.objects.fetch(atoll.objects.publish({"small": torch.zeros(1)}))]  # what is loaded once
@@ -264,8 +285,8 @@ def test_neither_side_holds_more_than_a_few_chunks() -> None:
     assert torch.equal(into["w"], tensor)
 
 
-def test_a_publisher_names_what_it_was_given_wrongly(tmp_path: Path) -> None:
-    """The error names its arguments, not settings of a run, which it does not have."""
+def test_a_publishers_errors_name_its_arguments(tmp_path: Path) -> None:
+    """A publisher's errors name its own arguments, not settings of a run, because it has none."""
     write_certificate(tmp_path)
     (tmp_path / "other.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"^The TLS certificate '.*other\.pem' cannot be used with the TLS key '"):

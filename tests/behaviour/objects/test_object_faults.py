@@ -52,8 +52,8 @@ UNDISTURBED = 1 + 17
 
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
-def test_a_broken_part_is_asked_for_again(nursery: Nursery, tmp_path: Path, action: Any) -> None:
-    """A part that broke in the middle is asked for again, alone."""
+def test_only_a_broken_part_is_fetched_again(nursery: Nursery, tmp_path: Path, action: Any) -> None:
+    """If a part breaks off or is damaged on its way, `fetch` asks for this part again, and for no other part."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=PART)
     with through_proxy(ref) as (proxy, through):
         assert plain(atoll.objects.fetch(through)) == plain(flat())
@@ -76,7 +76,10 @@ def test_a_broken_part_is_asked_for_again(nursery: Nursery, tmp_path: Path, acti
     ],
     ids=["damage", "silence"],
 )
-def test_a_lasting_fault_names_the_reference(at: int, action: Any, error: type[AtollError], words: str) -> None:
+def test_the_error_of_a_lasting_fault_names_the_reference(
+    at: int, action: Any, error: type[AtollError], words: str
+) -> None:
+    """If parts are damaged or stall again and again, the error of `fetch` names the reference."""
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with through_proxy(ref, *(Fault(DATA, "down", at, action) for _ in range(40))) as (_, through):
         with pytest.raises(error, match=rf"Reference {ref.object[:8]} .*{words}"):
@@ -85,6 +88,7 @@ def test_a_lasting_fault_names_the_reference(at: int, action: Any, error: type[A
 
 @pytest.mark.covers("P5")
 def test_a_peer_that_never_answers_is_asked_once() -> None:
+    """`fetch` and `publish` ask a peer that never answers only once, and then raise an error."""
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Peer(lambda _: peer.ended.wait(60)) as peer:
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*No byte .* for 0\.2 s"):
@@ -96,11 +100,13 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> None:
-    """The publisher is stopped, not killed: connections stay, new ones are taken.
+def test_fetch_soon_gives_up_a_silent_publisher(nursery: Nursery, tmp_path: Path) -> None:
+    """If a publisher falls silent during a transfer, `fetch` gives up after at most three more requests.
 
-    Of the two that stand still, the first one may be tried again, as the other has moved later; and either may have
-    had the end of a run in its buffer before.
+    The publisher is stopped, not killed: its connections stay open, and it accepts new ones.
+
+    Of the two stalled connections, the first one may be tried again, as data has come on the other one later. Either
+    connection may have had the end of a run of parts in its buffer.
     """
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     asked: list[int] = []
@@ -118,7 +124,10 @@ def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> 
 
 
 @pytest.mark.covers("P5", "D4")
-def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
+def test_an_abort_ends_a_stalled_transfer(tmp_path: Path) -> None:
+    """An abort ends a stalled transfer long before the idle timeout of 60 s. A later `fetch` with this abort asks
+    nothing.
+    """
     ref, abort = atoll.objects.publish(flat(), chunk_bytes=PART), threading.Event()
     stall = Fault(DATA, "down", at=50_000, action="stall", wait=abort.set)
     with through_proxy(ref, stall) as (proxy, through):
@@ -132,7 +141,7 @@ def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P5")
-def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_receivers_abort_also_ends_the_sending(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = start_paused_fetch(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
@@ -144,7 +153,10 @@ def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path
 
 
 @pytest.mark.covers("P5")
-def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) -> None:
+def test_withdrawing_an_object_also_ends_its_receiving(nursery: Nursery, tmp_path: Path) -> None:
+    """If a publisher withdraws an object during a transfer, the receiver gets an error and the object's file is
+    deleted.
+    """
     with atoll.objects.Publisher(folder=tmp_path) as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = start_paused_fetch(nursery, tmp_path, ref)
@@ -156,7 +168,7 @@ def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) ->
 
 
 @pytest.mark.covers("P5", "X3")
-def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_error_names_a_publisher_killed_during_a_transfer(nursery: Nursery, tmp_path: Path) -> None:
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     process, go = start_paused_fetch(nursery, tmp_path, ref, idle_timeout_s=0.2)
     publisher.kill()
@@ -167,7 +179,12 @@ def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("P3", "T3")
-def test_stalled_receivers_hold_up_no_others(tmp_path: Path) -> None:
+def test_stalled_receivers_do_not_block_others(tmp_path: Path) -> None:
+    """Receivers that read nothing block no other receiver, though there are three times as many as the publisher has
+    threads.
+
+    The publisher closes their connections after its idle timeout.
+    """
     big = {"w": torch.arange(2**23, dtype=torch.int32)}  # 32 MiB: more than sockets hold
     with atoll.objects.Publisher(idle_timeout_s=0.5, folder=tmp_path) as publisher:
         ref = publisher.publish(big)
@@ -297,7 +314,7 @@ SOUND = make_manifest(len(HEAD), DATA_OF_ONE)
         *("inline short", "inline damaged", "inline no base64"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollError]) -> None:
+def test_an_invalid_manifest_is_refused(manifest: Any, error: type[AtollError]) -> None:
     assert fetched(SOUND, DATA_OF_ONE, digest_of(SOUND))["a"].tolist() == [0.0, 1.0]
     with pytest.raises(error, match=OBJECT[:8]):
         fetched(manifest, DATA_OF_ONE, digest_of(SOUND))
@@ -305,8 +322,8 @@ def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollErro
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hostile head is refused before memory is taken."""
+def test_a_hostile_head_is_refused_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fetch` refuses a hostile head of an object with an error that names the object, before it allocates memory."""
     data = HOSTILE[case] + bytes(8)
     manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []
@@ -319,7 +336,7 @@ def test_a_hostile_head_is_refused_by_name(case: str, monkeypatch: pytest.Monkey
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
 def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
-    """A head of another length than its manifest says is refused, and so are bytes that it does not name."""
+    """`fetch` refuses a head whose length differs from its manifest, and bytes that the head does not describe."""
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):
@@ -327,7 +344,8 @@ def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
 
 
 @pytest.mark.covers("P1")
-def test_a_publisher_refuses_what_it_does_not_publish() -> None:
+def test_a_publisher_serves_only_its_objects() -> None:
+    """A publisher answers other paths with 404. Withdrawing an object needs the secret of the object."""
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish({})
         with pytest.raises(HTTPError, match="404"):

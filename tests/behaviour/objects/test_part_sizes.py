@@ -88,14 +88,15 @@ def sizes_both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bo
 @pytest.mark.covers("P13", "P2")
 @pytest.mark.parametrize("case", CASES)
 def test_part_sizes_of_tasks_keep_the_bits(tmp_path: Path, case: str) -> None:
-    """A task and its answer travel in parts of the sizes that are set."""
+    """A task and its answer travel in parts of the sizes in the settings, and their bits stay the same."""
     *sizes, expected = CASES[case]
     assert sizes_both_ways(tmp_path, Settings.build(settings_of(*sizes))) == [expected, expected]
 
 
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
-def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
+def test_every_source_of_part_sizes_has_the_same_effect(tmp_path: Path, source: str) -> None:
+    """Part sizes have the same effect from a run file, from variables, from flags and from keywords."""
     given = {**settings_of(0, PART), "network.idle_timeout_s": 7.5}
     path = tmp_path / "run.toml"
     path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
@@ -108,7 +109,10 @@ def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
 
 
 @pytest.mark.covers("P13")
-def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_workers_environment_sets_its_part_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's environment variables decide the part sizes of its answers. The server's settings decide those of
+    tasks.
+    """
     choose_part_sizes(monkeypatch, 0, PART)
     sent, answered = sizes_both_ways(tmp_path, Settings.build({}))
     assert sent == CASES["default"][2]
@@ -117,8 +121,10 @@ def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monke
 
 @pytest.mark.covers("P13", "P8")
 @pytest.mark.parametrize("case", CASES)
-def test_the_environment_cuts_what_is_published(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """What a process publishes is cut as its environment says."""
+def test_the_environment_sets_the_part_sizes_of_published_objects(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Environment variables decide the part sizes of what a process publishes. The argument `chunk_bytes` takes
+    precedence.
+    """
     *sizes, expected = CASES[case]
     choose_part_sizes(monkeypatch, *sizes)
     with atoll.objects.Publisher() as publisher:
@@ -131,10 +137,10 @@ def test_the_environment_cuts_what_is_published(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.covers("P13", "T11")
 def test_too_large_tensors_are_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tensors that are too large for one message are streamed, with a warning.
+    """Tensors that are too large for one message are sent in parts, with a warning.
 
-    15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
-    the two, and the text of the tree has less than 100 bytes.
+    The limit is 15 MiB for the tensors together with their description. 15 MiB of tensors exceed it, and 1,000 bytes
+    less fit. One tensor's description takes 256 bytes, and the text of the tree takes less than 100 bytes.
     """
     large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
     fits = {"w": large["w"][:-1000], "a": large["a"]}
@@ -151,10 +157,11 @@ def test_too_large_tensors_are_streamed(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 @pytest.mark.covers("P13")
-def test_inline_tensors_fit_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The most that goes inline fits.
+def test_the_largest_inline_object_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest object that may travel inside one message fits into one answer of the publisher.
 
-    10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB.
+    10,000 tensors of 1 KiB are 9.8 MiB. Their description, with 256 bytes per tensor and the text of the tree, is 3
+    MiB.
     """
     choose_part_sizes(monkeypatch, 0, 0)
     ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
@@ -167,10 +174,10 @@ def test_inline_tensors_fit_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.covers("P13", "X3")
 @pytest.mark.parametrize(("key", "variable"), list(zip(PART_SIZE_SETTINGS, PART_SIZE_VARIABLES, strict=True)))
 @pytest.mark.parametrize("value", ["-1", "1", "65535", "65600001", "16777280", "65568", "8 MiB", "1.5", ""])
-def test_wrong_sizes_are_refused_by_source(
+def test_a_wrong_part_size_is_refused_with_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, variable: str, value: str
 ) -> None:
-    """A size that cannot be is refused, and its source is named."""
+    """An impossible part size is refused, and the error names the command line or the variable that it comes from."""
     with pytest.raises(ConfigError, match=rf"command line: {key} = "):
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
@@ -188,7 +195,7 @@ def test_wrong_sizes_are_refused_by_source(
 def test_the_idle_timeout_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A wrong one is refused."""
+    """An environment variable sets the idle timeout of `fetch`. Wrong values are refused."""
     ref = atoll.objects.publish({})
     for wrong in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(UsageError, match="idle_timeout_s is"):
@@ -222,9 +229,14 @@ def tensors(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.covers("T5", "P2")
-def test_small_tensors_are_written_to_disk_in_runs() -> None:
-    """2 MiB have 655 tensors of 3,200 bytes: ceil(5,000 / 655) = 8 writes, and one of the head, which is larger than
-    256 KiB. The 50 are larger, too, and each is written from where it is; their head is gathered: 51."""
+def test_small_tensors_are_written_to_disk_together() -> None:
+    """Publishing many small tensors needs few writes to disk, because small tensors are gathered in blocks of 2 MiB.
+
+    5,000 tensors of 3,200 bytes need ceil(5,000 / 655) = 8 writes, since 2 MiB hold 655 of them. The head is larger
+    than 256 KiB and needs one more write.
+
+    The 50 large tensors are written one by one from where they are, and their small head needs one write: 51.
+    """
     for count, writes in ((MANY, 9), (FEW, 51)):
         with calls_of("pwrite") as calls:
             ref = atoll.objects.publish(tensors(count))
@@ -234,11 +246,11 @@ def test_small_tensors_are_written_to_disk_in_runs() -> None:
 
 @pytest.mark.covers("T5")
 @pytest.mark.parametrize("count", [MANY, FEW], ids=["many", "few"])
-def test_requests_do_not_grow_with_tensors(count: int) -> None:
-    """Requests and runs do not grow with the number of tensors.
+def test_requests_do_not_grow_with_the_number_of_tensors(count: int) -> None:
+    """Fetching an object needs as many requests and writes with 5,000 tensors as with 50 tensors of the same total.
 
-    16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
-    To disk each part is 4 runs of 2 MiB at most.
+    16 MB in parts of 8 MiB are 2 parts, and so 2 requests over two connections. The head and the manifest need one
+    request each. On disk, each part is written in 4 runs of at most 2 MiB.
     """
     ref = atoll.objects.publish(tensors(count))
     with through_proxy(ref) as (proxy, through):
@@ -257,9 +269,12 @@ def test_requests_do_not_grow_with_tensors(count: int) -> None:
 
 
 @pytest.mark.covers("T5")
-def test_small_tensors_set_off_no_search_for_cycles() -> None:
-    """A collection begins with every 700 objects more, and every hundredth or so is one of all objects of the process.
-    5,000 tensors in new memory are 7; what describes them would be 50 to 100."""
+def test_many_small_tensors_cause_few_garbage_collections() -> None:
+    """Publishing and fetching 5,000 small tensors starts only a few garbage collections.
+
+    Python starts a collection with every 700 further objects, and about every hundredth one looks at all objects. 5,000
+    tensors in new memory cause 7. Objects that describe them would cause 50 to 100.
+    """
     begun: list[str] = []
 
     def note(phase: str, _: dict[str, int]) -> None:
@@ -289,7 +304,7 @@ def test_small_tensors_set_off_no_search_for_cycles() -> None:
 
 
 @pytest.mark.slow
-def test_the_program_that_measures_it_runs(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_bench_of_many_tensors_runs(nursery: Nursery, tmp_path: Path) -> None:
     words = ("--gb", "0.02", "--repetitions", "1", "--json", "--dir", str(tmp_path))
     done = command(nursery, tmp_path, *words, program=str(ROOT / "bench/many_tensors.py"))
     assert done.returncode == 0, done.stderr

@@ -46,14 +46,15 @@ def there_and_back(payload: Any) -> Any:
 
 @pytest.mark.covers("T1")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_travels(dtype: torch.dtype) -> None:
+def test_tensors_of_every_dtype_arrive_unchanged(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     payload = {"a": [tensor.t(), torch.empty(0, 4, dtype=dtype), tensor[0, 1]]}
     assert plain(there_and_back(payload)) == plain(payload)
 
 
 @pytest.mark.covers("T1")
-def test_several_tensor_subtrees_and_numpy_beside_torch() -> None:
+def test_a_mixed_payload_arrives_unchanged() -> None:
+    """A payload with several subtrees of tensors, NumPy arrays, numbers and bytes arrives unchanged."""
     payload = {
         "model": OrderedDict(w=torch.ones(2, 2), b=np.arange(3, dtype=np.uint16)),
         "controls": {"w": (torch.zeros(2), None)},
@@ -67,8 +68,8 @@ def test_several_tensor_subtrees_and_numpy_beside_torch() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_shared_tensor_travels_once() -> None:
-    """A tensor that occurs twice travels once, and is one again."""
+def test_a_shared_tensor_is_sent_once() -> None:
+    """A tensor that occurs twice in a payload is sent once, and is one tensor again on arrival."""
     tied, array = torch.ones(3), np.ones(3)
     tree = {"a": tied, "b": [tied.view(3), array, array], "c": torch.ones(3)}
     manifest = manifest_of(atoll.objects.publish(tree))
@@ -79,10 +80,10 @@ def test_a_shared_tensor_travels_once() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_negated_view_travels_negated() -> None:
-    """A negated view is not the tensor that it negates.
+def test_a_negated_view_keeps_its_values() -> None:
+    """A negated view of a tensor arrives with its negated values, beside the tensor that it negates.
 
-    Both have the same address, dtype, shape and strides; torch negates when it reads.
+    Both have the same address, dtype, shape and strides. PyTorch negates when it reads.
     """
     waves = torch.tensor([1 + 2j, 3 - 4j])
     back = there_and_back([waves.imag, waves.conj().imag])
@@ -90,7 +91,8 @@ def test_a_negated_view_travels_negated() -> None:
 
 
 @pytest.mark.covers("T1")
-def test_views_of_one_memory_that_differ_travel_apart() -> None:
+def test_different_views_of_one_memory_keep_their_values() -> None:
+    """Views of one memory that differ in shape, strides or dtype arrive as tensors of their own."""
     square = torch.arange(4.0).reshape(2, 2)
     back = there_and_back([square, square.t(), square.view(torch.int32), square[0]])
     assert [tensor.tolist() for tensor in (back[0], back[1], back[3])] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1]]
@@ -106,14 +108,18 @@ class Turned:
 
 @pytest.mark.covers("T1", "T13")
 def test_temporary_arrays_are_not_confused() -> None:
-    """Python gives a new object the id of one that is gone; these are copied, so that nothing else keeps them."""
+    """Temporary arrays of a registered type arrive with their own values, though Python reuses the ids of deleted
+    objects.
+
+    The type's producer makes copies, which nothing else keeps alive.
+    """
     register(Turned, "test.turned", lambda value: value.values[::-1], Turned)
     back = there_and_back([Turned(np.array([number, -number])) for number in range(20)])
     assert [value.values.tolist() for value in back] == [[-number, number] for number in range(20)]
 
 
-def test_unshareable_arrays_are_copied() -> None:
-    """Arrays that torch cannot share are copied with their values."""
+def test_arrays_that_torch_cannot_share_are_copied() -> None:
+    """NumPy arrays whose memory PyTorch cannot share arrive as copies with the same values."""
     array = np.arange(6, dtype=">i4").reshape(2, 3)[::-1]
     frozen = np.ones(2)
     frozen.flags.writeable = False
@@ -158,19 +164,28 @@ Point = namedtuple("Point", "x y")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_travel_is_named_by_its_place(payload: Any, words: str) -> None:
+def test_publish_names_the_place_of_an_unsupported_value(payload: Any, words: str) -> None:
+    """If a payload contains a value that cannot be sent, the error of `publish` names the value's place in the
+    payload.
+    """
     with pytest.raises(UsageError, match=words):
         atoll.objects.publish(payload)
 
 
-def test_the_deepest_payload_that_may_be_sent_arrives() -> None:
+def test_the_deepest_allowed_payload_arrives() -> None:
+    """A payload with the greatest allowed depth, and integers with the greatest allowed number of bits, arrive
+    unchanged.
+    """
     assert there_and_back(nested(DEPTH)) == nested(DEPTH)
     assert there_and_back([2**INT_BITS - 1, 1 - 2**INT_BITS]) == [2**INT_BITS - 1, 1 - 2**INT_BITS]
 
 
 @pytest.mark.covers("T13")
-def test_stops_a_stream_that_gives_too_much() -> None:
-    """Of 4 elements: two chunks of three are read, the first alone is handed on."""
+def test_a_stream_that_gives_too_many_bytes_is_stopped() -> None:
+    """A stream is stopped as soon as it has given more bytes than its shape needs.
+
+    The stream is for 4 bytes. Two chunks of three bytes are read, and only the first chunk is passed on.
+    """
     asked: list[int] = []
 
     def chunks() -> Iterator[bytes]:
@@ -283,6 +298,7 @@ def echoed(folder: Path, sent: dict[str, Any], settings: dict[str, Any], **optio
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("streamed", [True, False], ids=["a streamed task", "another task"])
 def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, streamed: bool) -> None:
+    """Tensors without elements arrive unchanged in tasks and in their answers."""
     sent = payloads() | streams()
     settings = dict(zip(PART_SIZE_SETTINGS, SIZES[sizes], strict=True)) | {
         "workflow.streamed_tasks": ("echo",) if streamed else ()
@@ -292,8 +308,8 @@ def test_tasks_and_answers_carry_empty_tensors(tmp_path: Path, sizes: str, strea
 
 @pytest.mark.covers("P13", "P8", "P4")
 @pytest.mark.parametrize("sizes", SIZES)
-def test_references_lead_to_empty_tensors(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
-    """Such tensors are fetched to memory, to disk as a whole and lazily, and in place."""
+def test_empty_tensors_can_be_fetched_in_every_way(monkeypatch: pytest.MonkeyPatch, sizes: str, tmp_path: Path) -> None:
+    """Tensors without elements can be fetched into memory, onto disk, lazily, and into existing tensors."""
     choose_part_sizes(monkeypatch, *SIZES[sizes])
     with atoll.objects.Publisher() as publisher:
         for key, payload in (payloads() | streams()).items():
@@ -330,7 +346,10 @@ def filled(value: Any) -> Any:
 
 
 def test_filters_pass_empty_tensors_on(tmp_path: Path) -> None:
-    """At the server before a task, at the site before its answer, at the server behind it."""
+    """Filters of the server and of the site pass tensors without elements on.
+
+    The filters run at the server before the task, at the site before its answer, and at the server after the answer.
+    """
     sent = payloads()
     settings = {"workflow.streamed_tasks": ("echo",), PART_SIZE_SETTINGS[0]: 0}
     chains = {key: {"a": [NormClip(1e9), Cast("bf16")]} for key in ("data_filters", "filters")}
@@ -374,6 +393,9 @@ class Sparse(nn.Module):
     ids=["none", "way down", "median", "scaffold", "aggregator"],
 )
 def test_models_with_empty_tensors_train(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A model with empty parameters and buffers trains with various codecs, reducers and algorithms, and keeps its
+    shapes.
+    """
     options: dict[str, Any] = DEFAULT_OUTER_OPTIMIZER | {"rounds.sites": 1, "rounds.total": 2} | settings
     if "aggregation.aggregator.path" in settings:
         (tmp_path / "first.py").write_text("def first(updates):\n    return updates[0].tensors\n")
@@ -416,8 +438,8 @@ def reads(state: Any) -> Iterator[list[int]]:
 
 
 @pytest.mark.covers("D5", "D15")
-def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
-    """A lazy state is a mapping of names."""
+def test_a_lazy_state_loads_tensors_on_access(state: Any, reads: list[int]) -> None:
+    """A lazy state is a mapping from names to tensors. It reads a tensor from disk only on access."""
     assert set(state) == {"w", "b", "e"}
     assert len(state) == 3
     assert "w" in state
@@ -433,8 +455,11 @@ def test_a_lazy_state_loads_on_access(state: Any, reads: list[int]) -> None:
 
 
 @pytest.mark.covers("D5")
-def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
-    """Tensors of a released lazy tensor stay. The lazy tensor itself is small, and not a torch.Tensor."""
+def test_a_loaded_tensor_outlives_its_lazy_tensor(state: Any) -> None:
+    """A tensor that a lazy tensor has loaded stays usable after the lazy tensor is released.
+
+    The lazy tensor itself is small, and is not a `torch.Tensor`.
+    """
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100
@@ -447,6 +472,7 @@ def test_a_lazy_tensor_outlives_its_file(state: Any) -> None:
 
 @pytest.mark.covers("D15")
 def test_resolving_a_tree_loads_each_tensor_once(state: Any, reads: list[int]) -> None:
+    """`resolve` loads each lazy tensor of a tree once, even if it occurs twice, and leaves other values as they are."""
     given = torch.ones(1)
     tree: Any = {"model": state, "again": [state.ref("w"), given, ("x", state.ref("b"))]}
     loaded = resolve(tree)
@@ -458,7 +484,7 @@ def test_resolving_a_tree_loads_each_tensor_once(state: Any, reads: list[int]) -
     assert not any(isinstance(value, LazyTensor) for value in loaded["model"].values())
 
 
-def test_lazy_values_are_not_pickled(state: Any) -> None:
+def test_lazy_values_cannot_be_pickled(state: Any) -> None:
     for value in (state, state.ref("w")):
         with pytest.raises(UsageError, match="pickled"):
             value.__reduce_ex__(4)  # what a pickler begins with
@@ -466,9 +492,9 @@ def test_lazy_values_are_not_pickled(state: Any) -> None:
 
 @pytest.mark.covers("T13")
 def test_lazy_tensors_are_read_in_runs(state: Any) -> None:
-    """The runs are in new memory.
+    """A lazy tensor can be read in runs of limited size, each in new memory. A released lazy tensor refuses this.
 
-    w has 6 elements of 4 bytes: runs of 9 bytes hold 2, those of 3 bytes 1 all the same.
+    `w` has 6 elements of 4 bytes. Runs of 9 bytes have 2 elements, and runs of 3 bytes still have 1.
     """
     for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
         runs = list(state.ref("w").runs(most_bytes))

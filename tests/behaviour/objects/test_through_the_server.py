@@ -43,7 +43,7 @@ def files(folder: Path) -> list[str]:
 
 @pytest.mark.covers("P1", "P4")
 def test_objects_at_a_server_outlive_its_restart(nursery: Nursery, tmp_path: Path) -> None:
-    """Another process gets them."""
+    """Objects that the server keeps can be fetched by another process, also after the server has restarted."""
     port = free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         arguments = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})
@@ -60,7 +60,7 @@ def test_objects_at_a_server_outlive_its_restart(nursery: Nursery, tmp_path: Pat
 
 
 @pytest.mark.covers("P1", "P2")
-def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
+def test_the_server_keeps_objects_as_safetensors_files(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         atoll.objects.publish(flat(), server=server.url)
         (path,) = (tmp_path / "state" / "objects").glob("*.safetensors")
@@ -73,8 +73,12 @@ def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_an_unusable_folder_of_objects_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server goes on. A file in its place, while the server runs: nothing can be published, fetched or removed."""
+def test_the_server_reports_an_unusable_objects_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the objects folder becomes unusable, publishing and fetching fail with an error that names it. The server goes
+    on.
+
+    Here, a file takes the place of the folder while the server runs.
+    """
     folder = tmp_path / "state" / "objects"
     with serve(tmp_path) as server:
         inline, kept = ({"w": torch.ones(count)} for count in (2, 2**17))
@@ -95,7 +99,9 @@ def test_an_unusable_folder_of_objects_is_named(tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.covers("P14", "D4")
 def test_expired_objects_are_removed(tmp_path: Path) -> None:
-    """A fetch by the reference of an expired object fails with the time of its end; other objects stay."""
+    """The server removes an expired object and keeps the others. The error of a later fetch says when the object
+    expired.
+    """
     with serve(tmp_path) as server:
         kept = atoll.objects.publish(flat(), server=server.url)
         ref = atoll.objects.publish(flat(), server=server.url, expires_s=0.2)
@@ -108,7 +114,8 @@ def test_expired_objects_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P14", "D4")
-def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> None:
+def test_the_server_limits_how_long_objects_are_kept(tmp_path: Path) -> None:
+    """The server keeps an object for at most `disk.objects_expire_s`, even if its publisher asks for longer."""
     with serve(tmp_path, **{"disk.objects_expire_s": 100.0}) as server:
         begin = time.time()
         ref = atoll.objects.publish(flat(), server=server.url, expires_s=1e6)
@@ -116,8 +123,8 @@ def test_the_server_keeps_nothing_longer_than_it_declares(tmp_path: Path) -> Non
 
 
 @pytest.mark.covers("D4", "P14")
-def test_a_start_removes_what_expired(tmp_path: Path) -> None:
-    """A server that starts removes what expired, and what a killed one has left."""
+def test_a_start_removes_expired_objects_and_leftovers(tmp_path: Path) -> None:
+    """A server that starts removes objects that have expired and files that a killed server has left."""
     folder, port = tmp_path / "state" / "objects", free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -133,7 +140,7 @@ def test_a_start_removes_what_expired(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4", "X3")
 def test_a_killed_server_leaves_no_upload(nursery: Nursery, tmp_path: Path) -> None:
-    """A server that is killed within an upload has nothing of it at its next start."""
+    """If a server is killed during an upload of an object, its next start removes the incomplete file."""
     write_run_file(tmp_path, **{"network.port": 0})
     server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
     with Proxy(int(url_of(server).rpartition(":")[2])) as proxy, ThreadPoolExecutor(1) as pool:
@@ -151,7 +158,7 @@ def test_a_killed_server_leaves_no_upload(nursery: Nursery, tmp_path: Path) -> N
 
 
 @pytest.mark.covers("D4", "P5")
-def test_a_stopped_upload_leaves_nothing(tmp_path: Path) -> None:
+def test_an_aborted_upload_leaves_no_file(tmp_path: Path) -> None:
     abort = threading.Event()
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault(PUT, "up", at=1000, action="stall", wait=abort.set))
@@ -161,8 +168,8 @@ def test_a_stopped_upload_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4", "P3")
-def test_a_silent_upload_is_removed(tmp_path: Path) -> None:
-    """An upload of which nothing comes any more is removed."""
+def test_a_stalled_upload_is_removed(tmp_path: Path) -> None:
+    """If no more bytes of an upload arrive within the idle timeout, the server removes the incomplete file."""
     with serve(tmp_path, **{"network.idle_timeout_s": 0.3}) as server:
         assert opened(server, 64, 128)[0] == 200
         assert files(tmp_path) == [".part"]
@@ -172,7 +179,7 @@ def test_a_silent_upload_is_removed(tmp_path: Path) -> None:
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
 def test_a_broken_part_is_sent_again(tmp_path: Path, action: Any) -> None:
-    """A part that broke on its way up is sent again, alone."""
+    """If a part breaks off or is damaged on its way to the server, only this part is sent again."""
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         fault = Fault(PUT, "up", at=30_000, action=action)
         proxy.faults.append(fault)
@@ -184,7 +191,10 @@ def test_a_broken_part_is_sent_again(tmp_path: Path, action: Any) -> None:
 
 
 @pytest.mark.covers("X3", "P14")
-def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
+def test_the_objects_quota_is_enforced(tmp_path: Path) -> None:
+    """The server refuses an object that exceeds the quota, and names the setting. Withdrawing an object makes room
+    again.
+    """
     with serve(tmp_path, **{"disk.objects_max_bytes": 2**20}) as server:
         with pytest.raises(BadRequest, match=r"keeps at most 1048576 bytes of objects.*objects_max_bytes"):
             atoll.objects.publish(flat(), server=server.url)
@@ -201,7 +211,9 @@ def test_quotas_are_declared_and_withdrawing_makes_room(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X2", "P1")
 def test_publishing_needs_a_token(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetching needs the reference alone."""
+    """Publishing at a server needs the server's token. Fetching and withdrawing need only the reference with its
+    secret.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with serve(tmp_path) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -219,8 +231,8 @@ def test_publishing_needs_a_token(nursery: Nursery, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("X2")
-def test_tokens_do_not_follow_foreign_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token does not go where a foreign reference leads."""
+def test_the_token_is_not_sent_to_a_references_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fetch` sends a reference's secret to the host in the reference, but never the token of the run."""
     monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-run")
 
     def answer(connection: Connection, _: Request) -> None:
@@ -240,10 +252,11 @@ def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int =
 
 
 @pytest.mark.covers("P1", "X3")
-def test_an_object_is_complete_or_not_at_all(tmp_path: Path) -> None:
-    """An object is complete with all its parts.
+def test_an_object_is_usable_only_with_all_its_parts(tmp_path: Path) -> None:
+    """The server completes an object only if all its parts and its digest are correct.
 
-    Two parts: a head of 64 bytes, and 100 bytes. Its digest is one of its sizes and of both parts' digests.
+    The object has two parts: a head of 64 bytes, and 100 bytes. Its digest is computed from its sizes and both parts'
+    digests.
     """
     data = bytes(range(164))
     parts = [data[:64], data[64:]]
@@ -293,15 +306,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
     "sizes",
     [(63, 128, PART), (64, 63, PART), (64, 128, 2**15), (64, 128, 2**25), (64, 2**50, PART), (2**27, 2**28, PART)],
 )
-def test_impossible_sizes_are_refused(server: atoll.Server, sizes: tuple[int, int, int]) -> None:
-    """Sizes that no object has are refused before a file is made."""
+def test_an_object_with_impossible_sizes_is_refused(server: atoll.Server, sizes: tuple[int, int, int]) -> None:
+    """The server refuses sizes that no object can have before it creates a file."""
     status, reply = opened(server, *sizes)
     assert (status, "The object" in reply["message"]) == (400, True)
     assert files(server.settings.disk.state_dir.parent) == []
 
 
 @pytest.mark.covers("P5", "D4")
-def test_withdrawing_breaks_off_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
+def test_withdrawing_an_object_ends_running_fetches(nursery: Nursery, tmp_path: Path) -> None:
+    """If an object is withdrawn from the server during a fetch, the fetch ends with an error and the file is
+    deleted.
+    """
     with serve(tmp_path) as server:
         ref = atoll.objects.publish({"w": torch.zeros(2**25)}, server=server.url)
         process, go = start_paused_fetch(nursery, tmp_path, ref)

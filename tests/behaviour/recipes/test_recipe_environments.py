@@ -54,10 +54,10 @@ KINDS = [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, DiLoCoRecipe
     [pytest.param(kind, marks=pytest.mark.long if kind is not FedAvgRecipe else ()) for kind in KINDS],
     ids=lambda kind: kind.__name__,
 )
-def test_every_environment_has_the_same_bits(
+def test_every_environment_of_a_recipe_gives_the_same_bits(
     nursery: Nursery, kind: type[Recipe], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Execute and the written file and a simulation have the same bits."""
+    """A recipe gives the same bits in local processes, by the run file that it writes, and in a simulation."""
     is_diloco = kind is DiLoCoRecipe
     if is_diloco:
         Path("train.py").write_text(DILOCO)
@@ -95,7 +95,7 @@ def test_every_environment_has_the_same_bits(
 
 @pytest.mark.long
 @pytest.mark.covers("P10")
-def test_a_swarm_has_the_bits_of_a_server() -> None:
+def test_a_swarm_gives_the_bits_of_a_server() -> None:
     swarm = recipe(SwarmRecipe, model=module()).execute(LocalEnv(sites=2, folder="swarm"))
     assert swarm.model == Path("swarm/workers/site-1/model.safetensors")
     assert [summary.aggregator for summary in swarm.history] != ["", ""]
@@ -108,7 +108,12 @@ def test_a_swarm_has_the_bits_of_a_server() -> None:
 
 
 @pytest.mark.long
-def test_the_command_simulates_the_written_file(nursery: Nursery, tmp_path: Path) -> None:
+def test_atoll_simulate_runs_a_recipes_run_file(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll simulate` runs the run file that a recipe writes. Repeating the recipe's own simulation gives the same
+    history.
+
+    The command's sites have other names and so other data: the numbers differ.
+    """
     made = recipe(model=module())
     simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated", quiet=True))
     made.write("there/run.toml")
@@ -120,7 +125,7 @@ def test_the_command_simulates_the_written_file(nursery: Nursery, tmp_path: Path
     assert made.execute(SimEnv(sites=2, folder="simulated", quiet=True)).history == simulated.history
 
 
-def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_passes_its_options_to_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
     class Asked:
@@ -140,7 +145,10 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
     assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
 
 
-def test_a_simulation_refuses_what_it_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recipes_simulation_refuses_fragments_and_diloco_loops(caplog: pytest.LogCaptureFixture) -> None:
+    """A recipe's simulation refuses several fragments, and a script that uses `atoll.DiLoCo`. The error says what to
+    use.
+    """
     Path("train.py").write_text(DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
     with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2, but a simulation supports only"):
@@ -155,7 +163,11 @@ def test_a_simulation_refuses_what_it_cannot_do(caplog: pytest.LogCaptureFixture
 # -- LocalEnv
 
 
-def test_goes_on_only_in_the_runs_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_continues_only_its_own_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A recipe that is executed again in its folder continues its failed run. After the end it trains nothing.
+
+    It refuses a folder that contains another run or other files.
+    """
     train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)""")
     with pytest.raises(
@@ -181,8 +193,8 @@ def test_goes_on_only_in_the_runs_folder(tmp_path: Path, capfd: pytest.CaptureFi
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
 
 
-def test_refuses_the_folder_of_a_living_run() -> None:
-    """The logs in it stay."""
+def test_a_recipe_refuses_the_folder_of_a_running_run() -> None:
+    """A recipe refuses the folder of a run that another process is running, and leaves the logs in it unchanged."""
     made = recipe()
     state = Settings.read(prepared(made, "here", 2) / "run.toml", environ={}).disk.state_dir
     state.mkdir()
@@ -197,8 +209,8 @@ def test_refuses_the_folder_of_a_living_run() -> None:
 
 
 @pytest.mark.long
-def test_one_client_more_than_needed_may_die(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Three clients, of which a round takes two: the third is killed in round 2, and the run ends without it."""
+def test_a_run_survives_the_death_of_a_spare_site(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """If a round needs two of three sites and the third site is killed in round 2, the run ends without it."""
     train_and('if (worker.site, fl_round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)')
     made = recipe(num_rounds=3).add_server_config(
         {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2}
@@ -218,9 +230,10 @@ def test_one_client_more_than_needed_may_die(tmp_path: Path, capfd: pytest.Captu
     ],
     ids=["at its start", "in the middle"],
 )
-def test_a_server_that_fails_says_why(
+def test_a_recipe_reports_why_its_server_failed(
     tmp_path: Path, given: dict[str, Any], config: dict[str, Any], error: type[AtollError], said: str
 ) -> None:
+    """If the server of a recipe fails at its start or during the run, the error gives its exit code, reason and log."""
     Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
     made = recipe(min_sites=1, **given).add_server_config(config)
     with pytest.raises(error, match=rf"The server ended with {said}.* here/server\.log") as failed:
@@ -239,10 +252,10 @@ def mean(updates):
 
 
 @pytest.mark.covers("X9")
-def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A failed run goes on once the cause is mended.
+def test_a_failed_run_of_a_recipe_can_be_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """If a run fails at the server, the error gives the server's reason. Once the cause is repaired, the run goes on.
 
-    The reason is that of the server, and not that its sites have ended, which they were told to do.
+    The error does not say that the sites have ended, because the server told them to.
     """
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     made = recipe().add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
@@ -258,11 +271,10 @@ def test_a_failed_run_of_a_recipe_says_why(tmp_path: Path, capfd: pytest.Capture
     assert result.status.failed == ""
 
 
-def test_a_stopped_server_is_no_finished_run() -> None:
-    """A server that is stopped in the middle has not finished its run.
+def test_a_recipe_reports_a_server_stopped_before_the_end() -> None:
+    """If a server is stopped before its run has finished, the recipe raises an error. The same call continues the run.
 
-    SIGTERM stops a server with the exit code 0. The same call goes on where it was. The site finds it: the only other
-    process in the current folder, beside the test's own.
+    SIGTERM stops a server with exit code 0. The site's script finds the server as the only other process in its folder.
     """
     stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
             import contextlib, os, pathlib, signal, time
@@ -282,10 +294,10 @@ def test_a_stopped_server_is_no_finished_run() -> None:
     assert [row.round for row in result.history] == [1, 2]
 
 
-def test_clients_share_token_and_certificate(tmp_path: Path) -> None:
-    """A token and a certificate of the settings are the clients', too.
+def test_a_recipes_sites_use_its_token_and_certificate(tmp_path: Path) -> None:
+    """The sites of a recipe use the token and the certificate from the recipe's settings.
 
-    A server that wants both; the certificate is of no authority that this machine knows.
+    The server requires both, and no authority that this machine knows has issued the certificate.
     """
     chain = write_certificate(tmp_path, "127.0.0.1")["network.tls_cert"]
     chain.write_bytes(chain.read_bytes() + (tmp_path / "ca.pem").read_bytes())
@@ -305,7 +317,8 @@ def test_clients_share_token_and_certificate(tmp_path: Path) -> None:
     ids=lambda number: number.name,
 )
 @pytest.mark.usefixtures("interruptible")
-def test_whatever_ends_the_program_ends_what_it_started(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_to_a_recipe_ends_all_its_processes(number: signal.Signals, tmp_path: Path) -> None:
+    """If a signal ends the program that executes a recipe, its server and its sites end, too."""
     train_and('import time; print("here", flush=True); time.sleep(600)')
     (tmp_path / "job.py").write_text(
         "from atoll.recipes import FedAvgRecipe, LocalEnv\n"
@@ -339,8 +352,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched")
-def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str]) -> None:
-    """The server ends when both scripts have left, but not before both recipes have seen the end of the run."""
+def test_two_sites_take_part_with_recipes(capfd: pytest.CaptureFixture[str]) -> None:
+    """Two sites take part in a run of a server with the same recipe, and both get the result's history.
+
+    The server ends after both scripts have left and both recipes have seen the end of the run.
+    """
     made = recipe(model=module(), num_rounds=3)
     results: dict[str, RunResult] = {}
     with server_of(made) as server:
@@ -361,7 +377,8 @@ def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str]) -> Non
     assert said.count("done") == 2
 
 
-def test_another_run_is_refused_with_every_difference() -> None:
+def test_a_recipe_lists_all_differences_from_the_servers_run() -> None:
+    """If the server's run differs from a site's recipe, the recipe refuses to take part and lists every difference."""
     waits = {"rounds.quorum": 2, "rounds.deadline_s": 60}
     with server_of(recipe(FedAvgRecipe, model=module()).add_server_config(waits)) as server:
         model = {"class_path": "my_model.Net", "args": {"hidden": 9}}
@@ -385,7 +402,8 @@ def test_another_run_is_refused_with_every_difference() -> None:
     assert refused.value.exit_code == 2
 
 
-def test_a_failing_script_ends_no_run() -> None:
+def test_a_failing_script_does_not_end_the_run() -> None:
+    """If a site's script fails, its recipe raises an error, and the server's run goes on."""
     Path("train.py").write_text("raise SystemExit(4)")
     made = recipe(min_sites=1)
     with server_of(made) as server:
@@ -402,12 +420,12 @@ def gone(*_: object) -> None:
 @pytest.mark.covers("X9")
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("reads_status", [True, False])
-def test_a_site_says_that_the_run_failed(
+def test_a_sites_recipe_reports_that_the_run_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reads_status: bool
 ) -> None:
-    """A run that fails at the server says so at the site.
+    """If the run fails at the server, the recipe at the site raises an error with the reason.
 
-    If the server has ended before it is asked for its status, the script has printed the reason.
+    If the server has already ended, the error refers to the output of the script, which has printed the reason.
     """
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     if not reads_status:
@@ -426,8 +444,8 @@ def test_a_site_says_that_the_run_failed(
     assert "repeat the same call" in failed.value.remedy
 
 
-def test_scripts_have_a_workers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token in a file, which the server asks for, and what else is a setting of a server, too."""
+def test_a_recipe_gives_its_script_a_workers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe gives its script the environment of a worker: token file, site name, threads and further settings."""
     Path("token").write_text("secret-of-the-run")
     Path("token").chmod(0o600)
     monkeypatch.setenv("ATOLL_TOKEN_FILE", "token")
@@ -447,7 +465,8 @@ def test_scripts_have_a_workers_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_sigterm_ends_the_script_too() -> None:
+def test_sigterm_to_a_recipe_also_ends_its_script() -> None:
+    """If SIGTERM ends the program that executes a recipe, the program first waits until its script has ended."""
     slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))"
     told = 'open("pid.tmp", "w").write(str(os.getpid())); os.rename("pid.tmp", "pid")'
     train_and(f"import os, signal, time; {slow}; {told}; time.sleep(600)")
@@ -464,7 +483,7 @@ def test_sigterm_ends_the_script_too() -> None:
     assert not Path("/proc", Path("pid").read_text()).exists()  # it is waited for, not only told
 
 
-def test_no_server_answers() -> None:
+def test_a_recipe_reports_that_no_server_answers() -> None:
     with pytest.raises(ServerUnreachable, match="does not answer") as failed:
         recipe().execute(ServerEnv(f"http://127.0.0.1:{free_port()}"))
     assert failed.value.exit_code == 5

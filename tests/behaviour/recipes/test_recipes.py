@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("algorithm", KINDS)
-def test_a_written_file_has_the_recipes_settings(algorithm: str, tmp_path: Path) -> None:
+def test_a_recipes_run_file_has_exactly_its_settings(algorithm: str, tmp_path: Path) -> None:
     kind, given, chosen = KINDS[algorithm]
     made = recipe(kind, **given).add_server_config(
         {"aggregation.upload_codec.name": "int8", "network.heartbeat_timeout_s": 300}
@@ -165,9 +165,10 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
 
 @pytest.mark.covers("V5", "X3")
 @pytest.mark.parametrize(("make", "given", "said"), REFUSED)
-def test_a_wrong_argument_is_refused_where_it_is_given(
+def test_a_wrong_argument_of_a_recipe_is_refused_at_once(
     make: Callable[..., Any], given: dict[str, Any], said: str
 ) -> None:
+    """Recipes and environments refuse a wrong argument when they are made, with a hint at the right one."""
     with pytest.raises(AtollError, match=said) as refused:
         make(**given)
     assert refused.value.exit_code == 2
@@ -189,17 +190,18 @@ def test_a_wrong_argument_is_refused_where_it_is_given(
         ({}, ServerEnv("host:8512"), "is not a valid server address"),
     ],
 )
-def test_refuses_an_unsuitable_environment(given: dict[str, Any], env: Any, said: str) -> None:
+def test_a_recipe_refuses_an_unsuitable_environment(given: dict[str, Any], env: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         recipe(**given).execute(env)
 
 
-def test_one_aggregator_may_be_given_as_a_name() -> None:
+def test_a_single_aggregator_may_be_a_plain_string() -> None:
+    """`SwarmRecipe` takes a plain string as the name of one aggregator, not as a sequence of letters."""
     assert recipe(SwarmRecipe, aggregators="site-2").settings().swarm.aggregators == ("site-2",)  # not its letters
 
 
 @pytest.mark.parametrize("kind", [SimEnv, LocalEnv])
-def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> None:
+def test_a_recipe_refuses_an_unusable_folder(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "here" / "run.toml").mkdir(parents=True)
     for folder in ("train.py/below", "train.py/below/it", "here"):
         with pytest.raises(UsageError, match=rf"folder '{folder}' cannot be used: .*Use another folder"):
@@ -240,7 +242,7 @@ AS_ONE = (
     ],
 )
 def test_a_wrong_server_config_changes_nothing(given: list[Any], said: str) -> None:
-    """A wrong server config is refused and changes nothing."""
+    """`add_server_config` refuses a wrong setting with a reason, and the recipe's settings stay as they were."""
     made = recipe(DiLoCoRecipe, sync_every=6, outer_momentum=0.8)
     before = made.settings()
     with pytest.raises(AtollError, match=said):
@@ -249,7 +251,7 @@ def test_a_wrong_server_config_changes_nothing(given: list[Any], said: str) -> N
 
 
 def test_server_configs_add_up() -> None:
-    """Each server config is added to those before. Keyword arguments are refused."""
+    """Each call of `add_server_config` adds to the earlier ones. Keyword arguments are refused."""
     made = recipe(DiLoCoRecipe)
     with pytest.raises(
         UsageError,
@@ -262,8 +264,8 @@ def test_server_configs_add_up() -> None:
 
 
 @pytest.mark.covers("P13")
-def test_recipes_and_run_files_set_the_same() -> None:
-    """A recipe sets what a run file and a variable set."""
+def test_recipes_and_variables_give_the_same_settings() -> None:
+    """Settings given to a recipe have the same effect as settings given by environment variables."""
     config = {"workflow.tensor_part_bytes": 65536, "workflow.array_part_bytes": 0, "network.idle_timeout_s": 7.5}
     written = Settings.read(recipe().add_server_config(config).write("run.toml"), environ={})
     variables = {f"ATOLL_{key.upper().replace('.', '__')}": str(value) for key, value in config.items()}
@@ -280,7 +282,10 @@ def schema_of(folder: Path, settings: Settings, *model: Any) -> dict[str, Any]:
 
 
 def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
-    """min_sites of the recipe is 2. Both take part; then one of them has left."""
+    """An asynchronous run makes a version without waiting for all `min_sites` of its recipe.
+
+    `min_sites` is 2. Both sites join, and then one of them leaves.
+    """
     config = {"async.enabled": True, "aggregation.upload_codec.name": "none"}
     given = {"network.port": 0, "disk.state_dir": tmp_path / "state"}
     settings = recipe(DiLoCoRecipe).add_server_config(config).settings().changed(given)
@@ -293,7 +298,7 @@ def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P7")
 def test_a_module_is_the_initial_model(tmp_path: Path) -> None:
-    """A recipe writes a module as the initial model, with its buffers and tied tensors."""
+    """A recipe writes a module as the run's initial model, with its buffers and tied tensors."""
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
     settings = Settings.read(path, environ={})
@@ -307,7 +312,10 @@ def test_a_module_is_the_initial_model(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P17")
 @pytest.mark.parametrize("kind", ["module", "function", "class path"])
-def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
+def test_an_initial_checkpoint_gives_the_models_weights(kind: str, tmp_path: Path) -> None:
+    """A recipe with `initial_ckpt` writes an initial model with the checkpoint's weights, whatever form the model
+    has.
+    """
     net = module()
     state = {
         name: tensor.clone() + (1 if tensor.is_floating_point() else 0) for name, tensor in net.state_dict().items()
@@ -324,8 +332,8 @@ def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
     assert schema_of(tmp_path / "one", settings) == schema_of(tmp_path / "other", settings, net)
 
 
-def test_refuses_other_models_and_pickles(tmp_path: Path) -> None:
-    """A checkpoint of another model or a pickle is refused."""
+def test_a_checkpoint_of_another_model_or_a_pickle_is_refused(tmp_path: Path) -> None:
+    """A recipe refuses a checkpoint that does not fit the model, and a pickle. It writes no file."""
     save_file({"one.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(SchemaMismatch, match="initial_ckpt"):
         recipe(initial_ckpt="other.safetensors").write("run.toml")
@@ -338,7 +346,7 @@ def test_refuses_other_models_and_pickles(tmp_path: Path) -> None:
 
 
 def test_models_may_be_classes_or_files() -> None:
-    """A class path and its arguments and a file alone."""
+    """A recipe's model may be a class path with arguments, a model file, or only a checkpoint."""
     path = recipe(model={"class_path": "my_model.Net", "args": {"hidden": 7}}).write("run.toml")
     settings = Settings.read(path, environ={})
     assert (settings.model.source, settings.model.args) == ("my_model:Net", {"hidden": 7})
@@ -348,8 +356,10 @@ def test_models_may_be_classes_or_files() -> None:
     assert recipe(model=None, initial_ckpt="initial.safetensors").settings().model.source == "initial.safetensors"
 
 
-def test_paths_begin_at_the_current_folder(tmp_path: Path) -> None:
-    """The run file has them relative to its own folder."""
+def test_a_recipes_paths_are_relative_to_the_current_folder(tmp_path: Path) -> None:
+    """A recipe takes paths as relative to the current folder. Its run file has them relative to the file's own
+    folder.
+    """
     (tmp_path / "mine.py").write_text("def mean(updates): ...")
     made = recipe().add_server_config(
         {
@@ -370,8 +380,8 @@ def test_paths_begin_at_the_current_folder(tmp_path: Path) -> None:
     assert settings.workflow.result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
 
 
-def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
-    """The commands are typed in the folder of the script, and name the run file from there."""
+def test_the_commands_in_a_run_file_refer_to_this_file(tmp_path: Path) -> None:
+    """The commands in a recipe's run file are for the folder of the script, and give the run file's path from there."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):
@@ -381,8 +391,8 @@ def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
         assert [line for line in lines if line.endswith(" -- python train.py")] != []
 
 
-def test_leaves_other_files_alone(tmp_path: Path) -> None:
-    """A file that no recipe wrote is left alone."""
+def test_a_recipe_overwrites_only_its_own_run_files(tmp_path: Path) -> None:
+    """A recipe does not overwrite a run file that no recipe has written. It overwrites its own run file."""
     (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
         recipe().write("run.toml")
@@ -395,11 +405,11 @@ def test_leaves_other_files_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X5")
-def test_everything_public_has_a_docstring() -> None:
+def test_every_public_name_of_recipes_has_a_docstring() -> None:
     assert all(inspect.getdoc(getattr(atoll.recipes, name)) for name in atoll.recipes.__all__)
 
 
-def test_recipes_and_environments_can_be_copied() -> None:
+def test_environments_of_recipes_can_be_copied() -> None:
     for env in (SimEnv(sites=3, processes=2), LocalEnv(sites=2, folder="here")):
         assert copy.deepcopy(env) == env
         assert copy.copy(env) == env

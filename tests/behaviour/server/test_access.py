@@ -42,7 +42,9 @@ def join(url: str, **fields: object) -> tuple[int, str]:
 
 @pytest.mark.covers("F30")
 def test_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
-    """The server itself does, whatever the site has checked."""
+    """The server refuses a site with another model or another synchronisation interval, whatever the site has
+    checked.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5) as server:
         assert re.search("^config: .*every 6 steps, but the run every 5", join(server.url, sync_every=6)[1])
         mine = get(server.url, "/v1/run")[1]["schema_digest"][:12]
@@ -56,7 +58,9 @@ def test_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F30")
 def test_a_model_without_controls_fits_scaffold(tmp_path: Path) -> None:
-    """A worker may name the schema of its own model, or the run's as it has read it."""
+    """A worker of a SCAFFOLD run may join with the schema of its own model, or with the run's schema, which has
+    controls.
+    """
     digests = []
     for algorithm in ("fedavg", "scaffold"):
         with plain_server(tmp_path / algorithm, nn.Linear(2, 1), algorithm=algorithm) as server:
@@ -66,8 +70,8 @@ def test_a_model_without_controls_fits_scaffold(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X2")
-def test_refuses_a_secret_with_a_wide_mode(tmp_path: Path) -> None:
-    """More than its owner may read, write or execute it."""
+def test_refuses_a_token_file_that_others_can_access(tmp_path: Path) -> None:
+    """The server refuses a token file that other users than its owner may read, write or execute."""
     file = tmp_path / "token"
     file.write_text("secret\n")
     for mode in (0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666):
@@ -80,7 +84,7 @@ def test_refuses_a_secret_with_a_wide_mode(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X2")
-def test_both_ends_speak_tls_1_3_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_and_client_accept_only_tls_1_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tls = write_certificate(tmp_path)
     monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
     older = ssl.create_default_context(cafile=tmp_path / "ca.pem")
@@ -112,7 +116,7 @@ def test_both_ends_speak_tls_1_3_only(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.covers("X2")
-def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_complete_token_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         wrong = [None, "", "Bearer", "Bearer ", "Bearer secre", "Bearer secret1", "Basic secret"]
@@ -127,7 +131,9 @@ def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch:
 def test_a_compressed_body_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request without a token only claims that its body is compressed: it gets 401, and the next one is answered."""
+    """A request without a token that claims a compressed body gets 401 and causes no traceback. The next one is
+    answered.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         body = {"Content_Encoding": "gzip", "Content_Type": "application/json", "Content_Length": 2}
@@ -139,8 +145,13 @@ def test_a_compressed_body_leaves_no_traceback(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("token", [b"two words", b"two\nlines", "tök".encode(), b"\xff"])
-def test_refuses_a_token_that_no_header_carries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
-    """Where it is read: at the server from a file or a variable. Spaces around it are left out."""
+def test_refuses_a_token_that_no_header_can_carry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
+) -> None:
+    """The server refuses a token with a space, a line break or a character that an HTTP header cannot carry.
+
+    It does so for a token from a file or a variable. Spaces around the token are removed.
+    """
     path = tmp_path / "token"
     path.touch(mode=0o600)
     path.write_bytes(token)
@@ -181,16 +192,20 @@ def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
         ("elsewhere.org", 1, "ostname mismatch.*Use a host name that its certificate contains"),
     ],
 )
-def test_a_refused_certificate_has_its_remedy(
+def test_a_refused_certificate_gives_a_remedy(
     tmp_path: Path, authority: trustme.CA, name: str, days: int, said: str
 ) -> None:
+    """If a site refuses the server's certificate, because it has expired or names another host, the error gives a
+    remedy.
+    """
     tls = write_certificate(tmp_path, name, authority, not_after=datetime.now(UTC) + timedelta(days=days))
     with plain_server(tmp_path, nn.Linear(2, 1), **tls) as server:
         assert re.search(said, said_to(f"https://localhost:{server.port}", tmp_path, authority))
 
 
 @pytest.mark.covers("X3", "F38")
-def test_a_wrong_authority_or_scheme_has_its_remedy(tmp_path: Path, authority: trustme.CA) -> None:
+def test_a_wrong_authority_or_scheme_gives_a_remedy(tmp_path: Path, authority: trustme.CA) -> None:
+    """If the certificate's authority is unknown or the URL has the wrong scheme, the site's error gives a remedy."""
     with plain_server(tmp_path, nn.Linear(2, 1), **write_certificate(tmp_path, authority=authority)) as server:
         assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{server.port}", tmp_path, trustme.CA())
         assert "needs https://" in said_to(f"http://localhost:{server.port}", tmp_path, authority)
@@ -201,7 +216,10 @@ def test_a_wrong_authority_or_scheme_has_its_remedy(tmp_path: Path, authority: t
 
 
 def test_an_early_end_of_tls_blames_no_certificate() -> None:
-    """What every worker sees when its server is killed."""
+    """If a TLS connection ends early, the error says that the server does not answer, and blames no certificate.
+
+    Each worker sees this when its server is killed.
+    """
     from atoll.transport.http_client import network_error
 
     error = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
@@ -222,8 +240,11 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("host", LOCAL + FOREIGN)
-def test_the_gate_itself_tells_loopback_names_from_others(host: str | None) -> None:
-    """The gate is asked directly, also with headers that no HTTP library sends, such as several hosts."""
+def test_the_gate_accepts_only_loopback_host_names(host: str | None) -> None:
+    """A local server without a token accepts only host names of the loopback interface.
+
+    The test calls the gate directly, so that it can give headers that no HTTP library sends, such as several hosts.
+    """
     from atoll.server.http.gate import Gate
 
     gate, named = Gate(None, local=True), [] if host is None else [host]
@@ -249,7 +270,7 @@ PATHS = ["/v1/status", "/v1/run", "/v1/schema", "/v1/workers", "/metrics", "/ope
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_refuses_a_foreign_name_at_every_path(port: int, path: str) -> None:
+def test_refuses_a_foreign_host_name_at_every_path(port: int, path: str) -> None:
     for method in ("GET", "POST"):
         assert asked(port, "evil.example", line=f"{method} {path}") == (401, "auth")
 
@@ -287,7 +308,7 @@ IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopb
         pytest.param({"network.host": "::1"}, "", "evil.example", None, 401, marks=IPV6),
     ],
 )
-def test_the_name_decides_on_loopback_without_a_token(
+def test_the_host_name_matters_only_on_loopback_without_a_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -296,6 +317,10 @@ def test_the_name_decides_on_loopback_without_a_token(
     authorization: str | None,
     status: int,
 ) -> None:
+    """Only a server on loopback without a token checks the host name of a request.
+
+    With a token, only the token decides. With `network.insecure`, every host name is accepted.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", token)
     address = "::1" if settings.get("network.host") == "::1" else "127.0.0.1"
     with plain_server(tmp_path, nn.Linear(2, 1), **settings) as server:

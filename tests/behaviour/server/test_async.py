@@ -87,8 +87,8 @@ def one_by_one(world: World) -> None:
     ],
     ids=["constant", "inverse_sqrt", "own"],
 )
-def test_applies_updates_one_by_one(world: World, weight: str, scales: tuple[float, ...]) -> None:
-    """With and without a weight for the staleness of each update."""
+def test_an_async_run_applies_updates_one_by_one(world: World, weight: str, scales: tuple[float, ...]) -> None:
+    """An asynchronous run applies each update as it comes, scaled by the weight for its staleness."""
     world.start(**{"async.staleness_weight": weight})
     one_by_one(world)
     assert world.staleness == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]
@@ -99,7 +99,8 @@ def test_applies_updates_one_by_one(world: World, weight: str, scales: tuple[flo
 
 
 @pytest.mark.covers("L3", "L6")
-def test_delayed_nesterov(world: World) -> None:
+def test_delayed_nesterov_matches_its_formula(world: World) -> None:
+    """An asynchronous run with `async.momentum_every = 2` gives the values of delayed Nesterov momentum."""
     world.start(**{"async.momentum_every": 2})
     one_by_one(world)
     theta, m = START.clone(), torch.zeros_like(START)
@@ -114,7 +115,7 @@ def above_one(s: int) -> float:
     return 1.0 + s
 
 
-def test_refuses_a_staleness_weight_above_one() -> None:
+def test_a_staleness_weight_above_one_is_refused() -> None:
     from atoll.reducers import staleness_weight
 
     weight = staleness_weight(OwnName(f"{__name__}:above_one"))
@@ -123,7 +124,10 @@ def test_refuses_a_staleness_weight_above_one() -> None:
 
 
 @pytest.mark.covers("L5")
-def test_drops_an_update_too_far_behind(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_update_too_far_behind_is_dropped(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """An update that is more versions behind than `async.max_staleness` does not count. Its site goes on from the
+    newest one.
+    """
     world.start(**{"async.max_staleness": 1})
     world.pull()
     world.submit("b", -G[0])
@@ -140,7 +144,8 @@ def test_drops_an_update_too_far_behind(world: World, caplog: pytest.LogCaptureF
     require_close(world.model, nesterov([G[0], G[1], G[3]]))
 
 
-def test_a_buffer_takes_the_mean_of_two(world: World) -> None:
+def test_an_async_buffer_of_two_takes_their_mean(world: World) -> None:
+    """With `async.buffer_size = 2`, a version is made from the weighted mean of two updates."""
     world.start(**{"async.buffer_size": 2})
     world.pull()
     world.submit("c", -G[0], weight=3.0)
@@ -152,10 +157,13 @@ def test_a_buffer_takes_the_mean_of_two(world: World) -> None:
 
 
 @pytest.mark.covers("L5")
-def test_a_buffer_weighs_updates_by_staleness(world: World) -> None:
-    """The second step has the update of a, 1 version behind, with weight 3/4, and b's, which is new, with 1/4.
+def test_an_async_buffer_scales_updates_by_staleness(world: World) -> None:
+    """In a buffer of two updates, the weight for staleness scales each update by itself.
 
-    The staleness halves a's: the step's gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
+    The second step has the update of site `a`, which is 1 version behind, with weight 3/4. It has the new update of
+    site `b` with weight 1/4.
+
+    The staleness halves the update of `a`: the gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
     """
     world.start(**{"async.buffer_size": 2, "async.staleness_weight": f"{__name__}:halved"})
     world.pull()
@@ -172,6 +180,7 @@ def test_a_buffer_weighs_updates_by_staleness(world: World) -> None:
 
 @pytest.mark.covers("L26")
 def test_warns_of_an_update_six_versions_old(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """If an update is six versions behind, the log and the status warn, and recommend `diloco.dynamic_local_steps`."""
     world.start()
     world.pull("a", "b")
     advance(world, "b", *range(6))
@@ -182,7 +191,10 @@ def test_warns_of_an_update_six_versions_old(world: World, caplog: pytest.LogCap
 
 
 @pytest.mark.covers("L6")
-def test_synchronous_rounds_first(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_async_run_may_start_with_synchronous_rounds(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """With `async.sync_rounds_first = 1`, the first version is made from all sites' updates, and later ones from single
+    ones.
+    """
     caplog.set_level("INFO", "atoll")
     world.start(**{"async.sync_rounds_first": 1, "async.momentum_every": 2})
     world.pull()
@@ -201,10 +213,10 @@ def test_synchronous_rounds_first(world: World, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.covers("L2", "L3", "L6")
-def test_diloco_loops_with_a_slow_site_and_dylu(tmp_path: Path) -> None:
-    """The slow site takes four times as long for a step: soon it is asked for fewer steps than the fast one.
+def test_dynamic_local_steps_give_a_slow_site_fewer_steps(tmp_path: Path) -> None:
+    """With `diloco.dynamic_local_steps`, a site whose steps take four times as long is soon asked for fewer steps.
 
-    On a busy machine the measured rates vary, so the loops train until the slow site is asked for fewer.
+    Measured rates vary on a busy machine, so the loops train until the slow site is asked for fewer steps.
     """
     settings = {
         "algorithm.name": "diloco",
@@ -264,7 +276,7 @@ STREAMING = {"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment
 def test_warns_of_settings_that_defeat_each_other(
     tmp_path: Path, settings: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At the start and in the status."""
+    """If settings work against each other, the server warns at its start and in the status."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with plain_server(tmp_path, model, algorithm="diloco", sites=3, **settings) as server:
         (told,) = server.status().warnings
@@ -292,7 +304,8 @@ def test_warns_of_settings_that_defeat_each_other(
         ),
     ],
 )
-def test_refuses_settings_of_synchronous_runs(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_an_async_run_refuses_unsuitable_settings(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    """An asynchronous run refuses settings that are wrong, or that only synchronous runs can have."""
     with pytest.raises(ConfigError, match=says):
         plain_server(
             tmp_path, nn.Linear(1, 1), **({"algorithm.name": "diloco", "async.enabled": True} | settings)
@@ -301,7 +314,10 @@ def test_refuses_settings_of_synchronous_runs(tmp_path: Path, settings: dict[str
 
 @pytest.mark.covers("L5")
 def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
-    """Only the two newest versions are kept in any case. Site a pulls version 0 when the newest is version 4."""
+    """The server keeps a version until the site to which it promised the version has pulled it.
+
+    Beyond that, only the two newest versions are kept. Site `a` pulls version 0 when version 4 is the newest.
+    """
     world.start()
     assert world.sites["a"].next_round() == 1
     world.pull("b")
@@ -311,7 +327,11 @@ def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
 
 
 def test_drops_a_version_that_was_pulled(world: World) -> None:
-    """a has pulled version 1 and says so; when b has brought the run on, no site is to pull it any more."""
+    """The server drops an old version once each site that was to pull it has reported that it did.
+
+    Site `a` has pulled version 1, and site `b` makes two more versions. The later update of `a` against version 1 still
+    counts.
+    """
     world.start(**{"disk.keep_versions": 1, "network.heartbeat_interval_s": 0.1})
     world.pull("a", "b")
     world.submit("a", -G[0])
@@ -328,7 +348,10 @@ def test_drops_a_version_that_was_pulled(world: World) -> None:
 
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_late_site_gets_a_newer_version(world: World) -> None:
-    """Only one version may be pinned besides the newest."""
+    """If the server cannot keep the version that a site was to pull, the site gets a newer version.
+
+    The server may pin only one version besides the newest.
+    """
     world.start(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
     assert world.sites["a"].next_round() == 1
     assert world.sites["c"].next_round() == 1
@@ -342,8 +365,12 @@ def test_a_late_site_gets_a_newer_version(world: World) -> None:
 
 @pytest.mark.usefixtures("pulled_apart")
 @pytest.mark.covers("L3")
-def test_the_end_may_take_a_promised_version(world: World) -> None:
-    """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
+def test_a_finished_run_may_drop_a_promised_version(world: World) -> None:
+    """A site that pulls a promised version after the end of the run gets the result in its place.
+
+    Site `a` was promised version 0. Before it pulls, an update of site `b` ends the run. A later update of `a` has no
+    effect and causes no error.
+    """
     world.start(rounds=1, **{"disk.keep_versions": 1})
     assert world.sites["a"].next_round() is not None
     world.pull("b")
@@ -357,8 +384,10 @@ def test_the_end_may_take_a_promised_version(world: World) -> None:
 
 
 @pytest.mark.covers("L3")
-def test_looking_at_the_newest_model_changes_nothing(world: World) -> None:
-    """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
+def test_loading_the_newest_model_keeps_the_open_round(world: World) -> None:
+    """A site may load the newest model while it trains from an older version. Its update still counts, 1 version
+    behind.
+    """
     world.start()
     world.pull("a", "b")
     world.submit("b", -G[0])
@@ -371,7 +400,7 @@ def test_looking_at_the_newest_model_changes_nothing(world: World) -> None:
 
 
 def test_a_version_becomes_durable_without_its_export(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The export was overtaken."""
+    """A version becomes durable even if it cannot be exported because it is no longer kept."""
     from atoll.server.coordinator.background_writes import Exports
 
     def overtaken(*_: Any) -> None:
@@ -422,7 +451,10 @@ def require_at(state: Mapping[str, Tensor], value: float) -> None:
 
 
 @pytest.mark.covers("L3", "L10")
-def test_a_federated_site_pulls_the_head_instead(added: World) -> None:
+def test_a_broken_pull_continues_with_the_newest_version(added: World) -> None:
+    """If a site's pull breaks and its version is gone afterwards, the site pulls the newest version, and its update
+    counts.
+    """
     added.start(algorithm="fedavg")
     with Proxy(added.server.port) as line, ManualSite(line.url, site="a", folder=added.workers) as a:
         broken = break_the_next_pull(added, WireSite(added.url, "b"), line)
@@ -437,8 +469,11 @@ def test_a_federated_site_pulls_the_head_instead(added: World) -> None:
 
 
 @pytest.mark.covers("L3", "L10")
-def test_a_loop_loses_no_step(added: World) -> None:
-    """Each step takes 1 from every weight; none is lost or counted twice when the server ends."""
+def test_a_diloco_loop_loses_no_step_when_a_pull_breaks(added: World) -> None:
+    """If a DiLoCo loop's pull breaks and the server restarts, each local step still counts exactly once.
+
+    Each step subtracts 1 from every weight.
+    """
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 

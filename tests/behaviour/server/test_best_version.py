@@ -67,8 +67,11 @@ def saved(server: atoll.Server) -> int:
 
 
 @pytest.mark.covers("X41")
-def test_the_measured_version_is_the_best(tmp_path: Path, nursery: Nursery) -> None:
-    """The best version is known again after a restart, and `atoll export --best` writes it."""
+def test_the_best_version_is_the_one_that_was_measured(tmp_path: Path, nursery: Nursery) -> None:
+    """The best version is the version that the best metric measured. A restarted server still knows it.
+
+    `atoll export --best` exports it.
+    """
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
@@ -92,7 +95,8 @@ def test_the_measured_version_is_the_best(tmp_path: Path, nursery: Nursery) -> N
     assert out.read_bytes() == (exports / "best.safetensors").read_bytes()
 
 
-def test_a_start_writes_missing_best_files(tmp_path: Path) -> None:
+def test_a_restart_writes_missing_best_files(tmp_path: Path) -> None:
+    """If the files of the best version are missing, a restarted server writes them again."""
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
@@ -106,7 +110,8 @@ def test_a_start_writes_missing_best_files(tmp_path: Path) -> None:
         assert json.loads((exports / "best.json").read_text())["version"] == 1
 
 
-def test_a_round_writes_removed_best_files(tmp_path: Path) -> None:
+def test_a_new_round_rewrites_removed_best_files(tmp_path: Path) -> None:
+    """If the exports folder is removed, the server writes the best version again after the next round."""
     with best_server(tmp_path, **{"disk.keep_versions": 4}) as server:
         run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
@@ -135,8 +140,11 @@ def held_up(owner: Any, name: str, is_held: Callable[..., bool] = lambda *_: Tru
             may.set()
 
 
-def test_makes_no_version_while_saving_the_best(tmp_path: Path) -> None:
-    """On a slow disk the next commits would drop it before it is a file."""
+def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
+    """While the best version is being saved, the server makes no new version.
+
+    On a slow disk, the next versions would otherwise displace the best one before it is a file.
+    """
     with best_server(tmp_path) as server, held_up(background_writes, "export_model") as may:
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
@@ -153,7 +161,7 @@ def test_makes_no_version_while_saving_the_best(tmp_path: Path) -> None:
         assert best_of(server.exports)[1] == [0.0, 0.0]
 
 
-def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
+def test_the_server_ends_only_after_writing_the_last_metrics(tmp_path: Path) -> None:
     held = held_up(background_writes.Exports, "append_metrics")
     with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
@@ -164,8 +172,8 @@ def test_the_end_waits_for_the_last_metrics(tmp_path: Path) -> None:
         assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
-    """The server does not end while the second best version is being exported over the first."""
+def test_the_server_ends_only_after_saving_the_best_version(tmp_path: Path) -> None:
+    """The server does not end while it replaces the file of the first best version with the second one."""
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
         return target.name == background_writes.BEST_MODEL and target.exists()
@@ -180,8 +188,8 @@ def test_the_end_waits_for_the_best_version(tmp_path: Path) -> None:
         assert best_of(server.exports)[1] == [1.0, 1.0]
 
 
-def test_writes_metrics_in_the_rounds_order(tmp_path: Path) -> None:
-    """However slow the disk is, and however fast the commits."""
+def test_metrics_are_written_in_the_order_of_rounds(tmp_path: Path) -> None:
+    """The lines of the metrics file have the order of the rounds, even if the disk is slower than the rounds."""
     begun: list[int] = []
     held = held_up(background_writes.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
     with best_server(tmp_path, **{"rounds.best_metric": None}) as server, held as may:
@@ -196,7 +204,10 @@ def test_writes_metrics_in_the_rounds_order(tmp_path: Path) -> None:
 
 
 def test_reports_a_lost_best_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The best version is no longer kept, so that its file cannot be written again. The run goes on."""
+    """If the best version's file is missing and the version is no longer kept, the log says so. The run goes on.
+
+    The next better version is saved again.
+    """
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
@@ -212,6 +223,7 @@ def test_reports_a_lost_best_version(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 @pytest.mark.covers("X42")
 def test_the_smallest_loss_is_best_by_default(tmp_path: Path) -> None:
+    """For a metric such as `val_loss`, the smallest value is best by default."""
     losses = [{"val_loss": value} for value in (0.9, 0.7, 0.5, 0.5, 0.6)]
     settings = {"rounds.best_metric": "val_loss", "rounds.early_stop_after": 2}
     with best_server(tmp_path, **settings) as server:
@@ -223,7 +235,11 @@ def test_the_smallest_loss_is_best_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X42")
-def test_stops_early_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_early_stop_reports_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the metric has not improved for `rounds.early_stop_after` rounds, the run ends, and logs and status say why.
+
+    A restarted server stays finished. Without this setting, the run goes on.
+    """
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
     with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:
@@ -245,6 +261,9 @@ def test_stops_early_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If rounds lack a finite value of the chosen metric, the log warns once and names the metrics that were
+    reported.
+    """
     with best_server(tmp_path, **{"rounds.early_stop_after": 1}) as server:
         run_rounds(server, tmp_path, {"loss": 1.0}, {}, float("nan"), 0.5)
         assert saved(server) == 3
@@ -254,8 +273,11 @@ def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCa
     assert said[0].endswith("submit(model, metrics={'acc': …})")
 
 
-def test_export_best_finds_the_version_or_says_why_not(tmp_path: Path, nursery: Nursery) -> None:
-    """From a server or a state directory. Damaged, missing or other runs' files are never exported."""
+def test_export_best_exports_the_right_file_or_says_why_not(tmp_path: Path, nursery: Nursery) -> None:
+    """`atoll export --best` exports the best version from a server or a state directory, or says why it cannot.
+
+    It never exports a file that is damaged or belongs to another run.
+    """
     out = tmp_path / "best.safetensors"
 
     def exported(*source: str) -> int | str:
@@ -299,14 +321,16 @@ def test_export_best_finds_the_version_or_says_why_not(tmp_path: Path, nursery: 
     ],
     ids=["nothing to stop by", "nothing to keep"],
 )
-def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+def test_contradictory_settings_of_the_best_version_are_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         best_server(tmp_path, **settings)
 
 
 @pytest.mark.covers("X41")
-def test_synchronises_best_json_around_its_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is synchronised before it is renamed, and its folder afterwards."""
+def test_best_json_is_synced_before_and_after_its_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server calls fsync on the new `best.json` before it renames the file, and on the folder afterwards."""
     from atoll.store.journal import Journal
 
     done: list[tuple[str, str]] = []

@@ -102,7 +102,11 @@ KINDS |= {f"unit along {name}": (start, start, -start, start) for name, start in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_a_buffer_decides_its_rule(tmp_path: Path, kind: str) -> None:
-    """Flags, masks, several integers, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
+    """The kind of a buffer decides how its next value is made from those of the sites.
+
+    Flags, masks, several integers, unit vectors and Inf are taken from the first site. Counters become the largest
+    value, and other buffers the mean.
+    """
     start, a, b, expected = map(torch.as_tensor, KINDS[kind])
     found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
     assert torch.equal(found.float(), expected.float())
@@ -110,7 +114,10 @@ def test_the_kind_of_a_buffer_decides_its_rule(tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "legacy"])
 def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm: Callable[[Any], Any]) -> None:
-    """The sites have the pairs (u, v) and (−u, −v) of the same weight: their mean would be zero."""
+    """The singular vectors of spectral norm are taken from one site and not averaged.
+
+    The sites have the pairs (u, v) and (−u, −v) of the same weight, whose mean would be zero.
+    """
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -146,7 +153,10 @@ def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm
     ids=["counters", "indices", "singular vectors", "quantiser and observer"],
 )
 def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules: list[str]) -> None:
-    """Several counters: the largest. Singular vectors of one element or of zeros: of one site.
+    """The name of a buffer can decide its rule.
+
+    Several counters of batches become the largest values. Singular vectors with one element or with zeros are taken
+    from one site.
 
     An observer has the rule of its fake quantiser, whose scale gets its shape from the data.
     """
@@ -154,8 +164,8 @@ def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules
     assert {spec.name: spec.rule for spec in schema.tensors} == dict(zip(buffers, rules, strict=True))
 
 
-def test_names_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither the statistics nor the counter of batch normalisation is named."""
+def test_logs_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server logs the rules of unusual buffers, and not those of batch normalisation's statistics and counter."""
     caplog.set_level(logging.INFO, "atoll.server")
     model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
     model.bn = nn.BatchNorm1d(2)
@@ -175,8 +185,11 @@ def test_names_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCa
     [("mean", [4.0, 6.5]), ("max", [7.0, 8.0]), ("sum", [7.0, 11.0]), ("first", [7.0, 5.0]), ("keep", [1.0, 2.0])],
 )
 @pytest.mark.parametrize("reducer", ["mean", "median"])
-def test_a_pattern_sets_the_rule(tmp_path: Path, rule: str, expected: list[float], reducer: str) -> None:
-    """From (1, 2), site a goes to (7, 5) and b to (1, 8); sum: 1 + 6 + 0 and 2 + 3 + 6."""
+def test_a_pattern_sets_the_rule_of_a_buffer(tmp_path: Path, rule: str, expected: list[float], reducer: str) -> None:
+    """A pattern in `model.buffers` sets the rule of a buffer, whichever reducer the run has.
+
+    From (1, 2), site `a` goes to (7, 5) and site `b` to (1, 8). The sum is 1 + 6 + 0 and 2 + 3 + 6.
+    """
     values = {"a": {"x": torch.tensor([7.0, 5])}, "b": {"x": torch.tensor([1.0, 8])}}
     settings = {"model.buffers": {"x": rule}, "aggregation.reducer": {"name": reducer}}
     assert (
@@ -187,7 +200,10 @@ def test_a_pattern_sets_the_rule(tmp_path: Path, rule: str, expected: list[float
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.float16])
 def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) -> None:
-    """From 5, each round adds 1 and 10: 5 + 3 · 11."""
+    """A buffer with the rule `sum` adds up the changes of all sites in all rounds, and keeps its dtype.
+
+    From 5, each of three rounds adds 1 and 10: 5 + 3 · 11 = 38.
+    """
 
     def train(model: nn.Module, site: str, _: int) -> None:
         seen = model.get_buffer("seen")
@@ -200,6 +216,7 @@ def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
+    """If several patterns in `model.buffers` match a buffer, the first one sets its rule."""
     values = {
         "a": {"x": torch.tensor([2.0]), "y": torch.tensor([2.0])},
         "b": {"x": torch.tensor([6.0]), "y": torch.tensor([6.0])},
@@ -221,6 +238,7 @@ def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
     ],
 )
 def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
+    """`model.buffers` refuses a list of patterns without rules, and an unknown rule."""
     with pytest.raises(ConfigError, match=told):
         Settings.build({"algorithm.name": "diloco", "model.buffers": value})
 
@@ -236,12 +254,13 @@ def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
     ],
 )
 def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor, rule: str, told: str) -> None:
+    """A server refuses a rule that a buffer cannot have: a sum of a small dtype, or a sum or mean of NaN or Inf."""
     with pytest.raises(ConfigError, match=f"model.buffers sets \"{rule}\" for 'x', but {told}"):
         World(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}).start()
 
 
 def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
-    """The rules hold for the whole run; a start that names none continues with them."""
+    """A run keeps the rules of its buffers: a later start may name none, but may not name another rule."""
     build = partial(Holder, x=torch.tensor([3.0]))
     with World(tmp_path, build(), **{"model.buffers": {"x": "max"}}):
         pass
@@ -251,7 +270,8 @@ def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
         World(tmp_path, build(), **{"model.buffers": {"x": "first"}}).start()
 
 
-def test_a_refusal_names_the_rule_of_a_flag(tmp_path: Path) -> None:
+def test_the_error_describes_the_rule_of_a_flag(tmp_path: Path) -> None:
+    """If a later start sets another rule for a flag, the error describes the flag's present rule."""
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
     with World(tmp_path, build()):
         pass
@@ -282,7 +302,10 @@ def test_a_refusal_names_the_rule_of_a_flag(tmp_path: Path) -> None:
 def test_warns_of_a_rule_without_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rules: dict[str, str], told: list[str]
 ) -> None:
-    """A parameter can only be kept, neither integers nor booleans have a mean, and the first pattern counts."""
+    """The server warns of a rule that has no effect.
+
+    A parameter can only be kept, integers and booleans have no mean, and only the first matching pattern counts.
+    """
     model = Holder(mask=torch.tensor([True]), u8=torch.tensor([3], dtype=torch.uint8), seen=torch.tensor([5]))
     with World(tmp_path, model, **{"model.buffers": rules}):
         pass
@@ -301,8 +324,10 @@ def test_warns_of_a_rule_without_effect(
     ],
     ids=["no tensor", "earlier pattern"],
 )
-def test_refuses_to_keep_what_would_be_sent(tmp_path: Path, rules: dict[str, str], told: str) -> None:
-    """A private tensor with a pattern that has no effect would leave the site."""
+def test_refuses_a_keep_pattern_without_effect(tmp_path: Path, rules: dict[str, str], told: str) -> None:
+    """A server refuses a pattern with the rule `keep` that has no effect, since a private tensor would then leave the
+    site.
+    """
     with pytest.raises(ConfigError) as refused:
         World(tmp_path, Tied(), **{"model.buffers": rules}).start()
     assert told in str(refused.value)
@@ -320,7 +345,10 @@ class Tied(nn.Module):
 
 
 def test_a_pattern_matches_tied_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The tied weight stays at each site by its second name; the mean of 1 and 3 is 2 for the bias alone."""
+    """A pattern with the second name of a tied weight holds for this weight: it stays at each site.
+
+    The mean of 1 and 3 is 2, for the bias alone.
+    """
 
     def train(model: nn.Module, site: str, _: int) -> None:
         with torch.no_grad():
@@ -372,7 +400,7 @@ def simulated(worker: Any) -> None:
     ],
     ids=["plain", "codecs", "robust"],
 )
-def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_buffer_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
     found = result(tmp_path, shared_model, count, **{"rounds": 3, "model.buffers": RULES}, **settings)
     assert {name: found[name].item() for name in EXPECTED} == EXPECTED
 
@@ -382,8 +410,12 @@ def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]
     [{}, {"K": 1, "tau": 1, "alpha": 0.5}, {"aggregation.download_codec.name": "int8"}, {"async.enabled": True}],
     ids=["plain", "merged", "codec", "async"],
 )
-def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """One local step a round. In an asynchronous run, the sites' rounds alternate, so each has made one and a half."""
+def test_buffer_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The rules of buffers hold in DiLoCo runs, also with fragments, a codec or asynchronous updates.
+
+    Each round has one local step. In an asynchronous run, the sites' rounds alternate, so that each site has made one
+    and a half.
+    """
 
     def inner(model: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([model.w], lr=0.0)
@@ -405,8 +437,10 @@ def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> 
     assert found["own"] == 0.0
 
 
-def test_rules_hold_in_a_simulation(tmp_path: Path) -> None:
-    """Any process may train a site; what the site keeps goes with it."""
+def test_buffer_rules_hold_in_a_simulation(tmp_path: Path) -> None:
+    """The rules of buffers hold in a simulation. Any process may train a site, and the tensors that the site keeps go
+    with it.
+    """
     done = new_simulation(
         shared_model(),
         script=simulated,
@@ -443,7 +477,10 @@ def shift_norm(model: nn.Module, site: str, *_: object) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
 def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) -> None:
-    """Parameters, too. A site that is started anew in each round, with a new model, continues with what it kept."""
+    """With the rule `keep`, each site keeps its own batch normalisation, both its parameters and its statistics.
+
+    A site that is started again in each round, with a new model, continues with the values that it kept.
+    """
     met: dict[tuple[str, int], list[float]] = {}
 
     def work(site: str) -> None:
@@ -474,16 +511,22 @@ def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) 
     assert all(torch.equal(world.result[name], start[name]) for name in start if name.startswith("bn."))
 
 
-def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
-    """The update has the size of the linear layer, 16 bytes in a segment of 64; so has the file of the other sites."""
+def test_tensors_that_a_site_keeps_are_never_sent(tmp_path: Path) -> None:
+    """Tensors with the rule `keep` are in no update.
+
+    The update has the size of the linear layer, 16 bytes in a segment of 64.
+    """
     world = World(tmp_path, Normed(), rounds=1, **FED_BN)
     world.run(build=Normed, train=shift_norm)
     (outbox,) = (world.workers / "a").glob("*/outbox.bin")
     assert outbox.stat().st_size == 64
 
 
-def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
-    """The first update has NaN in the linear layer; its batch normalisation, 100, is not kept."""
+def test_a_refused_update_does_not_change_kept_tensors(tmp_path: Path) -> None:
+    """If a site's update is refused, the tensors that the site keeps stay as they were before.
+
+    The first update has NaN in the linear layer, and its batch normalisation with the bias 100 is dropped.
+    """
     met = []
     with World(tmp_path, Normed(), "a", rounds=2, **FED_BN) as world, world.worker() as worker:
         for fl_round in worker:
@@ -497,8 +540,11 @@ def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
     assert met == [0.0, 0.0, 7.0]
 
 
-def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
-    """After two rounds of one step, the site starts again with a new model."""
+def test_a_restarted_diloco_site_continues_with_its_kept_tensors(tmp_path: Path) -> None:
+    """A DiLoCo site that starts again with a new model continues with the tensors that it kept.
+
+    Before that, it has made two rounds of one step.
+    """
 
     with World(tmp_path, Normed(), "a", algorithm="diloco", H=1, rounds=0, **FED_BN) as world:
         for kept in (0.0, 2.0):
@@ -513,8 +559,8 @@ def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
                     loop.optimizer.step()  # type: ignore[union-attr]
 
 
-def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
-    """In `state_dict`, and after a submitted mapping that lacks a name."""
+def test_a_rounds_state_dict_has_the_kept_tensors(tmp_path: Path) -> None:
+    """The state dict of a round has the tensors that the site keeps, also after an update that lacked one of them."""
     met = []
 
     def train(_: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -530,16 +576,23 @@ def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
     assert met == [0.0, 1.0, 1.0]
 
 
-def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
-    """The norm of the linear layer's change, 4 ones, is 2; with batch normalisation it would be larger."""
+def test_filters_do_not_see_kept_tensors(tmp_path: Path) -> None:
+    """A site's filters do not see the tensors that the site keeps.
+
+    The change of the linear layer, 4 ones, has the norm 2. With batch normalisation the norm would be larger.
+    """
     start = Normed()
     world = World(tmp_path, start, "a", rounds=1, **FED_BN)
     world.run(build=Normed, train=shift_norm, filters=[NormClip(1.0)])
     assert torch.allclose(world.result["linear.weight"], start.linear.weight + 0.5)
 
 
-def test_evaluates_models_with_what_a_site_keeps(tmp_path: Path) -> None:
-    """Site a trains the linear layer to 1 and keeps the bias 100, b trains it to 3 and keeps 200. No bias is sent."""
+def test_evaluates_models_with_the_sites_kept_tensors(tmp_path: Path) -> None:
+    """A cross-site evaluation measures each model together with the tensors that the evaluating site keeps.
+
+    Site `a` trains the linear layer to 1 and keeps the bias 100. Site `b` trains it to 3 and keeps 200. No bias is
+    sent.
+    """
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
     def work(site: str) -> None:
@@ -572,8 +625,11 @@ def test_evaluates_models_with_what_a_site_keeps(tmp_path: Path) -> None:
 # -- Inf, and shapes that come from the data
 
 
-def test_filters_take_infinite_buffers(tmp_path: Path) -> None:
-    """The changes of a mask of −Inf are 0, so only the three ones of `w` are clipped to the norm 1."""
+def test_filters_accept_buffers_with_inf(tmp_path: Path) -> None:
+    """A filter accepts buffers that contain Inf, and their unchanged values add nothing to the norm.
+
+    The change of a mask of −Inf is 0, so only the three ones of `w` are clipped to the norm 1.
+    """
 
     def train(model: nn.Module, *_: object) -> None:
         nn.init.ones_(model.w)  # type: ignore[arg-type]
@@ -588,8 +644,11 @@ def test_filters_take_infinite_buffers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["w", "table", "running_mean"])
-def test_refuses_new_inf_by_name(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Site b's update is refused once; then it submits finite values."""
+def test_refuses_an_update_with_new_inf_values(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An update with Inf in a tensor that had none is refused, and the error names the tensor.
+
+    The update of site `b` is refused once. Then the site submits finite values.
+    """
     seen = []
 
     def train(model: nn.Module, site: str, _: int) -> None:
@@ -613,7 +672,10 @@ class ByData(nn.Module):
 
 
 def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
-    """Each site keeps the shape of its own data, site b from before the run. An export fits a new model."""
+    """Buffers with the rule `keep` may get their shape from the data, and each site keeps its own shape.
+
+    Site `b` keeps its shape from before the run. An exported model fits a new model.
+    """
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     with World(tmp_path, ByData(), rounds=3) as world:
@@ -633,7 +695,7 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
     ByData().load_state_dict(found)
 
 
-def test_diloco_keeps_shapes_from_the_data(tmp_path: Path) -> None:
+def test_a_diloco_site_keeps_shapes_from_its_data(tmp_path: Path) -> None:
     model = ByData()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -647,6 +709,9 @@ def test_diloco_keeps_shapes_from_the_data(tmp_path: Path) -> None:
 
 
 def test_refuses_a_changed_shape_of_an_average(tmp_path: Path) -> None:
+    """If a buffer with the rule `mean` changes its shape at a site, the update is refused. The error proposes
+    `keep`.
+    """
     model = Holder(x=torch.ones(1))
     with World(tmp_path, model, "a", **{"model.buffers": {"x": "mean"}}) as world:
         world.ask()
@@ -660,8 +725,13 @@ FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
 
 
 @pytest.mark.parametrize("key", ["", "aggregation.download_codec.name", "aggregation.upload_codec.name"])
-def test_the_first_update_decides_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str) -> None:
-    """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
+def test_the_first_update_decides_the_shapes_of_buffers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    """With the rule `first`, the first update decides the shapes of buffers that get their shape from the data.
+
+    Both sites have 3 elements after the first batch. From version 1 on, both have the values of site `a`.
+    """
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     def train(model: Any, site: str, number: int) -> None:
@@ -688,7 +758,10 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
 
 
 def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
-    """68 MB of one buffer are more than 2²⁶ bytes, which are 67.1 MB, and more than the model has."""
+    """A site's update is refused if its buffers are far larger than the model.
+
+    One buffer of 68 MB exceeds 2²⁶ bytes, which are 67.1 MB, and the size of the model.
+    """
     with World(tmp_path, ByData(), "a", **FIRST) as world:
         site = world.sites["a"]
         world.ask()
@@ -699,8 +772,11 @@ def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
         assert "Start a again after mending its error" in world.status.warnings[0]
 
 
-def test_refuses_shapes_unlike_the_first_updates(tmp_path: Path) -> None:
-    """Site b has 4 elements where a, which was earlier, has 3; c has as many, and changes them in round 2."""
+def test_refuses_shapes_that_differ_from_the_first_update(tmp_path: Path) -> None:
+    """An update whose buffers have other shapes than those of the first update is refused before it is sent.
+
+    Site `b` has 4 elements where the earlier site `a` has 3. Site `c` also has 3, and changes them in round 2.
+    """
     with World(tmp_path, ByData(), "abc", rounds=2, **{"rounds.min_sites": 2}, **FIRST) as world:
         world.ask(number=1)
         sites = world.sites
@@ -722,10 +798,13 @@ def test_refuses_shapes_unlike_the_first_updates(tmp_path: Path) -> None:
         assert world.finish()["low"].tolist() == [2.0] * 3
 
 
-def test_an_update_ends_with_its_earlier_shapes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more.
+def test_an_update_with_earlier_shapes_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If another site's update decides the shapes first, an unfinished update with earlier shapes expires.
 
-    Version 0 has no values in these shapes, so a's model keeps its own.
+    The update of site `a`, without elements, hangs in the server's filter when site `b` comes with 3 elements. Site `a`
+    then trains once more.
+
+    Version 0 has no values in these shapes, so the model of site `a` keeps its own.
     """
     caplog.set_level(logging.INFO)
     go, begun = threading.Event(), threading.Event()
@@ -758,7 +837,10 @@ def ask_with(site: ManualSite, elements: int, **how: Any) -> None:
 
 
 def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
-    """Site a has said that its buffer has 3 elements; b comes with 4 before a's update is there."""
+    """The shapes are decided as soon as the first site has announced them, before its update has arrived.
+
+    Site `a` announces 3 elements. Site `b`, which announces 4 elements next, is refused.
+    """
     refused = r"\[4\], but the run has \[3\], and another site had the first update"
     with World(tmp_path, ByData(), **FIRST) as world:
         world.ask(number=1)
@@ -768,7 +850,10 @@ def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
 
 
 def test_a_lost_version_1_keeps_the_shapes(tmp_path: Path) -> None:
-    """The first update had no elements, and version 1, which it made, is damaged: the run is at version 0 again."""
+    """The shapes that the first update decided stay, even if version 1 is damaged and the run goes back to version 0.
+
+    The first update had no elements.
+    """
     world = World(tmp_path, f"{__name__}:ByData", "a", **FIRST)
     with world:
         world.ask(number=1)
@@ -783,14 +868,15 @@ def test_a_lost_version_1_keeps_the_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
-def test_unchangeable_files_keep_their_shapes(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_some_runs_keep_the_shapes_of_the_initial_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Runs with `disk.in_files = false` or with several ranks refuse new shapes of buffers."""
     with World(tmp_path, ByData(), "a", **FIRST, **settings) as world:
         with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):
             ask_with(world.sites["a"], 3)
 
 
 def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
-    """The server and the site start again after round 1, another site joins, and the state is saved and loaded."""
+    """The shapes of the first update stay after a restart of server and site, for a new site, and in a saved state."""
     world = World(tmp_path, f"{__name__}:ByData", "a", rounds=4, **FIRST)
     for last in (1, 2):
         with world:
@@ -814,7 +900,10 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) -> None:
-    """With whole synchronisations, and with two fragments while an update is in flight."""
+    """In a DiLoCo run, the first update decides the shapes of buffers.
+
+    This holds for whole synchronisations, and for two fragments while an update is in flight.
+    """
     settings: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2} | ({"K": 2, "tau": 1} if streams else {})
 
     def build() -> nn.Module:
@@ -863,7 +952,9 @@ class Noisy(nn.Module):
         self.draws = int(state)
 
 
-def test_names_extra_state_without_tensors_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_once_of_extra_state_that_is_no_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If `get_extra_state` returns something that is not a tensor, the log warns once and names the entry."""
+
     class Remembering(nn.Module):
         def get_extra_state(self) -> dict[str, int]:
             return {"seen": 1}
@@ -876,8 +967,11 @@ def test_names_extra_state_without_tensors_once(tmp_path: Path, caplog: pytest.L
     assert [text.split()[0] for text in told] == ["1._extra_state"]
 
 
-def test_sets_the_first_sites_extra_state(tmp_path: Path) -> None:
-    """A tensor from `get_extra_state` is a copy, so a loaded one is passed to `set_extra_state`."""
+def test_extra_state_is_taken_from_the_first_site(tmp_path: Path) -> None:
+    """Extra state that is a tensor is taken from the first site, and each site gets it by `set_extra_state`.
+
+    The tensor from `get_extra_state` is a copy, so that writing into it would not be enough.
+    """
     met: list[int] = []
 
     def train(model: nn.Module, site: str, number: int) -> None:
@@ -892,10 +986,11 @@ def test_sets_the_first_sites_extra_state(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rules", [{}, {"*": "first"}], ids=["usual", "first"])
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-def test_quantisation_aware_training_runs(tmp_path: Path, mode: str, rules: dict[str, str]) -> None:
-    """Fake quantisers with one scale for each channel and with one scale; the export is converted to int8.
+def test_models_for_quantisation_aware_training_train(tmp_path: Path, mode: str, rules: dict[str, str]) -> None:
+    """A model with fake quantisers trains in a run, and the exported model can be converted to int8.
 
-    With the rule `first`, the scales of the channels are those of the first site, in the shapes of the first update.
+    Some fake quantisers have one scale per channel, and some have one scale. With the rule `first`, the scales of the
+    channels are those of the first site, in the shapes of the first update.
     """
     from torch.ao import quantization
 

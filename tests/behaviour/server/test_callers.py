@@ -106,8 +106,12 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[s
 
 @pytest.mark.covers("X2", "X3")
 @pytest.mark.parametrize("kind", KINDS)
-def test_takes_each_operation_from_its_callers_alone(asked: Asked, kind: str) -> None:
-    """A caller without a known credential gets 401; one of another kind gets 403, which names the kinds that may."""
+def test_each_operation_accepts_only_its_callers(asked: Asked, kind: str) -> None:
+    """Each operation of the HTTP interface accepts only the kinds of callers that may use it.
+
+    A caller without a known credential gets 401. A caller of another kind gets 403 with the kinds that may use the
+    operation.
+    """
     wrong = []
     for name, method, path, _ in operations(asked.document()):
         status, body = asked.send(method, path, asked.headers[kind], b"[]")
@@ -127,8 +131,11 @@ def test_takes_each_operation_from_its_callers_alone(asked: Asked, kind: str) ->
     assert wrong == []
 
 
-def test_each_operation_names_its_callers(asked: Asked) -> None:
-    """The OpenAPI document has the callers as security schemes. A new operation needs a place in CALLERS."""
+def test_the_openapi_document_names_the_callers_of_each_operation(asked: Asked) -> None:
+    """The OpenAPI document lists the callers of each operation as security schemes.
+
+    A new operation needs a place in the table `CALLERS` of this test.
+    """
     document = asked.document()
     said = {
         name: {scheme for option in described["security"] for scheme in (option or {"stranger": []})}
@@ -140,8 +147,8 @@ def test_each_operation_names_its_callers(asked: Asked) -> None:
 
 
 @pytest.mark.covers("X2")
-def test_a_lost_lease_makes_no_site(asked: Asked) -> None:
-    """A heartbeat with a forged lease gets 409, one without a lease 400."""
+def test_a_forged_or_missing_lease_is_refused(asked: Asked) -> None:
+    """A heartbeat with a forged lease gets 409, and a heartbeat without a lease gets 400."""
     lease = asked.headers["site"][routes.LEASE_HEADER]
     forged = {**asked.headers["site"], routes.LEASE_HEADER: f"{lease.rpartition(':')[0]}:{'0' * 32}"}
     assert asked.send("POST", routes.HEARTBEAT, forged, b"{}")[0] == 409
@@ -154,8 +161,10 @@ HOSTILE = [b"", b" ", b"x" * 4097, b"x" * 8000, "tök".encode(), b"\xff" * 40, b
 
 @pytest.mark.covers("X2", "X3")
 @pytest.mark.parametrize("sent", HOSTILE)
-def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
-    """Each answer is short, and the server goes on. An open server treats a wrong token like a missing one."""
+def test_a_malformed_token_is_refused(asked: Asked, sent: bytes) -> None:
+    """The server answers a malformed token shortly and goes on. An open server treats a wrong token like a missing
+    one.
+    """
     head = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer "
     with socket.create_connection(("127.0.0.1", asked.port), timeout=30) as raw:
         raw.sendall(head + sent + b"\r\n\r\n")
@@ -170,9 +179,9 @@ def test_a_hostile_token_opens_nothing(asked: Asked, sent: bytes) -> None:
 def test_keeps_tokens_until_their_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two tokens are kept in private files.
+    """The server keeps its two tokens in private files, and the log shows no token.
 
-    After a file is deleted, the next start writes a new token. The log shows no token.
+    After a file is deleted, the next start writes a new token. If a file is damaged, the server also logs this.
     """
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
 
@@ -202,7 +211,7 @@ def test_keeps_tokens_until_their_files_are_deleted(
 
 @pytest.mark.covers("X2")
 @pytest.mark.parametrize("name", FILES)
-def test_follows_no_link_to_a_token(tmp_path: Path, name: str) -> None:
+def test_a_link_in_place_of_a_token_file_is_refused(tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.write_text("0" * 43)
     (tmp_path / "state").mkdir()
@@ -213,10 +222,13 @@ def test_follows_no_link_to_a_token(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_site_hears_which_token_it_needs(
+def test_the_error_names_the_token_that_a_site_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The site shows a reader's token. The refusal is in the log and in the metrics."""
+    """A site that shows a reader's token is refused, and the error names the token that it needs.
+
+    The log and the metrics contain the refusal.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         monkeypatch.setenv("ATOLL_TOKEN", token_in(tmp_path, "reader.token"))
@@ -232,8 +244,11 @@ def test_a_site_hears_which_token_it_needs(
     assert "refused a request from 127.0.0.1: The request is that of a reader, but only" in caplog.text
 
 
-def test_an_open_server_still_knows_its_readers(tmp_path: Path) -> None:
-    """With the reader's token a program gets what a reader gets, though it would get more without a token."""
+def test_an_open_server_limits_a_readers_token(tmp_path: Path) -> None:
+    """A program with the reader's token may do only what a reader may do, even if the server needs no token.
+
+    Without a token, the program may do more.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         reader, http = bearer(token_in(tmp_path, "reader.token")), Asked(server.port, True, {})
         assert [http.send("GET", path, reader)[0] for path in (routes.STATUS, routes.SCHEMA)] == [200, 403]

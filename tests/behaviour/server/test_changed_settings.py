@@ -60,10 +60,12 @@ FEDPROX: dict[str, Any] = {"algorithm.name": "fedprox", "algorithm.mu": 0.1}
     ],
     ids=str,
 )
-def test_refuses_changed_settings_by_name(
+def test_a_restart_with_a_changed_setting_is_refused(
     tmp_path: Path, first: dict[str, Any], key: str | tuple[str, ...], was: object, sets: Any
 ) -> None:
-    """Of several changed settings the first is named."""
+    """A server that continues a run refuses a changed setting that must stay. The error names the first of several
+    ones.
+    """
     other = {key: sets} if isinstance(key, str) else dict(zip(key, sets, strict=True))
     named, value = next(iter(other.items()))
     require_refused(tmp_path, first, other, f"{named} = {was!r}, but this start sets {value!r}")
@@ -78,8 +80,10 @@ def test_refuses_changed_settings_by_name(
     ],
     ids=["rate", "rates"],
 )
-def test_refuses_another_outer_optimizer(tmp_path: Path, other: dict[str, Any], told: str) -> None:
-    """By the options that differ."""
+def test_a_restart_with_another_outer_optimizer_is_refused(tmp_path: Path, other: dict[str, Any], told: str) -> None:
+    """A server that continues a run refuses another outer optimizer, and the error shows only the options that
+    differ.
+    """
     require_refused(tmp_path, {}, other, f"algorithm.outer_optimizer = {told}")
 
 
@@ -94,7 +98,7 @@ def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], 
         assert again.status().epoch >= 2
 
 
-def test_reports_another_build_of_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restart_with_another_torch_build_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with diloco_server(tmp_path):
         pass
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:
@@ -107,7 +111,10 @@ def test_reports_another_build_of_torch(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_sites_keep_settings_until_they_restart(tmp_path: Path) -> None:
-    """a was there before, b comes later; both take part."""
+    """A site keeps the network settings that it got when it joined, though the restarted server has other ones.
+
+    Site `a` joined before the restart and site `b` joins afterwards. Both take part.
+    """
     told = {"network.connections": 1, "network.heartbeat_interval_s": 0.2, "network.idle_timeout_s": 7.0}
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}
@@ -129,8 +136,11 @@ def test_sites_keep_settings_until_they_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L11")
-def test_server_settings_hold_from_its_next_start(tmp_path: Path) -> None:
-    """The restarted server makes one more round, needs fewer sites, takes the median, and refuses large updates."""
+def test_some_changed_settings_take_effect_at_the_next_start(tmp_path: Path) -> None:
+    """Settings that may change take effect when the server is started again.
+
+    The restarted server makes one more round, needs fewer sites, uses the median, and refuses large updates.
+    """
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
     with diloco_server(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
         sites = manual_sites(server, tmp_path)

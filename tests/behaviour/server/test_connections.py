@@ -60,7 +60,11 @@ def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None
 
 
 def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Others are turned away, until there is room again."""
+    """A server with its maximum of 20 connections closes every further one, and logs this once. The connected worker is
+    still answered.
+
+    Once other clients have closed their connections, the server accepts new ones.
+    """
     with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
         worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         stack.callback(worker.close)
@@ -81,7 +85,10 @@ def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: 
 def test_accepts_connections_after_a_failed_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As where the limit of a user's epoll watches is reached."""
+    """If the event loop once cannot watch a new socket, the server logs the error and accepts the connection later.
+
+    This happens when a user's limit of epoll watches is reached.
+    """
     add_reader, failed = asyncio.SelectorEventLoop.add_reader, list[int]()
 
     def fails_once(loop: asyncio.SelectorEventLoop, file: Any, *call: Any) -> None:
@@ -98,7 +105,8 @@ def test_accepts_connections_after_a_failed_watch(
     assert "a connection could not be accepted: No space left on device" in caplog.text
 
 
-def test_opens_all_files_the_system_allows() -> None:
+def test_the_server_raises_its_limit_of_open_files() -> None:
+    """The server raises its soft limit of open files to the hard limit, or to `MOST_FILES` if that is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = listener.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, listener.MOST_FILES)
     try:
@@ -109,7 +117,10 @@ def test_opens_all_files_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_an_unfinished_handshake_takes_no_place_for_ever(few: None, tmp_path: Path) -> None:
+def test_an_unfinished_tls_handshake_frees_its_connection(few: None, tmp_path: Path) -> None:
+    """If clients go away before they finish the TLS handshake, their connections do not count against the limit for
+    ever. A new client is accepted.
+    """
     context = ssl._create_unverified_context()
     with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:
         for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
@@ -143,8 +154,11 @@ def reset(raw: socket.socket) -> None:
 ENDS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, reset)
 
 
-def test_a_worker_that_goes_away_within_a_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Past the HTTP parser, and through aiohttp's streams."""
+def test_a_worker_may_disconnect_during_an_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a worker disconnects in the middle of a part, the server logs no warning, and accepts the same part again.
+
+    The two kinds of headers take two ways through the server: one past the HTTP parser, one through aiohttp's streams.
+    """
     with quiet_server(tmp_path, caplog) as server:
         update = WireSite(server.url).train()
         for headers, end in product(({}, {"Connection": "keep-alive"}), ENDS):
@@ -155,7 +169,10 @@ def test_a_worker_that_goes_away_within_a_part(tmp_path: Path, caplog: pytest.Lo
             assert update.put(0)[0] == 204  # nothing of the first request is in its way
 
 
-def test_a_worker_that_goes_away_within_a_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_may_disconnect_during_a_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a worker disconnects in the middle of a download, the server logs no warning and no error, and stays
+    healthy.
+    """
     with quiet_server(tmp_path, caplog) as server:
         path = version_path(server.url)
         for headers, end, _ in product(({}, {"Range": "bytes=0-900000"}), ENDS, range(3)):
@@ -165,6 +182,9 @@ def test_a_worker_that_goes_away_within_a_download(tmp_path: Path, caplog: pytes
 
 
 def test_answers_other_protocols_with_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a client sends TLS, SSH or malformed HTTP to the plain HTTP port, the server answers in HTTP and logs no
+    warning.
+    """
     with quiet_server(tmp_path, caplog) as server:
         for words in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"SSH-2.0-x\r\n"):
             with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
@@ -184,7 +204,10 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 
 @pytest.mark.covers("D1", "F37")
-def test_limits_the_parts_sent_at_once(server: atoll.Server) -> None:
+def test_a_site_may_upload_four_parts_at_once(server: atoll.Server) -> None:
+    """While a site uploads four parts, the server answers a fifth with 429. A new upload of one of the four replaces
+    the earlier one.
+    """
     update = WireSite(server.url).train()
     with contextlib.ExitStack() as ends:
         first = [ends.enter_context(update.begin(part, b"x")) for part in range(MOST_PARTS)]
@@ -201,15 +224,18 @@ def test_limits_the_parts_sent_at_once(server: atoll.Server) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * (PART_BYTES + DIGEST_BYTES)])
-def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> None:
+def test_an_upload_must_be_one_whole_part(server: atoll.Server, nbytes: int) -> None:
+    """If the Content-Length of an upload differs from the length of one part with its digest, the server answers
+    400.
+    """
     status, told = answer(WireSite(server.url).train().begin(0, nbytes=nbytes))
     assert status == 400
     assert f"The Content-Length is {nbytes} bytes, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
 
 
 @pytest.mark.covers("L9")
-def test_a_part_is_a_sign_of_life(tmp_path: Path) -> None:
-    """The request for it is one, too; the site sends nothing else. A second of silence is worth a word here."""
+def test_an_uploaded_part_counts_as_a_heartbeat(tmp_path: Path) -> None:
+    """If a site has sent no heartbeat but uploads a part, the status no longer says that its heartbeat is missing."""
     settings = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": 0}
     with plain_server(tmp_path, nn.Linear(64, 64), **settings) as server:
 
@@ -225,8 +251,11 @@ def test_a_part_is_a_sign_of_life(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D1")
-def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
+def test_an_unread_request_body_gets_a_small_buffer(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a GET request announces a body that nobody reads, the server's read buffer for it stays at 128 KiB.
+
+    Only uploads of parts under TLS need larger buffers.
+    """
     from atoll.transport import serve_range
 
     limits: list[int] = []
@@ -245,8 +274,8 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
 
 @pytest.mark.covers("D1")
 @pytest.mark.parametrize("wide", [0, 1])
-def test_tls_sends_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
-    """The model and the update arrive whole over TLS, and the buffers of each connection keep to their limit."""
+def test_tls_transfers_models_and_updates_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+    """The model and the update arrive unchanged over TLS, and the buffers of each connection keep to their limit."""
     from atoll.transport import request_body, serve_range
 
     monkeypatch.setattr(request_body, "WIDE", wide)
@@ -293,8 +322,13 @@ def rest_of(raw: socket.socket, got: bytes) -> bytes:
 
 
 @pytest.mark.covers("P3")
-def test_cuts_off_the_oldest_stalled_reader(tmp_path: Path) -> None:
-    """Readers stall in versions 0, 1 and 2; two may be pinned beyond those that are kept: the oldest is revoked."""
+def test_the_oldest_stalled_download_is_cut_off(tmp_path: Path) -> None:
+    """If stalled downloads hold more old versions than `disk.max_pinned_versions`, the server cuts off the oldest
+    download.
+
+    Three downloads stall, of versions 0, 1 and 2, and two old versions may be pinned. The other two downloads arrive
+    whole.
+    """
     model = nn.Linear(3000, 1000, bias=False)  # 12 MB: more than the sockets between the two can hold
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []
@@ -326,7 +360,10 @@ def ask_for_ever(talk: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
+def test_a_client_that_never_reads_is_disconnected(tmp_path: Path, tls: bool) -> None:
+    """If a client sends requests but never reads the answers, the server closes its connection after
+    `network.idle_timeout_s`.
+    """
     options = write_certificate(tmp_path) if tls else {}
     with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.2}, **options) as server:
         raw = socket.socket()
@@ -343,7 +380,10 @@ CONNECTIONS, MOST_BYTES = 50, 105_000
 
 
 def test_an_idle_tls_connection_has_small_buffers(tmp_path: Path) -> None:
-    """Any machine that reaches the port can open many, before it shows a token."""
+    """After the handshake, an idle TLS connection takes at most `MOST_BYTES` of the server's memory.
+
+    Any machine that reaches the port can open many such connections before it shows a token.
+    """
     context = ssl._create_unverified_context()
     with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:
         with contextlib.ExitStack() as opened:

@@ -170,10 +170,13 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     ],
     ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
 )
-def test_every_site_holds_what_the_specification_says(
+def test_every_site_holds_the_parameters_of_the_reference(
     tmp_path: Path, up: str, down: str, codec: Any, options: dict[str, float]
 ) -> None:
-    """Bit for bit, after every round; and what comes down is counted."""
+    """After every round, every site holds bit for bit what the reference implementation of the specification computes.
+
+    The bytes that each site downloads are one whole version and three differences. The status counts them.
+    """
     codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
@@ -199,10 +202,14 @@ def test_every_site_holds_what_the_specification_says(
     ],
     ids=["momentum", "adam", "whole-tensors"],
 )
-def test_all_dtypes_under_other_outer_optimizers(
+def test_a_download_codec_supports_dtypes_and_outer_optimizers(
     tmp_path: Path, down: str, name: str, outer: Any, options: dict[str, Any]
 ) -> None:
-    """fp64, bf16 and fp16, empty and 0-d tensors, buffers and integers; Adafactor sees whole tensors."""
+    """A download codec gives the reference's bits for all dtypes and with other outer optimizers.
+
+    The model has fp64, bf16 and fp16 tensors, empty and 0-d tensors, buffers and integers. Adafactor steps on whole
+    tensors.
+    """
     model = mixed()
     if ":" in name:  # Adafactor takes its default eps of the first parameter's dtype
         model = {key: value for key, value in model.items() if value.dtype != torch.float64}
@@ -216,8 +223,12 @@ def test_all_dtypes_under_other_outer_optimizers(
         require_equal(world.finish(), reference.exported)
 
 
-def test_a_late_site_applies_kept_differences(tmp_path: Path) -> None:
-    """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
+def test_a_site_two_versions_behind_downloads_two_differences(tmp_path: Path) -> None:
+    """A site that is two versions behind downloads two differences. A site that is further behind downloads the whole
+    version.
+
+    By default, the server keeps the differences of two versions.
+    """
     reference = Reference(start())
     with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
 
@@ -238,8 +249,12 @@ def test_a_late_site_applies_kept_differences(tmp_path: Path) -> None:
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
-def test_makes_a_second_base_from_the_first(tmp_path: Path) -> None:
-    """As DiLoCo does it when it missed a version: the old base stays, the new one lies beside it."""
+def test_a_site_derives_a_second_base_file(tmp_path: Path) -> None:
+    """A site can apply a downloaded difference to a copy: the new base file lies beside the old one, which stays
+    unchanged.
+
+    DiLoCo does so after it missed a version.
+    """
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
 
@@ -260,8 +275,10 @@ def test_makes_a_second_base_from_the_first(tmp_path: Path) -> None:
         require_equal(load_file(moved.path), reference.held)
 
 
-def test_mends_a_damaged_base_by_the_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
+def test_a_site_repairs_single_parts_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site's base file is damaged, the digests show it once a difference is added. The site downloads only the
+    damaged part whole.
+    """
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1)
@@ -278,10 +295,13 @@ def newest_slot(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_delta_that_is_damaged_is_not_needed(
+def test_sites_download_whole_versions_for_damaged_differences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
 ) -> None:
-    """Version 1 is there, and no site has pulled it; a start drops what is damaged."""
+    """If the server's difference to version 1 is damaged, sites download version 1 whole, and the result is right.
+
+    The damage is found by a download, or at a restart of the server, which then deletes the difference.
+    """
     caplog.set_level(logging.INFO)
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -316,8 +336,12 @@ class Saved:
         Saved.states["best"] = state
 
 
-def test_exports_and_persistors_get_the_masters(tmp_path: Path) -> None:
-    """θ, version by version, and not what sites hold of it."""
+def test_exports_and_persistors_get_the_full_precision_parameters(tmp_path: Path) -> None:
+    """With a download codec, every export and every state for the persistor has the server's full-precision parameters
+    of its version.
+
+    The less precise parameters that the sites hold are in none of them.
+    """
     theta = [mixed()]
     Saved.states.clear()
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
@@ -339,7 +363,9 @@ def test_exports_and_persistors_get_the_masters(tmp_path: Path) -> None:
 
 
 def test_a_custom_aggregator_works_with_a_download_codec(tmp_path: Path) -> None:
-    """Its result steps the server's full-precision parameters, not the encoded ones that sites download."""
+    """The result of a custom aggregator steps the server's full-precision parameters, not the encoded ones that sites
+    download.
+    """
     (tmp_path / "mine.py").write_text(MEAN)
     reference = Reference(start())
     with coded(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as world:
@@ -348,7 +374,11 @@ def test_a_custom_aggregator_works_with_a_download_codec(tmp_path: Path) -> None
 
 
 def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
+    """If an encoded difference would not be smaller than the version, sites download whole versions, and the log says
+    why.
+
+    A block of up to 256 values takes 260 bytes when encoded. Each tensor here has 3 values, which are 12 bytes.
+    """
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     reference = Reference(model)
     with coded(tmp_path, model, rounds=3) as world:
@@ -360,6 +390,7 @@ def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog
 
 
 def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
+    """When a site joins another run, it deletes its folder of the earlier run, with the difference in it."""
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1, 2, 3)
@@ -370,8 +401,12 @@ def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
         assert not earlier.exists()
 
 
-def test_trains_from_no_lost_version(tmp_path: Path) -> None:
-    """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
+def test_sites_abandon_a_version_the_server_lost(tmp_path: Path) -> None:
+    """If the server finds its newest version damaged at a restart, sites that have this version download the one before
+    it whole.
+
+    Version 2 is damaged while the server is down. The sites continue from version 1, and the result is right.
+    """
     reference = Reference(start())
     with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
         follow(world, reference, 1)
@@ -409,7 +444,8 @@ def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_differences_and_whole_pulls_agree(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_downloads_give_equal_parameters(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Sites that downloaded differences hold the same parameters as a new site that downloads the whole version."""
     with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
         world.rounds(trained, 1, 2, 3)
         world.ask(number=4)
@@ -419,7 +455,10 @@ def test_differences_and_whole_pulls_agree(tmp_path: Path, options: dict[str, An
             assert down_bytes(client) < 2 * nbytes  # three differences are less than a version
 
 
-def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
+def test_scaffold_controls_are_downloaded_unencoded(tmp_path: Path) -> None:
+    """A download codec encodes only the parameters. Sites receive SCAFFOLD's global controls exactly, as a new site
+    does.
+    """
     model = dict(nn.Linear(90, 60).state_dict())
     rules = {"rounds.min_sites": 1, "model.buffers": {}}
     with coded(tmp_path, model, "ab", algorithm="scaffold", **rules) as world:
@@ -436,8 +475,14 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
     assert found["weight"].any()
 
 
-def test_diloco_submits_against_what_it_downloaded(tmp_path: Path) -> None:
-    """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
+def test_diloco_computes_updates_from_the_downloaded_parameters(tmp_path: Path) -> None:
+    """A DiLoCo loop computes its update from the parameters b that it downloaded, not from the server's full-precision
+    parameters θ.
+
+    With H = 1, learning rate 1 and gradient s, the site trains b to b − s. The encoded update is u = bf16(b − (b − s)).
+
+    The server steps θ ← θ − 0.5·u, and the site gets b ← b + int4(θ − b). The loop ends with b.
+    """
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
@@ -466,9 +511,12 @@ def test_diloco_submits_against_what_it_downloaded(tmp_path: Path) -> None:
     [{}, {"momentum": 0.9}, {"name": "adam"}, {"path": "torch.optim:Adafactor"}],
     ids=["plain", "momentum", "adam", "whole-tensors"],
 )
-def test_masters_that_were_damaged_are_never_exported(
+def test_damaged_full_precision_parameters_are_not_exported(
     tmp_path: Path, nursery: Nursery, options: dict[str, Any]
 ) -> None:
+    """If one bit of the server's file with the full-precision parameters is flipped, `atoll export` refuses and writes
+    no file.
+    """
     out = tmp_path / "model.safetensors"
     with coded(tmp_path, sites="ab", rounds=1, **{"algorithm.outer_optimizer": options}) as world:
         world.rounds(trained, 1)
@@ -486,8 +534,12 @@ def test_masters_that_were_damaged_are_never_exported(
 
 
 @pytest.mark.covers("L16")
-def test_export_takes_the_masters(tmp_path: Path, nursery: Nursery) -> None:
-    """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
+def test_the_export_command_writes_the_full_precision_parameters(tmp_path: Path, nursery: Nursery) -> None:
+    """`atoll export` writes the server's full-precision parameters of the newest version or of one that is kept. The
+    newest gives the bytes of the server's own export.
+
+    After a damaged or broken transfer, the command downloads only the affected parts again.
+    """
     theta, out = {}, tmp_path / "model.safetensors"
     reference = Reference(mixed())
     with coded(tmp_path, mixed()) as world, Proxy(world.server.port) as line:
@@ -517,7 +569,10 @@ def test_export_takes_the_masters(tmp_path: Path, nursery: Nursery) -> None:
     assert out.read_bytes() == own
 
 
-def test_export_takes_every_fragments_masters(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_export_command_covers_every_fragment(tmp_path: Path, nursery: Nursery) -> None:
+    """In a run with several fragments, `atoll export` writes the server's full-precision parameters of all
+    fragments.
+    """
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": {}}

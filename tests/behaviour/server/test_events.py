@@ -53,8 +53,10 @@ def told(page: dict[str, Any]) -> list[tuple[Any, ...]]:
     return [(each["what"], each.get("site", ""), each.get("round", 0)) for each in page["events"]]
 
 
-def test_numbers_the_events_of_a_round(tmp_path: Path) -> None:
-    """A restart continues the numbers."""
+def test_events_are_numbered_from_one(tmp_path: Path) -> None:
+    """The server numbers the events of a run from 1 in the order in which they happen. A restart keeps them and
+    continues the numbers.
+    """
     with World(tmp_path, START, "ab", rounds=2) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -85,8 +87,10 @@ def test_numbers_the_events_of_a_round(tmp_path: Path) -> None:
     assert world.status.finished
 
 
-def test_names_a_failing_follower_once(tmp_path: Path) -> None:
-    """The run goes on, whatever a follower raises; the status says so."""
+def test_a_failing_follower_is_reported_once(tmp_path: Path) -> None:
+    """If a follower of the events raises at every event, the run goes on. The status has one warning and the log has
+    one line.
+    """
 
     def fails(event: Happened) -> None:
         raise ZeroDivisionError(event.number)
@@ -106,8 +110,10 @@ def test_names_a_failing_follower_once(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each check finds other free space; the stream, which keeps a bounded number of events, has it once."""
+def test_a_filling_disk_causes_one_warning_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While uploads are refused because of a full disk, each check finds another amount of free space. The bounded
+    stream of events gets only one warning.
+    """
     with World(tmp_path, START, "a", rounds=1) as world:
         run, free = world.server._require_served().run, iter(range(10_000, 0, -1))
 
@@ -132,6 +138,7 @@ def test_a_disk_that_gets_fuller_is_one_warning(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_request_waits_for_the_next_event(tmp_path: Path) -> None:
+    """A request for events with `wait_s` that finds no new event is answered as soon as one happens."""
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a")
         newest, pages = events_of(world.url)["newest"], list[dict[str, Any]]()
@@ -159,6 +166,7 @@ BAD = {
 
 
 def test_refuses_a_wrong_query(tmp_path: Path) -> None:
+    """The server answers a wrong query for events with 400. It answers a number above the newest event with 410."""
     with World(tmp_path, START, "a", rounds=1) as world:
         for query, word in BAD.items():
             status, problem = get(world.url, f"/v1/events?{query}")
@@ -169,8 +177,12 @@ def test_refuses_a_wrong_query(tmp_path: Path) -> None:
         assert "the newest is 0" in problem["message"]
 
 
-def test_says_that_the_oldest_events_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sites and of the run, each the newest: 5, and up to 2 more until the oldest are deleted again."""
+def test_a_request_for_deleted_events_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server keeps the newest events of sites and the newest of the run. A request for deleted events gets 410 and
+    the oldest number.
+
+    Here it keeps 5 of each kind, and up to 2 more until it deletes the oldest again.
+    """
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
     with World(tmp_path, START, "a", rounds=6) as world:
@@ -194,7 +206,8 @@ def test_says_that_the_oldest_events_are_gone(tmp_path: Path, monkeypatch: pytes
         world.finish()
 
 
-def test_repeated_joins_displace_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_join_events_delete_no_run_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a site joins again and again, only events of sites are deleted. The events of rounds stay."""
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
     with Store(tmp_path) as store:
@@ -207,7 +220,10 @@ def test_repeated_joins_displace_no_round(tmp_path: Path, monkeypatch: pytest.Mo
         assert numbers == [1, 2, 3, 98, 99, 100, 101, 102, 103]  # 103 events; at 102, all but 5 joins went
 
 
-def test_names_a_damaged_event(tmp_path: Path) -> None:
+def test_a_damaged_event_is_reported(tmp_path: Path) -> None:
+    """The server leaves a damaged event out of a page. If the damaged event is the next one asked for, the answer is
+    500 and says how to skip it.
+    """
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a", "b")
         assert flip_column(tmp_path / "state" / "journal.sqlite", "events", "event_json")
@@ -224,7 +240,10 @@ def test_names_a_damaged_event(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_tells_followers_of_a_restored_backup(tmp_path: Path) -> None:
+def test_a_follower_learns_of_a_restored_backup(tmp_path: Path) -> None:
+    """After the server was restored from a backup, a follower's old event number gets 410. The answer says how to go
+    on.
+    """
     with World(tmp_path, START, "a", rounds=3) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -247,8 +266,10 @@ def test_tells_followers_of_a_restored_backup(tmp_path: Path) -> None:
         assert f"after={now} for new ones alone" in problem["remedy"]
 
 
-def test_pages_the_summary_of_many_sites(tmp_path: Path) -> None:
-    """9,000 sites of 200 bytes each are two pages; put together, they are the summary."""
+def test_a_large_round_summary_spans_several_pages(tmp_path: Path) -> None:
+    """The summary of a round with 9,000 sites of 200 bytes each takes several pages of at most 1 MiB. Together they
+    have every site once, in order.
+    """
     sites = [SiteRound(site=f"site-{number:05}", metrics={"loss": 0.5}) for number in range(9000)]
     summary = RoundSummary(fragment=0, round=1, version=1, metrics={}, counts={}, seconds=1.0, bytes_up=0, sites=sites)
     with Store(tmp_path) as store:
@@ -270,7 +291,8 @@ def test_pages_the_summary_of_many_sites(tmp_path: Path) -> None:
         assert [site for each in ended if isinstance(each, RoundEnded) for site in each.summary.sites] == sites
 
 
-def test_many_status_clients_cost_one_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_status_requests_share_one_computed_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers many status requests with one computed status, until it gets too old or an event happens."""
     from atoll.server.http import app
 
     built, status_of, now_s = [], app.status_of, [0.0]
@@ -296,7 +318,7 @@ def test_many_status_clients_cost_one_status(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_followers_get_events_in_order(tmp_path: Path) -> None:
-    """A follower answers the first event by another: those after it get the first one first, each once."""
+    """If a follower answers the first event by a second one, other followers get both once and in order."""
     with Store(tmp_path) as store:
         log, seen = EventLog(store), list[int]()
         log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
@@ -307,7 +329,10 @@ async def test_followers_get_events_in_order(tmp_path: Path) -> None:
 
 
 def test_a_program_follows_its_server(tmp_path: Path) -> None:
-    """From the first event on, as `atoll server` does for its reminders."""
+    """A program that starts a server can follow its events, from the first one on.
+
+    `atoll server` does so for its reminders.
+    """
     heard = list[str]()
     server = plain_server(tmp_path, START, sites=1, rounds=1)
     server.follow("follows", lambda event: heard.append(event.what))
@@ -326,7 +351,10 @@ def test_a_program_follows_its_server(tmp_path: Path) -> None:
 
 
 def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
-    """In the journal, it would make every later answer with events fail."""
+    """The event log refuses an event of a class that it does not know, and records nothing.
+
+    In the journal, such an event would make every later answer with events fail.
+    """
 
     class Own(Happened):
         pass
@@ -338,8 +366,8 @@ def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
         assert log.page(EventQuery()).newest == 0
 
 
-def test_tells_followers_of_an_unrecorded_failure(tmp_path: Path) -> None:
-    """After a failed fsync, nothing can be written, and that is why the run fails."""
+def test_followers_learn_of_a_failure_without_a_record(tmp_path: Path) -> None:
+    """If the run fails because nothing can be written after a failed fsync, followers get the event, with number 0."""
     with Store(tmp_path) as store:
         log, heard = EventLog(store), list[Happened]()
         log.subscribe("follows", heard.append)
@@ -350,7 +378,7 @@ def test_tells_followers_of_an_unrecorded_failure(tmp_path: Path) -> None:
 
 
 def test_a_page_has_at_most_a_mebibyte(tmp_path: Path) -> None:
-    """Of UTF-8, not of characters."""
+    """A page of events has at most 1 MiB, counted in bytes of UTF-8, not in characters."""
     with Store(tmp_path) as store:
         log = EventLog(store)
         for _ in range(200):
@@ -360,8 +388,11 @@ def test_a_page_has_at_most_a_mebibyte(tmp_path: Path) -> None:
         assert len(page.model_dump_json().encode()) <= 2**20
 
 
-def test_an_event_keeps_the_time_that_it_has(tmp_path: Path) -> None:
-    """The time of a round is that of its version, which `metrics.jsonl` has again after a restart."""
+def test_an_event_keeps_its_own_time(tmp_path: Path) -> None:
+    """If an event already has a time when it is recorded, it keeps it. Without one, it gets the present time.
+
+    A round's event has the time of its version, which `metrics.jsonl` has again after a restart.
+    """
     with Store(tmp_path) as store:
         log = EventLog(store)
         log.tell(Warned(text="then", at="2026-01-01T00:00:00+00:00"))
@@ -389,8 +420,12 @@ BAD_CURVES = {
 }
 
 
-def test_draws_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curves are read in a thread, not by the event loop; the commands' reader gets the same curves."""
+def test_the_server_answers_with_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`/v1/site-curves` answers with each site's values over the rounds, and refuses wrong queries. The reader that the
+    commands use gives the same curves.
+
+    A separate thread reads the curves, not the event loop.
+    """
     from atoll.server.http import app
 
     readers, open_it = list[str](), app.open_state

@@ -68,7 +68,9 @@ def counting(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = COUNTS, 
 
 
 def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extension adds operations, acts on events and on each tick, and adds its part to the status."""
+    """The extension of an installed package adds operations, acts on events and on each tick, and adds its part and its
+    warning to the status.
+    """
     with counting(monkeypatch, tmp_path) as world:
         token = (tmp_path / "state" / "admin.token").read_text().strip()
         assert post(world.url, GOAL, {"rounds": 3}, Authorization=f"Bearer {token}") == (200, {"rounds": 3})
@@ -84,8 +86,10 @@ def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.Monke
         world.finish()
 
 
-def test_an_operation_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's own HEAD routes end so; an operation of the admin stays the admin's."""
+def test_an_operation_name_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extension's admin operation still needs the admin's token if its name ends with `_head`. The names of the
+    server's own HEAD routes end so.
+    """
     code = COUNTS.replace("set_goal", "set_goal_head")
     with counting(monkeypatch, tmp_path, code) as world:
         status, problem = post(world.url, GOAL, {"rounds": 4})
@@ -98,8 +102,10 @@ NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x
 
 
 @pytest.mark.parametrize("case", NO_JSON)
-def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """The rest of the status is there, with a warning, and the run goes on."""
+def test_omits_an_extension_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """If an extension's status is not valid JSON or is too large, the server's status omits it and has a warning. The
+    run goes on.
+    """
     code = COUNTS.replace('{"ended": self.ended', f'{{"bad": {NO_JSON[case]}, "ended": self.ended')
     with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, "/v1/status")[1]["extensions"] == {}
@@ -110,6 +116,9 @@ def test_leaves_out_a_status_without_json(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_installed_package_alone_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a package with an extension is installed but `server.extensions` does not name it, the server does not use
+    it.
+    """
     with counting(monkeypatch, tmp_path, **{"server.extensions": ()}) as world:
         assert get(world.url, GOAL)[0] == 404
         assert world.status.extensions == {}
@@ -140,6 +149,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refuses_an_extension_that_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The server refuses to start with an extension that is wrong or not installed, and says why."""
     code, names, why = WRONG[case]
     with pytest.raises(ConfigError, match=why):
         counting(monkeypatch, tmp_path, code, **{"server.extensions": names}).start()
@@ -154,8 +164,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize("case", FAILS)
-def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """The run goes on."""
+def test_a_failing_extension_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """If an extension fails again and again, the run goes on. The status has one warning and the log has one line."""
     before, after = FAILS[case]
     code = COUNTS.replace(before, after, 1)
     with counting(monkeypatch, tmp_path, code, rounds=2) as world:
@@ -174,8 +184,8 @@ def test_names_a_failing_extension_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", ["ConnectionResetError", "TimeoutError", "ZeroDivisionError"])
-def test_an_operation_that_raises_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    """Whatever it raises, the client gets an answer, and the run goes on."""
+def test_a_client_gets_500_if_an_operation_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    """If an extension's operation raises any error, the client gets an answer with status 500. The run goes on."""
     code = COUNTS.replace("return self.goal", f"raise {error}")
     with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, GOAL)[0] == 500

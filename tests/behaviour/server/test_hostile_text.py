@@ -89,7 +89,9 @@ def worker_of(server: atoll.Server, site: str) -> Any:
 
 @pytest.mark.parametrize("kind", [*HOSTILE, "all"])
 def test_escapes_texts_of_sites(server: atoll.Server, caplog: pytest.LogCaptureFixture, kind: str) -> None:
-    """Hosts, labels, states, warnings, metrics and errors."""
+    """The server escapes control characters in the hosts, labels, states, warnings, metrics and errors that sites
+    send.
+    """
     caplog.set_level(logging.DEBUG, "atoll")
     text, site = HOSTILE.get(kind, ALL), kind.replace(" ", "-")
     lease = joined(server.url, site, host=f"h{text}", labels={f"k{text[:40]}": f"v{text}"})
@@ -106,7 +108,9 @@ def test_escapes_texts_of_sites(server: atoll.Server, caplog: pytest.LogCaptureF
 
 
 def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
-    """Each character becomes four: what fits as it comes must not be refused for what is made of it."""
+    """If a text of a site has the allowed length, the server does not refuse it because escaping makes it four times as
+    long. It cuts the escaped text.
+    """
     lease = joined(server.url, "long", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
     assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
     worker = worker_of(server, "long")
@@ -115,7 +119,7 @@ def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
     assert worker.error == "\\x00" * 500
 
 
-def test_leaves_plain_text_of_all_languages(server: atoll.Server) -> None:
+def test_plain_text_of_all_languages_stays_unchanged(server: atoll.Server) -> None:
     labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
     joined(server.url, "plain", host="höst", labels=labels)
     worker = worker_of(server, "plain")
@@ -123,8 +127,10 @@ def test_leaves_plain_text_of_all_languages(server: atoll.Server) -> None:
     assert worker.host == "höst"
 
 
-def test_escapes_texts_of_scripts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Through the library: metrics, labels, notes, and the error that ends a script."""
+def test_hostile_texts_from_training_scripts_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Control characters in the metrics, labels and the final error of a training script are escaped in the status and
+    in the log.
+    """
     caplog.set_level(logging.DEBUG, "atoll")
     model = build_model()
     with serve(tmp_path, sites=1) as server:
@@ -147,8 +153,10 @@ def test_escapes_texts_of_scripts(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert all(record.getMessage().isprintable() for record in ours)
 
 
-def test_requests_make_no_line_of_the_log(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
-    """Line breaks and control characters in a request's path or user agent are not in the log as they came."""
+def test_requests_cannot_forge_log_lines(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
+    """Line breaks and control characters in a request's path or user agent reach neither the log nor the answer
+    unescaped.
+    """
     caplog.set_level(logging.DEBUG, "atoll")
     post(server.url, "/v1/nothing", {})
     for path in ("/nothing%0a09:31:10%20round%209%1b%5b2J", "/v1/tickets/%0a%1b", "/v1/status%E2%80%AE"):
@@ -160,7 +168,10 @@ def test_requests_make_no_line_of_the_log(server: atoll.Server, caplog: pytest.L
     assert all(record.getMessage().isprintable() for record in caplog.records if record.name.startswith("atoll"))
 
 
-def test_status_shows_markup_and_escapes_as_text(tmp_path: Path) -> None:
+def test_the_status_command_shows_hostile_text_as_text(tmp_path: Path) -> None:
+    """`atoll status` shows terminal markup that a site sends as plain text, and writes its control characters
+    escaped.
+    """
     with serve(tmp_path) as server:
         lease = joined(server.url, "a", host=MARKUP)
         beat = {"state": f"{MARKUP}"[:64], "warnings": [MARKUP + ALL], "metrics": {MARKUP: 1.0}}
@@ -173,6 +184,8 @@ def test_status_shows_markup_and_escapes_as_text(tmp_path: Path) -> None:
 
 
 def test_a_site_escapes_its_servers_texts(tmp_path: Path) -> None:
+    """If a server's error answer has control characters, the error that the site raises shows them escaped."""
+
     def answer(connection: Connection, _: Request) -> None:
         problem = {"code": "auth", "message": f"m{ALL}", "remedy": f"r{ALL}"}
         connection.answer(401, json.dumps(problem).encode())
@@ -216,7 +229,10 @@ HOSTILE_NAMES = {
 FINE = ["a", "0", "A-1_b.c", "a..b", "a-", "a" * 64]
 
 
-def test_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
+def test_the_server_refuses_hostile_site_names(tmp_path: Path) -> None:
+    """A server answers 400 to a program that joins with an empty or hostile site name. Names that are fine are
+    accepted.
+    """
     with serve(tmp_path) as server:
 
         def join(site: str) -> int:
@@ -231,8 +247,11 @@ def test_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("site", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES.keys())
-def test_starts_no_site_of_a_hostile_name(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before anything is asked or written: no server is at this address."""
+def test_the_library_refuses_hostile_site_names(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site with a hostile name is refused before the library sends any request or writes any file.
+
+    No server is at the address.
+    """
     nowhere, folder = "http://127.0.0.1:1", tmp_path / "workers"
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
     model = nn.Linear(2, 1)

@@ -63,7 +63,10 @@ def groups(schema: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.covers("P7", "P17")
-def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> None:
+def test_a_model_may_be_a_class_with_arguments(begun: Callable[..., Begun]) -> None:
+    """If `model.source` names a class or function, the server calls it with `model.args`. Wrong arguments and other
+    objects are refused.
+    """
     assert begun(f"{__name__}:Scaled", args={"size": 2, "by": 3.0})[0] == {"w": [3.0, 3.0]}
     with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model\.args"):
         begun(f"{__name__}:Scaled", args={"length": 2})
@@ -81,8 +84,10 @@ class Drawn(nn.Module):
         self.python = nn.Parameter(torch.tensor([random.random() for _ in range(3)]))
 
 
-def test_building_the_model_leaves_the_programs_random_numbers(tmp_path: Path) -> None:
-    """Random numbers go on as without a server, also if a run continues. The model depends on `run.seed` alone."""
+def test_building_the_model_does_not_advance_random_generators(tmp_path: Path) -> None:
+    """Starting or continuing a run leaves the program's random number generators as they were. The model depends on
+    `run.seed` alone.
+    """
     models, settings = [], {"model.source": f"{__name__}:Drawn", "run.seed": 7}
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -97,16 +102,19 @@ def test_building_the_model_leaves_the_programs_random_numbers(tmp_path: Path) -
 
 
 @pytest.mark.covers("P7")
-def test_refuses_nan_but_no_infinite_mask(begun: Callable[..., Begun]) -> None:
-    """A mask of -Inf is only copied."""
+def test_an_initial_mask_may_be_infinite_not_nan(begun: Callable[..., Begun]) -> None:
+    """An initial model may have a mask of -Inf, which is only copied. NaN is refused."""
     assert begun(f"{__name__}:masked")[0]["mask"] == [[0.0, -torch.inf], [0.0, 0.0]]
     with pytest.raises(ConfigError, match=r"'mask' contains NaN or Inf\. Check how it is initialised"):
         begun(f"{__name__}:masked", args={"by": torch.nan})
 
 
 @pytest.mark.covers("P7")
-def test_begins_with_all_files_of_a_folder(tmp_path: Path, begun: Callable[..., Begun]) -> None:
-    """As large models are saved; a folder without a model and one with two are refused."""
+def test_a_run_starts_from_a_folder_of_files(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+    """A run can start from a folder of .safetensors files, which is how large models are saved.
+
+    A folder without such a file is refused, and so is one with the same tensor in two files.
+    """
     folder = tmp_path / "model"
     folder.mkdir()
     with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
@@ -137,8 +145,11 @@ def run_one_round(model: nn.Module | str, folder: Path, build: Callable[[], nn.M
 
 
 @pytest.mark.covers("P7")
-def test_begins_with_the_export_of_tied_tensors(tmp_path: Path, begun: Callable[..., Begun]) -> None:
-    """Guards against two tensors where there was one: every worker was refused as another model."""
+def test_a_run_starts_from_exported_tied_tensors(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+    """A new run can start from the export of a model with tied tensors: it keeps one tensor with an alias.
+
+    Guards against two tensors in place of one, for which every worker was refused as having another model.
+    """
     run_one_round(TiedHead(), tmp_path / "one", TiedHead)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     model = run_one_round(str(export), tmp_path / "two", TiedHead)
@@ -156,8 +167,11 @@ class OnlyTied(TiedHead):
 
 @pytest.mark.covers("P7")
 @pytest.mark.parametrize("loop", ["federated", "diloco"])
-def test_begins_with_a_file_without_tied_names(tmp_path: Path, loop: str) -> None:
-    """Hugging Face writes a tied tensor under one of its names, and the file does not say that it has another."""
+def test_a_file_may_lack_names_of_tied_tensors(tmp_path: Path, loop: str) -> None:
+    """If the model file has a tied tensor under only one of its names, training and the export still work.
+
+    Hugging Face writes such files, and they do not say that the tensor has another name.
+    """
     file, initial = tmp_path / "model.safetensors", OnlyTied()
     save_file({name: tensor for name, tensor in initial.state_dict().items() if name != "head.weight"}, file)
     expected = initial.table.weight.detach() + 1
@@ -195,8 +209,10 @@ def test_begins_with_a_file_without_tied_names(tmp_path: Path, loop: str) -> Non
     ],
     ids=str,
 )
-def test_refuses_a_site_with_other_ties(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
-    """A file that has a tied tensor twice, or under its further name alone, is not the model of the site."""
+def test_a_site_with_other_tied_tensors_is_refused(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
+    """If the run's file has a tied tensor twice, or only under its second name, a site whose model ties them is
+    refused.
+    """
     save_file({name: torch.zeros(5, 2) for name in names} | {"scale": torch.ones(1)}, tmp_path / "m.safetensors")
     with plain_server(tmp_path, str(tmp_path / "m.safetensors"), rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
@@ -205,7 +221,8 @@ def test_refuses_a_site_with_other_ties(tmp_path: Path, names: tuple[str, ...], 
 
 
 @pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "not JSON"])
-def test_untied_names_stay_two_tensors(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
+def test_a_wrong_list_of_ties_is_ignored(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
+    """If a file's metadata lists wrong tied tensors or is not JSON, the server keeps two tensors and their values."""
     file = tmp_path / "changed.safetensors"
     save_file({"table.weight": torch.zeros(5, 2), "head.weight": torch.ones(5, 2)}, file, {"atoll.tied": told})
     assert begun(file)[0]["head.weight"][0] == [1.0, 1.0]
@@ -223,8 +240,11 @@ class Scaling(nn.Module):
 
 
 @pytest.mark.covers("P8")
-def test_an_export_names_its_buffers(tmp_path: Path, begun: Callable[..., Begun]) -> None:
-    """Guards against groups guessed by names: every worker with the module was refused."""
+def test_an_export_lists_its_buffers(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+    """An export lists its buffers in its metadata, and a new run from it has the same buffers.
+
+    Guards against groups guessed from names, for which every worker with the module was refused.
+    """
     run_one_round(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     with safe_open(export, framework="pt") as file:
@@ -235,7 +255,8 @@ def test_an_export_names_its_buffers(tmp_path: Path, begun: Callable[..., Begun]
     assert groups(begun(export)[1]) == {"running_mean": "params", "scale": "buffers"}
 
 
-def test_the_buffers_setting_adds_to_a_file(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+def test_the_buffers_setting_extends_a_files_list(tmp_path: Path, begun: Callable[..., Begun]) -> None:
+    """The setting `model.buffers` adds buffers to those that a file's metadata lists."""
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1), "b": torch.ones(1), "c": torch.ones(1)}, file, {"atoll.buffers": '["a"]'})
     assert groups(begun(file, buffers={"b": "mean"})[1]) == {"a": "buffers", "b": "buffers", "c": "params"}
@@ -243,7 +264,11 @@ def test_the_buffers_setting_adds_to_a_file(tmp_path: Path, begun: Callable[...,
 
 @pytest.mark.parametrize("told", ["[]", '["gone", "own"]', "{}", "not JSON", '[["x"]]'])
 def test_ignores_an_outdated_list_of_buffers(tmp_path: Path, begun: Callable[..., Begun], told: str) -> None:
-    """The names of batch normalisation still tell its buffers."""
+    """If a file's list of buffers is malformed or has a name without a tensor, `running_mean` of batch normalisation
+    still becomes a buffer.
+
+    Only a valid list without that name makes it a parameter.
+    """
     file = tmp_path / "model.safetensors"
     save_file({name: torch.ones(1) for name in ("bn.running_mean", "own", "w")}, file, {"atoll.buffers": told})
     found = groups(begun(file)[1])
@@ -291,13 +316,17 @@ def run(folder: Path, model: str | None, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_sites_bring_the_module_of_a_file(name: str, tmp_path: Path) -> None:
-    """The result is that of the module. When streaming, fragments have other tensors, so the bits may differ."""
+def test_a_model_file_gives_the_modules_result(name: str, tmp_path: Path) -> None:
+    """A run from a file, for which the sites bring the module, gives the same result as a run from the module.
+
+    When streaming, the fragments have other tensors, so the bits may differ.
+    """
     by_file = run(tmp_path / "file", saved(tmp_path), name)
     assert name == "streaming" or by_file == run(tmp_path / "module", None, name)
 
 
-def test_continues_a_file_with_its_module(tmp_path: Path) -> None:
+def test_a_run_from_a_file_accepts_its_module(tmp_path: Path) -> None:
+    """A run that started from a model file continues when the program gives the module of that file."""
     with serve(tmp_path, saved(tmp_path), sites=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -323,10 +352,14 @@ def build(counts: bool = False) -> nn.Module:
 
 @pytest.mark.covers("F30")
 @pytest.mark.parametrize(("counts", "devices"), [(False, ["meta"]), (True, ["cpu"])])
-def test_a_restart_makes_no_model_to_compare(
+def test_a_restart_builds_the_model_without_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
 ) -> None:
-    """A large model is not made anew in memory only to see that it is the run's; another one is found all the same."""
+    """A restart builds the model on the meta device to compare it with the run's, so that a large model takes no
+    memory. A different model is refused.
+
+    A module that reads its own values while it is built is built on the CPU.
+    """
 
     def start() -> atoll.Server:
         return plain_server(tmp_path, f"{__name__}:build", **{"model.args": {"counts": counts}}).start()
@@ -340,7 +373,10 @@ def test_a_restart_makes_no_model_to_compare(
         start()
 
 
-def test_a_restart_reads_only_the_files_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_reads_only_the_model_files_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart reads only the header of the model file to compare it with the run's model. A file of another model is
+    refused.
+    """
     file = tmp_path / "model.safetensors"
     save_file(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict(), file)
     plain_server(tmp_path, str(file)).start().stop()
@@ -354,7 +390,9 @@ def test_a_restart_reads_only_the_files_header(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("source", ["gone.safetensors", "no_such_module:build", f"{__name__}:no_such_function"])
 def test_continues_without_the_initial_model(tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str) -> None:
-    """A new run needs the model, also one that was killed before it had written it."""
+    """If `model.source` cannot be read any more, the run continues with its own model, and the log says so once. A new
+    run is refused.
+    """
     with pytest.raises(ConfigError, match=source) as refused:
         plain_server(tmp_path / "other", source).start()
     plain_server(tmp_path, TiedHead()).start().stop()

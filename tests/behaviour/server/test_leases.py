@@ -55,6 +55,9 @@ def guesses(lease: str) -> dict[str, str]:
 @pytest.mark.covers("F19")
 @pytest.mark.parametrize("process", ["", "0123456789abcdef"], ids=["no id", "an id"])
 def test_refuses_a_lease_without_its_secret(server: atoll.Server, process: str) -> None:
+    """The server refuses a heartbeat, a leave message and a request for a ticket whose lease lacks the right secret.
+    The true lease stays valid.
+    """
     lease = joined(server.url, "a", process=process)
     for what, guess in guesses(lease).items():
         for path, body in (("/v1/workers/leave", {}), ("/v1/heartbeat", {"state": "x"}), ("/v1/tickets", {})):
@@ -67,7 +70,10 @@ def test_refuses_a_lease_without_its_secret(server: atoll.Server, process: str) 
     assert server.status().workers[0].state == "left"
 
 
-def test_counts_pulls_under_the_lease_alone(tmp_path: Path) -> None:
+def test_only_downloads_under_the_lease_are_counted(tmp_path: Path) -> None:
+    """The server counts a site's downloaded bytes only if the request has the site's true lease. Without it, the
+    version is served, but not counted.
+    """
     with serve(tmp_path, sites=1) as server:
         site = WireSite(server.url, process="1")
         path = f"{server.url}/v1/fragments/0/versions/0/{site.ticket()['base_digest']}"
@@ -87,7 +93,8 @@ def test_counts_pulls_under_the_lease_alone(tmp_path: Path) -> None:
         wait_until(lambda: counted() == nbytes, "the bytes to be counted")
 
 
-def test_no_log_status_or_file_has_the_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lease_secrets_are_never_logged_shown_or_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the log, the status, the metrics nor a file of the server contains the secret of a lease."""
     caplog.set_level("DEBUG")
     with serve(tmp_path) as server:
         leases = [joined(server.url, site, process="1") for site in ("a", "b", "a")]
@@ -108,7 +115,8 @@ def test_no_log_status_or_file_has_the_secret(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.covers("F25")
-def test_a_failed_join_leaves_the_earlier_lease(server: atoll.Server) -> None:
+def test_a_failed_join_keeps_the_earlier_lease_valid(server: atoll.Server) -> None:
+    """If the join of a second process fails because the disk is full, the lease of the first process stays valid."""
     lease = joined(server.url, "a", process="1")
     with failpoints("journal.commit=enospc"):
         assert post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})[0] == 507
@@ -123,16 +131,23 @@ def begun(server: atoll.Server, update: WireUpdate) -> socket.socket:
 
 
 @pytest.mark.covers("F19")
-def test_another_sites_request_touches_no_part(server: atoll.Server, update: WireUpdate) -> None:
-    """`put_part` without its first `require_open`: `begin_part` forgets the part before it is checked."""
+def test_a_site_cannot_overwrite_another_sites_part(server: atoll.Server, update: WireUpdate) -> None:
+    """If site `b` sends a part for the ticket of site `a`, the server refuses, and keeps the part that `a` has sent.
+
+    Guards against `put_part` without its first `require_open`: `begin_part` would forget the part before the check.
+    """
     assert update.put(0)[0] == 204
     assert replace(update, site=WireSite(server.url, "b")).put(0)[1]["code"] == "ticket_closed"
     assert update.state()["parts"] == [0]
 
 
 @pytest.mark.covers("F19")
-def test_a_superseded_process_leaves_no_part(server: atoll.Server, update: WireUpdate) -> None:
-    """`put_part` without its second `require_open`."""
+def test_a_superseded_process_stores_no_part(server: atoll.Server, update: WireUpdate) -> None:
+    """If a newer process of the site joins while the older one uploads a part, the server refuses this part and stores
+    nothing.
+
+    Guards against `put_part` without its second `require_open`.
+    """
     raw = begun(server, update)
     newer = WireSite(server.url, "a", process="two")
     raw.sendall(update.body(0)[1000:])
@@ -140,8 +155,12 @@ def test_a_superseded_process_leaves_no_part(server: atoll.Server, update: WireU
     assert replace(update, site=newer).state()["parts"] == []
 
 
-def test_a_broken_part_frees_its_slot(tmp_path: Path) -> None:
-    """`put_part` without `writer.abandon()`: the part is not sent again, and the slot is never free for another."""
+def test_a_broken_upload_frees_its_file(tmp_path: Path) -> None:
+    """If the upload of a part breaks off, the server frees its file: the update is sent again, and later rounds need no
+    second file.
+
+    Guards against `put_part` without `writer.abandon()`.
+    """
     with serve(tmp_path, sites=1, rounds=0) as server:
         a = WireSite(server.url)
         update = a.train()
@@ -153,8 +172,12 @@ def test_a_broken_part_frees_its_slot(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_a_superseded_process_completes_no_update(server: atoll.Server, update: WireUpdate) -> None:
-    """`complete` without `require_open`."""
+def test_a_superseded_process_cannot_complete_its_update(server: atoll.Server, update: WireUpdate) -> None:
+    """If a newer process of the site joins while the older one sends its completion, the server refuses. The ticket
+    stays open.
+
+    Guards against `complete` without `require_open`.
+    """
     message = json.dumps(update.push().message).encode()
     headers = {"Atoll_Lease": update.site.lease, "Content_Type": "application/json", "Content_Length": len(message)}
     line = f"POST /v1/tickets/{update.ticket}/complete"
@@ -166,8 +189,12 @@ def test_a_superseded_process_completes_no_update(server: atoll.Server, update: 
 
 
 @pytest.mark.covers("F19")
-def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
-    """The older process slept while another one joined under its name. It wakes up after a restart of the server."""
+def test_a_superseded_process_stays_superseded_after_restarts(tmp_path: Path) -> None:
+    """After a restart, the server still refuses the lease of a process that a second process of its site has
+    superseded.
+
+    If the server dies before the answer to a further join arrives, it knows that new lease after its restart.
+    """
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:
@@ -187,10 +214,10 @@ def test_the_older_process_stays_displaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_reports_both_hosts_of_one_name(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
-    """The log names both hosts when the second process joins.
+def test_two_hosts_with_one_site_name_are_reported(server: atoll.Server, caplog: pytest.LogCaptureFixture) -> None:
+    """When a second process joins under the same site name, the log says both hosts.
 
-    Once the displaced process sends a heartbeat, the status warns that it still lives.
+    Once the superseded process sends a heartbeat, the status warns that it still runs.
     """
     caplog.set_level(logging.WARNING, "atoll.server")
     first = WireSite(server.url, host="ward-1", process="one")
@@ -210,7 +237,10 @@ def test_reports_both_hosts_of_one_name(server: atoll.Server, caplog: pytest.Log
     assert [record.message for record in caplog.records].count(told) == 1
 
 
-def test_a_restarted_site_is_no_second_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restarted_site_causes_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site is started again on the same host, or leaves and joins again, neither the log nor the status has a
+    warning.
+    """
     caplog.set_level(logging.WARNING, "atoll.server")
     with serve(tmp_path, sites=3) as server:
         WireSite(server.url, host="ward-1", process="one")
@@ -222,14 +252,21 @@ def test_a_restarted_site_is_no_second_one(tmp_path: Path, caplog: pytest.LogCap
     assert caplog.records == []
 
 
-def test_knows_each_displaced_process(server: atoll.Server) -> None:
+def test_each_superseded_process_is_reported_with_its_host(server: atoll.Server) -> None:
+    """If two processes of one site have been superseded and one sends a heartbeat, the status warns of that process's
+    own host.
+    """
     first, second, _ = (WireSite(server.url, host=f"ward-{each}", process=each) for each in ("one", "two", "three"))
     for displaced, host in ((first, "ward-one"), (second, "ward-two")):
         displaced.post("/v1/heartbeat", {})
         assert f"on {host} and on ward-three" in server.status().warnings[0]
 
 
-def test_reports_two_processes_of_one_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_processes_on_one_machine_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If two processes on one machine join as the same site, the log of the second says that it replaces the first.
+
+    The first process gets an error, and the status of the server warns.
+    """
     caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:

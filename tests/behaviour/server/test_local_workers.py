@@ -32,8 +32,10 @@ def train(server: atoll.Server, site: str, change: Change, **submitted: Any) -> 
         return worker.load_into(dict(MODEL) | {"w": torch.ones(3)})
 
 
-def test_threads_train_as_sites_of_their_server(tmp_path: Path) -> None:
-    """The mean of 1 and 3, in each of two rounds; each site then loads the result."""
+def test_threads_of_a_server_train_as_sites(tmp_path: Path) -> None:
+    """Threads of the server's process train as two sites. Each of two rounds adds the mean of 1 and 3, and each site
+    then loads the result.
+    """
     world, loaded = World(tmp_path, MODEL, "ab", rounds=2), dict[str, dict[str, Tensor]]()
 
     def part(site: str, change: float) -> None:
@@ -53,8 +55,11 @@ def test_threads_train_as_sites_of_their_server(tmp_path: Path) -> None:
     [{"algorithm": "scaffold", "codec": "int8"}, {"async.enabled": True, "codec": "none"}],
     ids=["scaffold and int8", "async"],
 )
-def test_a_local_worker_gives_the_same_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """One site; the state that it keeps between its rounds goes on, too."""
+def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A run with a worker in the server's process gives the same bits as one with a worker that joins by HTTP.
+
+    The state that a site keeps between its rounds, as SCAFFOLD's controls, also continues.
+    """
 
     def build() -> torch.nn.Linear:
         torch.manual_seed(0)
@@ -84,8 +89,11 @@ def test_a_local_worker_gives_the_same_bits(tmp_path: Path, settings: dict[str, 
     require_equal(*results)
 
 
-def test_sits_out_and_is_refused_as_any_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A sits out its second round, and b's update of the first is NaN."""
+def test_local_workers_sit_out_and_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A local worker can sit out a round and be refused like any other site.
+
+    Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
+    """
     with World(tmp_path, MODEL, "ab", rounds=2, **{"rounds.min_sites": 1}) as world:
 
         def a() -> None:
@@ -106,8 +114,10 @@ def test_sits_out_and_is_refused_as_any_site(tmp_path: Path, caplog: pytest.LogC
     assert "b: this update does not count: The update of b was refused: w contains NaN or Inf." in caplog.text
 
 
-def test_stays_alive_in_long_training(tmp_path: Path) -> None:
-    """The worker's thread calls nothing while it trains; the server knows that it is there."""
+def test_a_local_worker_stays_alive_during_long_training(tmp_path: Path) -> None:
+    """A local worker that calls nothing during three heartbeat timeouts of training is still alive to the server, with
+    its lease.
+    """
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
         begun_s = world.status.uptime_s
@@ -116,7 +126,8 @@ def test_stays_alive_in_long_training(tmp_path: Path) -> None:
         assert worker.next_round(0) is None  # the lease is as it was
 
 
-def test_an_error_ends_the_site(tmp_path: Path) -> None:
+def test_an_error_ends_a_local_worker(tmp_path: Path) -> None:
+    """If the script of a local worker raises, the status shows the site as failed, with the error."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         with pytest.raises(ValueError, match="no data"), local_worker(world.server, "a"):
             raise ValueError("no data")
@@ -124,8 +135,10 @@ def test_an_error_ends_the_site(tmp_path: Path) -> None:
         assert (worker.state, worker.error) == ("failed", "ValueError: no data")
 
 
-def test_a_stopped_server_ends_its_sites_wait(tmp_path: Path) -> None:
-    """The waiting site gets an error. A new server with the same folder continues the run with new workers."""
+def test_a_stopped_server_ends_local_waits(tmp_path: Path) -> None:
+    """When its server stops, a waiting local worker gets an error. A new server on the same folder continues the run
+    with new workers.
+    """
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []
 
@@ -145,14 +158,15 @@ def test_a_stopped_server_ends_its_sites_wait(tmp_path: Path) -> None:
     require_equal(world.result, {"w": torch.ones(3)})
 
 
-def test_two_workers_of_one_site_are_refused(tmp_path: Path) -> None:
+def test_a_site_cannot_have_two_local_workers(tmp_path: Path) -> None:
     with World(tmp_path, MODEL, "ab", rounds=1) as world, local_worker(world.server, "a"):
         with pytest.raises(StateLocked):
             local_worker(world.server, "a")
 
 
 @pytest.mark.parametrize("settings", [{"algorithm": "diloco"}, {"algorithm": "diloco", "K": 2, "H": 2}])
-def test_runs_that_need_more_than_rounds_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_local_workers_refuse_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A DiLoCo run, with or without several fragments, refuses a local worker, and no site joins."""
     model = {"w": torch.zeros(3), "v": torch.zeros(3)}
     with World(tmp_path, model, "a", rounds=1, **settings) as world:
         with pytest.raises(ConfigError, match="only synchronous and asynchronous rounds of whole models"):

@@ -93,10 +93,14 @@ ADAM = {f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "ad
     ],
     ids=["sgd", "adam", "delayed"],
 )
-def test_steps_each_parameter_by_the_first_matching_rate(
+def test_each_parameter_uses_its_first_matching_rate(
     tmp_path: Path, settings: dict[str, Any], make: Callable[[Any], torch.optim.Optimizer]
 ) -> None:
-    """As torch does it with three groups."""
+    """With `algorithm.outer_lr_of`, each parameter is stepped with the first learning rate whose pattern matches its
+    name.
+
+    The result is that of a torch optimizer with three groups.
+    """
     parameters = dict(build().named_parameters())
     groups = [
         {"params": [parameters["body.weight"], parameters["body.bias"]]},
@@ -133,20 +137,25 @@ def test_steps_each_parameter_by_the_first_matching_rate(
     ],
     ids=str,
 )
-def test_refuses_options_that_cannot_be_meant(tmp_path: Path, key: str, table: Any, told: str) -> None:
+def test_implausible_options_are_refused(tmp_path: Path, key: str, table: Any, told: str) -> None:
+    """The server refuses options of the wrong type and names that match no parameter, with a message that says the
+    mistake.
+    """
     with pytest.raises(ConfigError, match=told):
         stepped(tmp_path, **{key: table}).start()
 
 
-def test_status_says_the_rates(tmp_path: Path) -> None:
+def test_the_status_shows_the_outer_learning_rates(tmp_path: Path) -> None:
     with stepped(tmp_path, **{"algorithm.outer_lr_of": RATES}) as world:
         assert "lr of head.bias=2, lr of head.*=0.25" in world.status.outer
 
 
 @pytest.mark.covers("L21")
 @pytest.mark.parametrize("how", ["function", "lambda", "module", "file"])
-def test_an_own_optimizer_outlives_a_restart(tmp_path: Path, how: str) -> None:
-    """In four rounds, with a new server after two, it comes to what one object of it does by itself."""
+def test_an_own_outer_optimizer_survives_a_restart(tmp_path: Path, how: str) -> None:
+    """An own outer optimizer keeps its state over a restart of the server after round 2 of 4. The result is that of one
+    optimizer object.
+    """
     (tmp_path / "mine.py").write_text(f"from {__name__} import fading as made\n")
     outer = {
         "function": fading,
@@ -169,7 +178,8 @@ def test_an_own_optimizer_outlives_a_restart(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.covers("L21")
-def test_an_own_optimizer_gets_the_runs_options(tmp_path: Path) -> None:
+def test_an_own_outer_optimizer_gets_the_options(tmp_path: Path) -> None:
+    """An own outer optimizer is called with the options in `algorithm.outer_optimizer`, and the status shows them."""
     world = stepped(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
     parameters = dict(build().named_parameters())
     by_torch(parameters, Fading(parameters.values(), 0.25), rounds=1)
@@ -178,14 +188,20 @@ def test_an_own_optimizer_gets_the_runs_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L21", "X3")
-def test_refuses_another_own_optimizer(tmp_path: Path) -> None:
+def test_a_run_refuses_another_outer_optimizer(tmp_path: Path) -> None:
+    """A run that began with one own outer optimizer refuses to continue with another."""
     after_rounds(stepped(tmp_path, fading), 1)
     with pytest.raises(ConfigError, match=r"has algorithm.outer_optimizer = .*Fading"):
         stepped(tmp_path, torch.optim.Adagrad).start()
 
 
 @pytest.mark.covers("L21", "X3")
-def test_refuses_an_object_that_is_no_optimizer(tmp_path: Path) -> None:
+def test_an_object_that_is_no_optimizer_is_refused(tmp_path: Path) -> None:
+    """The server refuses a function that does not return an optimizer.
+
+    The server also refuses an own optimizer together with `async.momentum_every`, or beside a `Settings` object.
+    """
+
     def no_optimizer(parameters: Any) -> list[Any]:
         return [parameters]
 
@@ -226,8 +242,10 @@ def run_with_frozen_body(folder: Path, outer: dict[str, Any], trains_body: Calla
 
 @pytest.mark.covers("L15")
 @pytest.mark.parametrize("name", DECAYING)
-def test_what_no_site_trains_does_not_move(tmp_path: Path, name: str) -> None:
-    """The trained layers are stepped as by torch alone, with their weight decay."""
+def test_untrained_layers_do_not_decay(tmp_path: Path, name: str) -> None:
+    """The outer optimizer's weight decay does not move a layer that no site trains. The trained layers move as with
+    torch alone.
+    """
     options, make = DECAYING[name]
     found = run_with_frozen_body(tmp_path, {"name": name, **options}, lambda *_: False)
     parameters = dict(build().named_parameters())
@@ -251,7 +269,11 @@ def test_what_no_site_trains_does_not_move(tmp_path: Path, name: str) -> None:
 def test_a_layer_decays_once_it_is_trained(
     tmp_path: Path, trains: Callable[[str, int], bool], at: tuple[float, ...]
 ) -> None:
-    """SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m, from the first gradient on."""
+    """Weight decay acts on a layer from the first round in which a site trains it, also in later rounds without
+    training.
+
+    The expected values are those of SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m.
+    """
     outer = {"name": "sgd", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
     found = run_with_frozen_body(tmp_path, outer, trains)["body.weight"]
     theta, m, begun = build()["body"].weight.detach(), torch.zeros(70, 5).double(), False

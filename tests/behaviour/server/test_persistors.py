@@ -78,7 +78,9 @@ def measure(world: World, first: int, *accuracies: float) -> None:
 
 @pytest.mark.covers("D11")
 def test_a_persistor_gets_every_version(tmp_path: Path) -> None:
-    """Real tensors; before, it has given the initial model."""
+    """A persistor gives the run's initial model, and gets every version as tensors with its round, its metrics, and
+    whether it is final.
+    """
     two_rounds(shelved(tmp_path))
     assert Shelf.loads == 1
     told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, info in Shelf.handed]
@@ -90,8 +92,8 @@ def test_a_persistor_gets_every_version(tmp_path: Path) -> None:
             assert torch.equal(tensor, START[name] + added)
 
 
-def test_a_persistor_gets_tied_tensors_by_each_name(tmp_path: Path) -> None:
-    """The state that the persistor gets has both names, and no controls of SCAFFOLD."""
+def test_a_persistor_gets_tied_tensors_under_both_names(tmp_path: Path) -> None:
+    """If two names share a tensor, the state that a persistor gets has both names. It has no controls of SCAFFOLD."""
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
     with shelved(tmp_path, model, algorithm="scaffold") as world:
@@ -109,8 +111,12 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("left_out", ["", "head.weight", "table.weight"])
-def test_a_named_model_ties_loaded_tensors(tmp_path: Path, left_out: str) -> None:
-    """Guards against two tensors where the model has one: workers and a second start were refused."""
+def test_a_named_model_keeps_loaded_tensors_tied(tmp_path: Path, left_out: str) -> None:
+    """If `model.source` names a model with tied tensors, the tensors that the persistor loads are tied again, whichever
+    name they are under.
+
+    Guards against two tensors where the model has one, for which workers and a second start were refused.
+    """
     mine = TiedHead()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
@@ -128,6 +134,9 @@ def test_a_named_model_ties_loaded_tensors(tmp_path: Path, left_out: str) -> Non
 
 
 def test_refuses_different_values_of_tied_tensors(tmp_path: Path) -> None:
+    """If the persistor loads different values for two names of a tied tensor, the start is refused and writes no
+    file.
+    """
     Shelf.initial = as_a_file_has_it(TiedHead()) | {"table.weight": torch.zeros(5, 2)}
     with pytest.raises(ConfigError, match=r"different values for 'head\.weight' and 'table\.weight', which are tied"):
         shelved(tmp_path, model="kit.models:TiedHead").start()
@@ -135,8 +144,10 @@ def test_refuses_different_values_of_tied_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F30")
-def test_names_the_ties_that_a_persistor_lacks(tmp_path: Path) -> None:
-    """The run's model is not named, so the worker is told."""
+def test_a_worker_reports_missing_ties(tmp_path: Path) -> None:
+    """If the persistor loads two tensors that the worker's module ties, and no model is named, the worker raises an
+    error about the ties.
+    """
     Shelf.initial = as_a_file_has_it(TiedHead())
     with shelved(tmp_path) as world, atoll.join(world.url, site="a", folder=world.workers) as worker:
         with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the run has two"):
@@ -148,9 +159,12 @@ def test_names_the_ties_that_a_persistor_lacks(tmp_path: Path) -> None:
     [(OSError("the shelf is full"), "OSError: the shelf is full"), (SystemExit(3), "SystemExit: 3")],
     ids=["raises", "exits"],
 )
-def test_a_failing_persistor_ends_its_call_alone(
+def test_a_failing_persistor_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
 ) -> None:
+    """If the persistor's `save` raises or exits, only that call fails: the log says so and the run continues to its
+    end.
+    """
     save = Mock(side_effect=error)
     monkeypatch.setattr(Shelf, "save", save)
     two_rounds(world := shelved(tmp_path))
@@ -172,13 +186,16 @@ def test_a_failing_persistor_ends_its_call_alone(
     ],
 )
 def test_refuses_an_unusable_persistor(tmp_path: Path, initial: Any, options: dict[str, Any], words: str) -> None:
+    """The server refuses to start with a persistor that fails to load, loads no dict of tensors, or has the wrong
+    arguments or methods.
+    """
     Shelf.initial = initial
     with pytest.raises(ConfigError, match=words):
         shelved(tmp_path, **options).start()
 
 
 def test_a_persistor_may_only_save(tmp_path: Path) -> None:
-    """The settings have the initial model then."""
+    """A persistor may have only a `save` method. The settings then name the initial model."""
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
     with World(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as world:
@@ -209,10 +226,13 @@ def slow(folder: Path, rounds: int) -> World:
 
 
 @pytest.mark.covers("X41")
-def test_only_the_end_waits_for_save_best(tmp_path: Path) -> None:
-    """Versions 0, 1, 2 are each the best so far. While 0 is being saved, 1 is overtaken by 2: it is passed over.
+def test_only_the_runs_end_waits_for_save_best(tmp_path: Path) -> None:
+    """A slow `save_best` of the persistor delays only the end of the run, not its rounds.
 
-    When the turn of 2 comes, the run is at version 5 and keeps two.
+    Versions 0, 1 and 2 are each the best so far. While 0 is being saved, version 2 overtakes version 1, which is
+    skipped.
+
+    Version 2 is saved when the run is at version 5 and keeps only two versions.
     """
     with slow(tmp_path, rounds=5) as world:
         measure(world, 1, 0.5)
@@ -231,8 +251,11 @@ def test_only_the_end_waits_for_save_best(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X41")
-def test_a_start_hands_over_a_due_best_version(tmp_path: Path) -> None:
-    """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
+def test_a_restart_saves_a_pending_best_version(tmp_path: Path) -> None:
+    """If the server stops before the persistor got the best version, the next start gives this version to `save_best`.
+
+    By then, the run keeps version 1 only in `best.safetensors`.
+    """
     world = slow(tmp_path, rounds=9).start()
     measure(world, 1, 0.5)
     assert Slow.begun.wait(30)

@@ -86,6 +86,7 @@ def evaluation(folder: Path) -> None:
 
 @pytest.mark.parametrize("run", [federated, fragments, swarm, functional, evaluation])
 def test_a_runs_files_are_private(tmp_path: Path, run: Callable[[Path], None]) -> None:
+    """In every kind of run, the folders of the server and the workers have mode 0700 and their files mode 0600."""
     run(tmp_path)
     assert wide(tmp_path / "state", tmp_path / "workers") == []
 
@@ -113,7 +114,10 @@ def train(worker):
 
 @pytest.mark.slow
 def test_a_simulations_files_are_private(tmp_path: Path) -> None:
-    """With the state of SCAFFOLD that each site keeps, which processes of the simulation write."""
+    """In a simulation, every folder and file of the run has mode 0700 or 0600.
+
+    This includes the state of SCAFFOLD for each site, which processes of the simulation write.
+    """
     (tmp_path / "client.py").write_text(SCRIPT)
     settings = {
         "disk.state_dir": tmp_path / "state",
@@ -130,7 +134,10 @@ def test_a_simulations_files_are_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callable[[int], int], mask: int) -> None:
-    """The exports in a folder of the user's, and `atoll export OUT`; the state directory stays private."""
+    """Exports in a folder that the user names, and the file of `atoll export OUT`, have the modes of the umask.
+
+    The state directory stays private.
+    """
     umask(mask)
     exports = tmp_path / "results" / "first"
     options = {"disk.export_dir": exports, "rounds.best_metric": "loss", "disk.export_every": 1}
@@ -143,8 +150,12 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
     assert wide(tmp_path / "state", tmp_path / "workers" / "a") == []
 
 
-def test_narrows_folders_with_wide_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Files are narrowed, too, when they are opened. The folder that ATOLL_DIR names is the user's."""
+def test_folders_with_wide_modes_become_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A start makes the state directory and the run's folders private again, logs each folder once, and makes files
+    private when it opens them.
+
+    The folder that `ATOLL_DIR` names belongs to the user and keeps its mode.
+    """
     caplog.set_level(logging.INFO, "atoll")
 
     def play(rounds: int) -> list[str]:
@@ -165,8 +176,8 @@ def test_narrows_folders_with_wide_modes(tmp_path: Path, caplog: pytest.LogCaptu
     assert mode(tmp_path / "w") == 0o755
 
 
-def test_a_shared_folder_keeps_its_mode(tmp_path: Path) -> None:
-    """A state directory that is like /tmp; what is in it is private."""
+def test_a_shared_state_directory_keeps_its_mode(tmp_path: Path) -> None:
+    """A state directory with the mode of /tmp (1777) keeps this mode. The files and folders in it are private."""
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o1777)
     with plain_server(tmp_path, nn.Linear(3, 2), sites=1, rounds=1):

@@ -58,9 +58,12 @@ def after_one_round(
     ],
     ids=["median", "trimmed", "clipped"],
 )
-def test_two_hostile_sites_of_five_are_bounded(
+def test_robust_reducers_bound_two_hostile_sites(
     tmp_path: Path, reducer: dict[str, Any], parameter: float, buffer: float
 ) -> None:
+    """Median, trimmed mean and clipped mean keep the result near the honest sites' values, although two of five sites
+    are hostile.
+    """
     values = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 1e3, "e": -1e3}
     assert after_one_round(tmp_path, values, **of_reducer(**reducer)) == (pytest.approx(parameter), buffer)
 
@@ -76,14 +79,18 @@ def test_two_hostile_sites_of_five_are_bounded(
     ],
     ids=["few and many", "many and few", "equal"],
 )
-def test_updates_count_per_step(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
-    """Buffers are averaged as they are."""
+def test_fednova_normalises_updates_by_local_steps(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
+    """FedNova divides each update by its number of local steps. With equal steps, the result is that of FedAvg.
+
+    Buffers are averaged without this division.
+    """
     how = {"a": {"weight": 1.0, "steps": steps[0]}, "b": {"weight": 3.0, "steps": steps[1]}}
     found = after_one_round(tmp_path, {"a": -4.0, "b": -6.0}, how, algorithm="fednova")
     assert found == (pytest.approx(expected, rel=1e-6), -5.5)
 
 
-def test_the_normalised_mean_serves_other_algorithms(tmp_path: Path) -> None:
+def test_other_algorithms_may_use_the_normalised_mean(tmp_path: Path) -> None:
+    """FedAvg with the reducer `normalised_mean` gives the update of its only site unchanged."""
     how = {"a": {"steps": 5}}
     assert after_one_round(tmp_path, {"a": -4.0}, how, **of_reducer(name="normalised_mean")) == (-4.0, -4.0)
 
@@ -101,6 +108,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refuses_a_wrong_reducer_or_aggregator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The server refuses wrong names and options of a reducer or an aggregator, or both together, with a message that
+    helps.
+    """
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
     settings, told = REFUSED[case]
@@ -110,6 +120,9 @@ def test_refuses_a_wrong_reducer_or_aggregator(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.covers("X43")
 def test_refuses_an_update_without_steps(tmp_path: Path) -> None:
+    """The server of a FedNova run refuses an update with 0 local steps. The update of the other site makes the
+    version.
+    """
     settings = {"rounds.sites": 2, "rounds.total": 1, "rounds.min_sites": 1}
     with World(tmp_path, ONE, "a", algorithm="fednova", **settings) as world:
         world.join()
@@ -126,8 +139,10 @@ def test_refuses_an_update_without_steps(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X43")
 @pytest.mark.parametrize("settings", [{"algorithm": "fednova"}, of_reducer(name="normalised_mean")], ids=str)
-def test_a_site_hears_that_steps_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Before it has trained further rounds in vain; and the round can be submitted after all."""
+def test_a_site_must_submit_with_steps(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """If `submit` lacks the number of local steps that the run needs, it raises at once. The same round can then be
+    submitted with it.
+    """
     with World(tmp_path, ONE, "a", rounds=1, **settings) as world:
         world.pull(number=1)
         with pytest.raises(UsageError, match=r"without a number of local steps.*submit\(model, steps=…\)"):
@@ -147,10 +162,12 @@ def test_a_site_hears_that_steps_are_needed(tmp_path: Path, settings: dict[str, 
     ],
     ids=str,
 )
-def test_a_site_hears_of_a_number_too_large(
+def test_submit_refuses_a_number_above_the_limit(
     tmp_path: Path, algorithm: str, limit: str, most: dict[str, Any], above: dict[str, Any]
 ) -> None:
-    """A site with a number above the run's bound is not sent back to train again in vain."""
+    """If the number of steps or the weight is above the run's limit, `submit` raises. The site can submit the round
+    with an allowed number.
+    """
     value = most[limit.removeprefix("max_")]
     with World(tmp_path, ONE, "a", rounds=1, algorithm=algorithm, **{f"aggregation.{limit}": value}) as world:
         world.pull(number=1)
@@ -164,7 +181,9 @@ def test_a_site_hears_of_a_number_too_large(
 @pytest.mark.covers("X43", "F31")
 @pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
 def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
-    """A site that does not compare its steps with the run's bound is refused by the server."""
+    """The server refuses an update with more than `aggregation.max_steps` steps, from a site that did not compare them
+    with the limit.
+    """
     settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
     with World(tmp_path, ONE, "ab", algorithm="fednova", **settings) as world:
         world.join()
@@ -190,8 +209,12 @@ def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
     ],
     ids=str,
 )
-def test_warns_once_of_far_higher_numbers(tmp_path: Path, how: dict[str, Any], told: str) -> None:
-    """The others report 9 and 11 steps, so their median is 10."""
+def test_far_higher_steps_or_weights_cause_a_warning(tmp_path: Path, how: dict[str, Any], told: str) -> None:
+    """If a site reports far more steps or weight than the median of the other sites, the status and the log warn once.
+
+    The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median is
+    10.
+    """
     with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
         for number in (1, 2, 3):
             world.pull(number=number)
@@ -205,8 +228,8 @@ def test_warns_once_of_far_higher_numbers(tmp_path: Path, how: dict[str, Any], t
     assert world.text.count("the median of the other sites") == bool(told)
 
 
-def test_does_not_warn_of_ignored_steps(tmp_path: Path) -> None:
-    """FedAvg does not divide by the number of steps, and refuses none."""
+def test_ignored_steps_cause_no_warning(tmp_path: Path) -> None:
+    """FedAvg does not use the number of steps, so that a very high number causes no warning and no refusal."""
     with World(tmp_path, ONE, "abc", rounds=1) as world:
         world.pull(number=1)
         for site in "abc":
@@ -216,6 +239,9 @@ def test_does_not_warn_of_ignored_steps(tmp_path: Path) -> None:
 
 
 def test_correct_counts_the_steps(tmp_path: Path) -> None:
+    """Inside `fl_round.correct`, the optimizer's steps are counted, so that a FedNova run accepts `submit` without a
+    number of steps.
+    """
     model = nn.Linear(1, 1, bias=False)
     with (
         plain_server(tmp_path, model, algorithm="fednova", rounds=1) as server,
@@ -233,7 +259,8 @@ def test_correct_counts_the_steps(tmp_path: Path) -> None:
         assert server.status().fragments[0].version == 1
 
 
-def test_steps_below_one_have_no_mean() -> None:
+def test_the_normalised_mean_refuses_zero_steps() -> None:
+    """The normalised mean raises if a site reports 0 steps."""
     with pytest.raises(UsageError, match=r"\[2, 0\]"):
         NormalisedMean().weigh(RoundFacts([1.0, 1.0], [1.0, 1.0], [2, 0]))
 
@@ -277,10 +304,11 @@ def require_updates_in_use(server: atoll.Server, count: int) -> None:
 @pytest.mark.parametrize(
     ("codec", "dtype", "in_files"), [("none", "bfloat16", True), ("bf16", "float32", True), ("none", "float32", False)]
 )
-def test_an_own_mean_gives_the_built_in_bits(tmp_path: Path, codec: str, dtype: str, in_files: bool) -> None:
-    """Each element comes through the codec as the pass decodes it, and no rounding is added to a bf16 model.
+def test_an_own_mean_matches_the_built_in_mean(tmp_path: Path, codec: str, dtype: str, in_files: bool) -> None:
+    """An own aggregator that takes the mean gives the same bits as the built-in mean, with updates in files and in
+    memory.
 
-    The aggregator reads updates in files and in memory.
+    The aggregator reads each element as the codec decodes it, and no rounding is added to a bf16 model.
     """
     write(tmp_path, MEAN)
     start = {name: tensor.to(getattr(torch, dtype)) for name, tensor in START.items()}
@@ -303,8 +331,11 @@ def test_an_own_mean_gives_the_built_in_bits(tmp_path: Path, codec: str, dtype: 
 
 
 @pytest.mark.covers("D7")
-def test_an_aggregator_may_keep_lazy_updates(tmp_path: Path) -> None:
-    """θ₀ = 0, so that the pseudo-gradient of round 1 is −local; its values are read again in round 2."""
+def test_an_aggregator_may_keep_updates_for_later_rounds(tmp_path: Path) -> None:
+    """An aggregator may keep the lazy tensors of an update and read them again in a later round.
+
+    With θ₀ = 0, the pseudo-gradient of round 1 is −local. The aggregator reads its values again in round 2.
+    """
     write(
         tmp_path,
         """
@@ -345,8 +376,8 @@ class Keeper:
     assert model["bn.running_mean"].item() == pytest.approx(0.75)
 
 
-def test_no_round_leaves_files_open(tmp_path: Path) -> None:
-    """After twelve rounds, the server and the aggregator have about as many files open as after two."""
+def test_finished_rounds_leave_no_files_open(tmp_path: Path) -> None:
+    """After twelve rounds, the server and the aggregator have about as many update files open as after two rounds."""
     write(tmp_path, MEAN)
     with aggregated(tmp_path, "mean", rounds=12) as world:
         server = world.server
@@ -367,7 +398,10 @@ def test_no_round_leaves_files_open(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D13")
 def test_an_aggregator_accepts_updates_as_they_arrive(tmp_path: Path) -> None:
-    """The aggregator keeps no more updates than allowed."""
+    """The server gives an aggregator with `accept` each update as it arrives, before the round is full.
+
+    Older updates than `aggregation.max_kept_updates` are released, and reading them raises an error.
+    """
     write(
         tmp_path,
         """
@@ -423,8 +457,8 @@ class AsTheyArrive:
 
 
 @pytest.mark.covers("D7")
-def test_a_mended_aggregator_goes_on(tmp_path: Path) -> None:
-    """The first one raises, which ends the run; the mended one gets the same updates."""
+def test_a_repaired_aggregator_continues_the_run(tmp_path: Path) -> None:
+    """If an aggregator raises, the run ends. After the code is repaired, the next start aggregates the same updates."""
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     world = aggregated(tmp_path, "mean").start()
     world.rounds(trained, 1)
@@ -458,6 +492,9 @@ def test_a_mended_aggregator_goes_on(tmp_path: Path) -> None:
     ids=["killed", "exits", "hangs", "shape"],
 )
 def test_an_aggregator_without_a_result_ends_the_run(tmp_path: Path, body: str, words: str) -> None:
+    """If an aggregator is killed, exits, hangs or returns a wrong shape, the run fails and says why. No version is
+    made.
+    """
     write(tmp_path, f"def bad(updates):\n    {body}\n")
     world = aggregated(tmp_path, "bad", "a", **{"aggregation.aggregator_timeout_s": 1.0}).start()
     world.rounds(trained, 1)
@@ -486,8 +523,10 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize(("end", "times"), [(KILL, 3), ("raise MemoryError", 1)], ids=["killed", "memory"])
-def test_the_machine_may_end_an_aggregator(tmp_path: Path, end: str, times: int) -> None:
-    """The server ends and says so; its site waits for the next start, which uses the same update."""
+def test_an_aggregator_out_of_memory_ends_the_server(tmp_path: Path, end: str, times: int) -> None:
+    """If an aggregator is killed again and again or lacks memory, the server ends with an error. The next start uses
+    the same updates.
+    """
     write_once(tmp_path, end, times)
     world = aggregated(tmp_path, "once", "a").start()
     world.rounds(trained, 1)
@@ -503,8 +542,8 @@ def test_the_machine_may_end_an_aggregator(tmp_path: Path, end: str, times: int)
 
 
 @pytest.mark.covers("X9")
-def test_starts_a_killed_aggregator_again(tmp_path: Path) -> None:
-    """The aggregator is killed twice in round 1, and once more between two rounds, each time from outside."""
+def test_a_killed_aggregator_is_started_again(tmp_path: Path) -> None:
+    """If an aggregator is killed from outside, in a round or between rounds, the server starts it again and goes on."""
     write_once(tmp_path, KILL, 2)
     with aggregated(tmp_path, "once", "a", rounds=2) as world:
         world.rounds(trained, 1)
@@ -519,7 +558,9 @@ def test_starts_a_killed_aggregator_again(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_ends_its_aggregator(tmp_path: Path) -> None:
-    """The next start runs the round again."""
+    """When the server stops, its aggregator's process ends, even in the middle of a round. The next start runs the
+    round again.
+    """
     write(
         tmp_path,
         """
@@ -546,6 +587,7 @@ def waits(updates):
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:
+    """Relative paths of an aggregator or a persistor in a run file start from the folder of that file."""
     (tmp_path / "run.toml").write_text(
         'aggregation.aggregator.path = "mine.py:mean"\nmodel.persistor.path = "store.py:Store"\n'
     )

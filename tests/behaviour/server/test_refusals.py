@@ -46,7 +46,11 @@ def pushed(a: WireSite, b: WireSite) -> WireUpdate:
 
 @pytest.mark.covers("F18")
 def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
-    """Guards against `complete` that accepts whatever digest it is told."""
+    """If a site completes an update with a digest that does not match the parts, the server refuses. The ticket stays
+    open.
+
+    Guards against `complete` that accepts any digest.
+    """
     status, told = pushed.complete(digest="0" * 64)
     assert (status, told["code"]) == (409, "conflict")
     assert "does not match its parts" in told["message"]
@@ -55,8 +59,8 @@ def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_only_its_site_completes_a_ticket(b: WireSite, pushed: WireUpdate) -> None:
-    """Guards against `complete` that does not look whose ticket it is, before and after the acceptance."""
+def test_only_the_tickets_site_completes_it(b: WireSite, pushed: WireUpdate) -> None:
+    """A site cannot complete the ticket of another site, neither before nor after its update was accepted."""
     for _ in range(2):
         _, told = b.post(f"/v1/tickets/{pushed.ticket}/complete", pushed.message)
         assert told["code"] == "ticket_closed"
@@ -76,10 +80,14 @@ def test_only_its_site_completes_a_ticket(b: WireSite, pushed: WireUpdate) -> No
     ],
 )
 @pytest.mark.covers("F31")
-def test_an_absurd_norm_or_weight_is_refused(
+def test_an_implausible_norm_or_weight_is_refused(
     tmp_path: Path, limit: str, most: float, weight: float, by: float, told: str
 ) -> None:
-    """Guards against `complete` without `require_plausible`; either comparison turned round."""
+    """The server refuses an update whose norm or weight is above the limit in the settings. At the limit, the update is
+    accepted.
+
+    A limit of 0 for the norm means no limit.
+    """
     assert atoll.Settings().aggregation.max_update_norm == 1e12
     with plain_server(tmp_path, nn.Linear(8, 4), **{f"aggregation.{limit}": most}) as server:
         status, reply = WireSite(server.url).train(by, weight=weight).push().complete()
@@ -89,16 +97,21 @@ def test_an_absurd_norm_or_weight_is_refused(
 
 
 @pytest.mark.covers("P3")
-def test_serves_a_version_by_its_digest_alone(server: atoll.Server) -> None:
-    """Guards against `get_version` without the digest's comparison: after a fall back, other bytes at an old URL."""
+def test_a_version_is_served_only_under_its_digest(server: atoll.Server) -> None:
+    """The server answers 410 if a request for a version has another digest than that version.
+
+    Otherwise a site would read other bytes from an old URL, after the server fell back to an earlier version.
+    """
     status, told = get(server.url, f"/v1/fragments/0/versions/0/{'0' * 64}")
     assert (status, told["code"]) == (410, "gone")
     assert "no longer has the digest" in told["message"]
 
 
 @pytest.mark.covers("F19")
-def test_a_void_lease_may_not_even_beat(server: atoll.Server, a: WireSite, b: WireSite) -> None:
-    """Guards against `require_lease` that only reads the header; a route that forgets `lease=True`."""
+def test_a_void_lease_is_refused_everywhere(server: atoll.Server, a: WireSite, b: WireSite) -> None:
+    """The server refuses heartbeats and other requests under a superseded lease, under that of a site that left, and
+    without a lease.
+    """
     WireSite(server.url, "a", process="two")
     leased = ("/v1/heartbeat", "/v1/workers/leave", "/v1/tickets", "/v1/tickets/1/complete")
     assert [a.post(path, {})[1]["code"] for path in leased[:2]] == ["superseded"] * 2
@@ -109,8 +122,10 @@ def test_a_void_lease_may_not_even_beat(server: atoll.Server, a: WireSite, b: Wi
 
 @pytest.mark.covers("X3", "F31")
 def test_every_request_of_a_refused_update_is_refused(tmp_path: Path) -> None:
-    """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
-    the worker goes back to the global model, or trains on from what was refused.
+    """If one part of an update has NaN, the server refuses every further part and the completion with the same error.
+
+    Several parts may be sent at once, also from several ranks. The first answer must not decide what the worker does
+    next.
     """
     with plain_server(tmp_path, nn.Linear(2000, 20), part_bytes=2**16) as server:
         site = WireSite(server.url)
@@ -140,7 +155,10 @@ def refused(site: WireSite) -> str:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("min_sites", "waits"), [(None, True), (1, False)])
-def test_says_that_the_round_waits(tmp_path: Path, min_sites: int | None, waits: bool) -> None:
+def test_a_refusal_says_whether_the_round_waits(tmp_path: Path, min_sites: int | None, waits: bool) -> None:
+    """The error of a refused update says whether the round waits for a new update, or continues with the other
+    updates.
+    """
     with serve(tmp_path, **COUNTED, **{"rounds.min_sites": min_sites}) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")
         told, status = refused(a), server.status().fragments[0]
@@ -149,6 +167,7 @@ def test_says_that_the_round_waits(tmp_path: Path, min_sites: int | None, waits:
 
 
 def test_a_full_stop_precedes_the_remedy() -> None:
+    """The text of an error has a full stop before the remedy, unless the message already ends with punctuation."""
     assert str(UpdateRefused("it ended: no such column", "Look at the data.")) == (
         "it ended: no such column. Look at the data."
     )
@@ -166,8 +185,12 @@ def test_refuses_a_message_that_is_too_long(server: atoll.Server) -> None:
 
 
 @pytest.mark.covers("F31", "F6")
-def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
-    """The site is stubborn: it joins again. Atoll's own loops end after the fifth."""
+def test_a_site_fails_after_five_consecutive_refusals(tmp_path: Path) -> None:
+    """After five refused updates in a row, the status says that the site has failed. An accepted update starts a new
+    count, a further join does not.
+
+    The count of all refused updates continues after a restart.
+    """
 
     def states_after(site: WireSite, count: int) -> list[str]:
         """The site's state at the server after each of so many refused updates."""
@@ -197,7 +220,10 @@ def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F31")
 def test_a_site_ends_after_five_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Three that are refused, a good one, from which on it is counted anew, and five that are refused."""
+    """A worker ends with an error after five refused updates in a row.
+
+    Here three updates are refused, one is accepted, and five more are refused, so that the worker trains nine times.
+    """
     nan, trained = float("nan"), 0
     values = iter([nan] * 3 + [0.0] + [nan] * 5)
 
@@ -243,6 +269,7 @@ def few_cases(most: int) -> settings:
 @schema.parametrize()
 @few_cases(4)
 def test_every_answer_is_documented(case: schemathesis.Case) -> None:
+    """Every answer of the server to generated requests is one that `/openapi.json` documents."""
     require_documented(case)
 
 
@@ -250,6 +277,7 @@ def test_every_answer_is_documented(case: schemathesis.Case) -> None:
 @schema.parametrize()
 @few_cases(24)
 def test_every_answer_to_many_requests_is_documented(case: schemathesis.Case) -> None:
+    """Every answer of the server to many generated requests is one that `/openapi.json` documents."""
     require_documented(case)
 
 
@@ -258,15 +286,15 @@ def require_documented(case: schemathesis.Case) -> None:
     case.call_and_validate(timeout=30.0, excluded_checks=[positive_data_acceptance])
 
 
-def test_every_problem_has_a_status() -> None:
+def test_every_problem_code_has_an_http_status() -> None:
     """Each problem code of each operation has an HTTP status in STATUS_OF."""
     from atoll.protocol.openapi import OPERATIONS, STATUS_OF
 
     assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()
 
 
-def test_the_document_defines_what_it_names(url: str) -> None:
-    """/openapi.json defines the schemas that it refers to, and no others; each operation has its own id."""
+def test_the_openapi_document_defines_all_used_schemas(url: str) -> None:
+    """`/openapi.json` defines exactly the schemas that it refers to. Each operation has its own id."""
     _, document = get(url, "/openapi.json")
     referred = set(re.findall(r"'#/components/schemas/(\w+)'", str(document)))
     assert referred | {"Problem"} == set(document["components"]["schemas"])

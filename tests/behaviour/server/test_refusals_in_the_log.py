@@ -33,10 +33,12 @@ def refused_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.covers("X3")
-def test_logs_and_counts_requests_without_the_token(
+def test_requests_without_a_valid_token_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests with a wrong token and two without one are five in the metrics, and one line each in the log."""
+    """Three requests with a wrong token and two without one count as five in the metrics, and give one log line each
+    kind. The log does not have the token.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for sent in 3 * ["Bearer wrong"] + 2 * [""]:
@@ -49,8 +51,10 @@ def test_logs_and_counts_requests_without_the_token(
 
 
 @pytest.mark.covers("X3")
-def test_logs_and_counts_a_site_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A site with another model is named in the server's log with the reason, once, and counted each time."""
+def test_sites_with_another_model_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site with another model tries to join three times, the log has one line with the reason, and the metrics
+    count three.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for _ in range(3):
             body = {"protocol": routes.PROTOCOL, "site": "a", "schema_digest": "0" * 64}
@@ -61,8 +65,10 @@ def test_logs_and_counts_a_site_that_does_not_fit(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.covers("X3")
-def test_logs_and_counts_requests_for_a_foreign_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two requests of a web page with its own host name are counted by themselves, and one line of the log."""
+def test_requests_for_another_host_are_counted_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Requests whose host name is that of a foreign web page count separately in the metrics. Two of them give one log
+    line.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for _ in range(2):
             assert get(server.url, routes.RUN, Host="evil.example")[0] == 401
@@ -72,8 +78,10 @@ def test_logs_and_counts_requests_for_a_foreign_host(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.covers("X3")
-def test_a_site_that_waits_is_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The disk is full while a site joins: it joins at its next attempt, and the log has no refusal."""
+def test_a_join_that_waits_is_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the disk is full while a site joins, the site joins at its next attempt. Neither the log nor the metrics count
+    a refusal.
+    """
     body = {"protocol": routes.PROTOCOL, "site": "a"}
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         with failpoints("journal.commit=enospc@1"):
@@ -83,7 +91,9 @@ def test_a_site_that_waits_is_not_refused(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_says_the_same_refusal_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """Within a minute a refusal is only counted; the next line says how many there were since the last one."""
+    """Within a minute, the same refusal is only counted. The next log line says how many there were since the last
+    line.
+    """
     now_s = 0.0
     refusals = Refusals(lambda: now_s)
     for second in (0.0, 1.0, REPEAT_S - 1, REPEAT_S, REPEAT_S + 1, 2 * REPEAT_S):
@@ -94,8 +104,8 @@ def test_says_the_same_refusal_again_after_a_minute(caplog: pytest.LogCaptureFix
     assert refusals.counts["token"] == 6
 
 
-def test_a_flood_of_refusals_makes_few_lines(caplog: pytest.LogCaptureFixture) -> None:
-    """A scanner from many addresses gets a hundred lines a minute, and every request is counted."""
+def test_many_refusals_cause_few_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Refusals of many addresses give at most a fixed number of log lines a minute. Every request is counted."""
     refusals = Refusals(lambda: 0.0)
     for number in range(10 * MOST_SAID):
         refusals.note("token", f"refused a request from 10.0.0.{number}")
@@ -103,8 +113,10 @@ def test_a_flood_of_refusals_makes_few_lines(caplog: pytest.LogCaptureFixture) -
     assert refusals.counts["token"] == 10 * MOST_SAID
 
 
-def test_reports_a_site_beyond_the_expected_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With two expected sites, a third name is reported, with the name of a silent site that it resembles."""
+def test_a_site_beyond_the_expected_number_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a third site joins a run of two expected sites, the log reports it once, with the silent site that its name
+    resembles.
+    """
     caplog.set_level(logging.WARNING)
     with plain_server(tmp_path, nn.Linear(2, 1), **{"rounds.sites": 2}) as server:
         lease = joined(server.url, "clinic-a")
@@ -121,10 +133,12 @@ def test_reports_a_site_beyond_the_expected_number(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(("method", "body"), [("HEAD", b""), ("GET", b"ok\n")])
-def test_answers_health_checks_without_naming_its_software(
+def test_health_checks_do_not_show_the_servers_software(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, body: bytes
 ) -> None:
-    """Load balancers ask with HEAD or GET and no token; no answer says which versions of Python and aiohttp run."""
+    """Load balancers get an answer to HEAD or GET without a token. No answer shows the versions of Python and
+    aiohttp.
+    """
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         request = urllib.request.Request(server.url + routes.HEALTH, method=method)

@@ -43,7 +43,11 @@ def tiny(seed: int = 0) -> nn.Module:
 
 @pytest.mark.covers("D1", "P8", "L15", "L22")
 def test_fedavg_takes_the_weighted_mean(tmp_path: Path) -> None:
-    """The mean of a metric is over the sites that reported it, by the weights of their updates."""
+    """FedAvg gives the weighted mean of the sites' parameters, and the maximum of their integer counters. Every site
+    ends with the result's bits.
+
+    The mean of a metric uses only the sites that reported it, with the weights of their updates.
+    """
     start = tiny()
     reports = {"a": {"loss": 1.0, "accuracy": 0.25}, "b": {"loss": 4.0}, "c": {"accuracy": 0.75, "auc": 0.5}}
     amounts, weights = {"a": 1.0, "b": 4.0, "c": 5.0}, {"a": 1.0, "b": 2.0, "c": 5.0}
@@ -94,8 +98,8 @@ def test_fedavg_takes_the_weighted_mean(tmp_path: Path) -> None:
     assert first.total_weight is None, "no reducer needs it, so that it is not kept"
 
 
-def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
-    """Weight, metrics, times and bytes of each site: in the metrics file, and in the status, also after a restart."""
+def test_metrics_show_each_sites_own_figures(tmp_path: Path) -> None:
+    """The metrics file and the status have each site's weight, metrics, times and bytes, also after a restart."""
     settings = {"sites": 2, "rounds": 2}
 
     def train(site: str) -> None:
@@ -128,10 +132,11 @@ def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
     assert [json.loads(line)["sites"] for line in path.read_text().splitlines()] == told
 
 
-def test_a_start_completes_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start compares the last three rounds of the file here, else 20.
+def test_a_start_completes_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start adds the rounds that `metrics.jsonl` lacks, and repairs an incomplete or repeated line.
 
-    The whole file, of a long run, is compared only if they differ.
+    The start compares only the last rounds of the file: here 3, in general 20. It compares the whole file only if those
+    rounds differ.
     """
     monkeypatch.setattr(status_messages, "HISTORY", 3)
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=6) as world:
@@ -159,8 +164,10 @@ def test_a_start_completes_the_metrics(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.covers("L15", "F31")
-def test_huge_finite_numbers_stop_no_run(tmp_path: Path) -> None:
-    """Products with weights, sums and squares overflow; the means of the metrics, and the model, are finite."""
+def test_a_run_survives_huge_finite_numbers(tmp_path: Path) -> None:
+    """If weights, metrics and updates are so large that their products or sums overflow, the model and the metrics'
+    means are still finite.
+    """
     model, rounds = {"w": torch.zeros(3, dtype=torch.float64)}, []
     largest = sys.float_info.max
     reports = {"a": {"perplexity": math.exp(705), "big": largest}, "b": {"big": largest}, "c": {"big": largest}}
@@ -179,6 +186,7 @@ def test_huge_finite_numbers_stop_no_run(tmp_path: Path) -> None:
 
 
 def test_refuses_weights_that_may_overflow(tmp_path: Path) -> None:
+    """The server refuses an `aggregation.max_weight` so large that a sum of weights could overflow."""
     with pytest.raises(ConfigError, match="max_weight"):
         plain_server(tmp_path, tiny(), **{"aggregation.max_weight": 1.7e308})
 
@@ -188,7 +196,9 @@ WORKERS, ROUNDS = 200, 2
 
 @pytest.mark.covers("L17")
 async def test_two_hundred_workers_take_part_in_every_round(tmp_path: Path) -> None:
-    """All of them wait for the version at once, pull at once, and send at once."""
+    """Two hundred workers wait for a version, download it and send updates at the same time. Each takes part in every
+    round.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -208,8 +218,10 @@ async def test_two_hundred_workers_take_part_in_every_round(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("L24", "L14")
-def test_warns_of_a_pseudo_gradient_of_zeros(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The one local step, which is the round, has a learning rate of 0."""
+def test_a_zero_pseudo_gradient_causes_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a DiLoCo round leaves the parameters unchanged, here with a learning rate of 0, the log warns that the
+    pseudo-gradient is zero.
+    """
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     settings = {"algorithm.name": "diloco", "rounds.total": 1, "diloco.sync_every": 1}
@@ -230,10 +242,10 @@ def test_warns_of_a_pseudo_gradient_of_zeros(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.covers("P18", "D1", "D9", "P8")
 @pytest.mark.parametrize(("workers", "codec"), [(4, "none"), (2, "int8")], ids=["whole", "int8-both-ways"])
 def test_a_larger_model_takes_no_more_memory(workers: int, codec: str) -> None:
-    """At a size that a test can afford: 0.06 and 0.18 GB, in processes of their own, through files.
+    """With a model of 0.18 GB, neither server nor workers take more anonymous memory than with one of 0.06 GB.
 
-    What it shows is that anonymous memory does not follow: 0.12 GB more of model at each worker, and with four workers
-    1.4 GB more of updates and versions at the server. `python bench/largest_round.py` does it with 5 GB, or what fits.
+    The versions and updates are in files. `python bench/largest_round.py` shows this with 5 GB, or with as much as
+    fits.
     """
     how: dict[str, Any] = {"workers": workers, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
     small, large = (measure(Bench(gb=gb, **how), lambda _: None) for gb in (0.06, 0.18))
@@ -256,13 +268,21 @@ GB = 10**9
     ],
     ids=["all", "disk", "memory", "none"],
 )
-def test_the_largest_round_fits_disk_and_memory(disk: int, memory: int, fits: float) -> None:
+def test_the_largest_rounds_model_fits_disk_and_memory(disk: int, memory: int, fits: float) -> None:
+    """The bench program `largest_round` chooses the largest model, up to 5 GB, that fits the free disk space and
+    memory.
+
+    Free space for files limits it to 0.9 · disk / 17, and free memory to 0.75 · memory / 4.
+    """
     assert largest_round.largest_gb(5.0, 4, disk, memory) == fits
 
 
 @pytest.mark.slow
 @pytest.mark.covers("P18", "D1", "D9")
-def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
+def test_the_largest_round_program_reports_success(tmp_path: Path) -> None:
+    """The bench program `largest_round` compares rounds of two model sizes, prints the sizes and the result, and ends
+    with code 0.
+    """
     words = ("--gb=0.1", "--workers=1", "--rounds=2", f"--dir={tmp_path}")
     argv = [sys.executable, str(Path(largest_round.__file__)), *words]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
@@ -275,7 +295,9 @@ def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D2")
 def test_receiving_a_part_builds_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
+    """While the server receives a part, it makes no torch tensor, and Python holds less than half of the part's
+    bytes.
+    """
     from atoll.transport import request_body
 
     made, peak_bytes = list[str](), list[int]()
@@ -314,7 +336,7 @@ def test_receiving_a_part_builds_no_tensor(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_many_tensors_travel_as_one_stream(tmp_path: Path) -> None:
-    """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
+    """A model of 5,000 small tensors is uploaded in one part: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with plain_server(tmp_path, model, rounds=1) as server:
         with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:

@@ -46,8 +46,12 @@ def outcomes(folder: Path) -> list[tuple[str, int, str]]:
     return [tuple(row) for row in ask_journal(folder, "SELECT site, base_version, state FROM tickets ORDER BY ticket")]
 
 
-def test_a_version_is_made_from_the_other_sites(tmp_path: Path) -> None:
-    """In round 1 a moves by 2 and b sits out: the version is 2. In round 2 both move, by 1 and by 3: it is 4."""
+def test_a_round_averages_only_sites_that_train(tmp_path: Path) -> None:
+    """If a site sits out a round, the version is made from the other sites' updates. The status and the log say who sat
+    out.
+
+    In round 1, `a` moves by 2 and `b` sits out, so the model is 2. In round 2, they move by 1 and 3: the model is 4.
+    """
     with World(tmp_path, START, rounds=2) as world:
         up = world.sites["b"].worker.bytes_up
         sit_out(world, "b", 1, metrics={"loss": 7.0})
@@ -71,7 +75,9 @@ def test_a_version_is_made_from_the_other_sites(tmp_path: Path) -> None:
 
 
 def test_rounds_without_updates_make_no_version(tmp_path: Path) -> None:
-    """Four rounds: all count towards the total, no outer step is made, and the third one warns once."""
+    """Rounds that every site sits out count towards the total of rounds, but make no version. After three in a row, the
+    status warns once.
+    """
     start = {"w": torch.tensor([1.0, -2.0])}
     with World(tmp_path, start, rounds=4, **MOMENTUM) as world:
         for number in (1, 2, 3, 4):
@@ -86,8 +92,11 @@ def test_rounds_without_updates_make_no_version(tmp_path: Path) -> None:
     assert {state for _, _, state in outcomes(tmp_path)} == {"sat out"}
 
 
-def test_records_each_round_without_updates(tmp_path: Path) -> None:
-    """Round 1 of three ends without a version, round 2 makes version 1, and a restarted server sits out round 3."""
+def test_a_round_without_updates_is_recorded(tmp_path: Path) -> None:
+    """The status and the history record a round that every site sat out, with no version, also after a restart.
+
+    Rounds 1 and 3 are sat out, and round 2 makes version 1. The restart is in round 3.
+    """
     state = tmp_path / "state"
     expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
     with World(tmp_path, START, "a", rounds=3) as world:
@@ -106,10 +115,11 @@ def test_records_each_round_without_updates(tmp_path: Path) -> None:
 
 
 def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> None:
-    """Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1.
+    """If the newest version is damaged, the next round gets a new number and begins from the version before it.
 
-    The site submits its update of round 2 again: the model is 2 after round 4, and 3 after round 5, for which the
-    server is started again.
+    Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1.
+
+    The site submits its update of round 2 again. The model is 2 after round 4, and 3 after round 5.
     """
     with World(tmp_path, START, "a", rounds=5) as world:
         world.move("a", 1, 1.0)
@@ -139,8 +149,12 @@ def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) -> None:
-    """With momentum 0.5 and updates of 1 in rounds 1 and 3: 1, then 1 + 1.5 = 2.5; a step in round 2 would add 0.5."""
+def test_a_round_without_updates_makes_no_outer_step(tmp_path: Path) -> None:
+    """In a round that every site sits out, the outer optimizer makes no step, not even with momentum.
+
+    With momentum 0.5 and updates of 1 in rounds 1 and 3, the model is 1, then 1 + 1.5 = 2.5. A step in round 2 would
+    add 0.5.
+    """
     with World(tmp_path, START, "a", rounds=3, **MOMENTUM) as world:
         world.move("a", 1, 1.0)
         sit_out(world, "a", 2)
@@ -149,8 +163,10 @@ def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) 
         assert [(each.round, each.version) for each in world.status.history] == [(1, 1), (2, None), (3, 2)]
 
 
-def test_sitting_out_counts_not_for_min_sites(tmp_path: Path) -> None:
-    """Two updates are needed and only one is there: the round waits and says why, until a third site trains."""
+def test_sites_that_sit_out_do_not_count(tmp_path: Path) -> None:
+    """A site that sits out does not count towards `rounds.min_sites`: the round waits and says why, until a third site
+    trains.
+    """
     with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
         world.move("a", 1, 2.0)
         sit_out(world, "b", 1)
@@ -162,8 +178,8 @@ def test_sitting_out_counts_not_for_min_sites(tmp_path: Path) -> None:
         assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_new_process_may_train_after_all(tmp_path: Path) -> None:
-    """The round of two updates waits because b sat out; b's next process has samples, and the round ends."""
+def test_a_restarted_site_may_train_after_sitting_out(tmp_path: Path) -> None:
+    """If a site sat out a round that is still open, a new process of this site can train in it."""
     with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
         world.move("a", 1, 2.0)
         sit_out(world, "b", 1)
@@ -175,8 +191,8 @@ def test_a_new_process_may_train_after_all(tmp_path: Path) -> None:
     assert "sat out" not in summary.line()
 
 
-def test_a_quorum_waits_for_updates_not_for_sites(tmp_path: Path) -> None:
-    """Of three sites two train: the quorum of 2 is there without c, long before the deadline."""
+def test_a_quorum_counts_updates_not_sites(tmp_path: Path) -> None:
+    """With a quorum of 2, a round of three sites ends at its second update, although the third site sits out."""
     rules = {"rounds.quorum": 2, "rounds.deadline_s": 1000.0}
     with World(tmp_path, START, "abc", rounds=1, **rules) as world:
         sit_out(world, "c", 1)
@@ -185,8 +201,8 @@ def test_a_quorum_waits_for_updates_not_for_sites(tmp_path: Path) -> None:
         assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
-def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
-    """One of three sites is drawn for a round; those that sit out are replaced, one by one, until one trains."""
+def test_a_sampled_site_that_sits_out_is_replaced(tmp_path: Path) -> None:
+    """If a site sampled for a round sits out, another site is sampled in its place, until one trains."""
     rules = {"rounds.sample_fraction": 0.3, "rounds.sample_min": 1}
     with World(tmp_path, START, "abc", rounds=1, **rules) as world:
         world.join()
@@ -199,8 +215,10 @@ def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", [{}, {"async.enabled": True, "async.buffer_size": 2}], ids=["sync", "async"])
-def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules: dict[str, Any]) -> None:
-    """Round 1 is sat out by both, round 2 by b before the restart: b gets no second ticket, a's update is round 2's."""
+def test_a_restart_remembers_which_sites_sat_out(tmp_path: Path, rules: dict[str, Any]) -> None:
+    """After a restart, a site that sat out the open round gets no second ticket. The round ends with the other site's
+    update.
+    """
     with World(tmp_path, START, rounds=2, **rules) as world:
         for site in "ab":
             sit_out(world, site, 1)
@@ -220,8 +238,11 @@ def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules:
     ],
     ids=["ticket", "round"],
 )
-def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str) -> None:
-    """Both sites have sat out round 1, with tickets 1 and 2, and b round 2."""
+def test_an_audit_notices_deleted_sat_out_entries(tmp_path: Path, change: str, told: str) -> None:
+    """If a row about a site or a round that sat out is deleted from the journal, the audit fails and says which.
+
+    Both sites sat out round 1 with tickets 1 and 2, and `b` sat out round 2.
+    """
     with World(tmp_path, START, rounds=2) as world:
         for site in "ab":
             sit_out(world, site, 1)
@@ -238,7 +259,11 @@ def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str
 
 
 def test_a_restart_ends_no_round_twice(tmp_path: Path) -> None:
-    """Three of five rounds are sat out before the restart; the fourth is still open after it, and the warning stays."""
+    """After a restart, the count of rounds and the warning about rounds in a row that were sat out continue as before.
+
+    Three of five rounds are sat out before the restart. The fourth is still open after it, and its update ends the
+    warning.
+    """
     with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
             sit_out(world, "a", number)
@@ -252,7 +277,9 @@ def test_a_restart_ends_no_round_twice(tmp_path: Path) -> None:
 
 
 def test_a_site_sits_out_once(tmp_path: Path) -> None:
-    """The message may be repeated; after an update it is refused, and an update after it, too."""
+    """A site may send the message that it sits out twice. After an update, this message is refused, and so is an update
+    after sitting out.
+    """
     with World(tmp_path, START, rounds=1) as world:
         a, b = world.sites["a"], world.sites["b"]
         sit_out(world, "b", 1)
@@ -268,8 +295,11 @@ def test_a_site_sits_out_once(tmp_path: Path) -> None:
     assert sorted(outcomes(tmp_path)) == [("a", 0, "counted"), ("b", 0, "sat out")]
 
 
-def test_sitting_out_keeps_what_encoding_lost(tmp_path: Path) -> None:
-    """int8 with scale 1: 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3, whatever came between."""
+def test_sitting_out_keeps_the_codecs_rounding_error(tmp_path: Path) -> None:
+    """The rounding error that a site's codec keeps for its next update survives a round that the site sits out.
+
+    With int8 of scale 1, 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3.
+    """
     with World(tmp_path, START, "a", rounds=3, codec="int8") as world:
         for number in (1, 3):
             world.move("a", number, -torch.tensor([127.0, 0.28]))
@@ -280,9 +310,8 @@ def test_sitting_out_keeps_what_encoding_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fednova", "fedprox", "scaffold", "fedadam"])
 def test_every_algorithm_lets_sites_sit_out(tmp_path: Path, algorithm: str) -> None:
-    """A site may sit out without steps, without a correction and without loading the model.
-
-    The run comes to its end.
+    """With every algorithm, a site may sit out a round without steps, without a correction and without loading the
+    model. The run ends as usual.
     """
     with World(tmp_path, nn.Linear(2, 1), "a", algorithm=algorithm, rounds=2) as world:
         model = nn.Linear(2, 1)
@@ -296,10 +325,10 @@ def test_every_algorithm_lets_sites_sit_out(tmp_path: Path, algorithm: str) -> N
         assert world.version == 0
 
 
-def test_an_asynchronous_step_waits_for_no_idle_site(tmp_path: Path) -> None:
-    """A buffer of two: b sits out, so a's update alone makes version 1, and b goes on from that one.
+def test_an_async_buffer_ignores_idle_sites(tmp_path: Path) -> None:
+    """With a buffer of two, a site that sits out is not awaited: the update of the other site alone makes version 1.
 
-    Then both sit out, which ends the second and last round.
+    Then both sites sit out, which ends the second and last round.
     """
     rules = {"async.enabled": True, "async.buffer_size": 2}
     with World(tmp_path, START, rounds=2, **rules) as world:
@@ -317,10 +346,12 @@ def vector() -> Weights:
 
 
 @pytest.mark.parametrize("tau", [0, 1])
-def test_a_diloco_site_may_have_weight_zero(tmp_path: Path, tau: int) -> None:
-    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both.
+def test_a_diloco_site_with_weight_zero_sits_out(tmp_path: Path, tau: int) -> None:
+    """A DiLoCo loop with weight 0 sits out every round, but follows the model of the others.
 
-    Without a delay, half of the local model is mixed into each version at a, where both are equal, and nothing at b.
+    Site `a` moves by 1 in each of two rounds and site `b`, with weight 0, by 10. At the end, both have the same model.
+
+    Without a delay, half of the local model is mixed into each version at `a`, and nothing at `b`.
     """
     rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
     if tau:
@@ -355,8 +386,8 @@ def test_a_diloco_site_may_have_weight_zero(tmp_path: Path, tau: int) -> None:
         assert all(each.sat_out == ["b"] for each in server.status().history)
 
 
-def test_a_script_alone_sits_out_its_only_round(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a server, nothing is checked or sent, and the model stays."""
+def test_a_script_without_a_server_may_sit_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A script without a server can submit with weight 0: the log says that it sat out, and the model stays."""
     caplog.set_level(logging.INFO)
     model = vector()
     with atoll.join() as worker:
@@ -367,8 +398,8 @@ def test_a_script_alone_sits_out_its_only_round(caplog: pytest.LogCaptureFixture
     assert any("sat out the round" in line for line in logged(caplog))
 
 
-def test_the_functional_way_sits_out_a_round_too(tmp_path: Path) -> None:
-    """`send` with weight 0, like `submit`."""
+def test_the_functional_interface_can_sit_out(tmp_path: Path) -> None:
+    """`atoll.functional.send` with weight 0 sits out a round, as `submit` with weight 0 does."""
     with plain_server(tmp_path, START, sites=1, rounds=2) as server:
         atoll.functional.init(server.url, "a", folder=tmp_path / "w")
         for weight in (0, 1):
@@ -393,8 +424,10 @@ with atoll.join() as worker:
 
 
 @pytest.mark.slow
-def test_a_simulated_site_sits_out_rounds(tmp_path: Path) -> None:
-    """Of two sites one never trains, and the other one not in round 2: two versions in three rounds, each + 1."""
+def test_simulated_sites_can_sit_out_rounds(tmp_path: Path) -> None:
+    """In a simulation of two sites, one never trains and the other sits out round 2. Three rounds give two versions,
+    each with + 1.
+    """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {

@@ -128,8 +128,12 @@ IN_BFLOAT16 = ("momentum", "scaffold", "residuals", "rules")
         for dtype in (torch.float32, torch.bfloat16)
     ],
 )
-def test_a_loaded_run_goes_on_as_the_saved_one(tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """The same versions and states, bit by bit, though the start repeats none of the settings."""
+def test_a_loaded_run_continues_as_the_saved_one(tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """A run that is started from a saved state gives the same versions and states, bit for bit, as the run that was
+    saved.
+
+    The start repeats none of the saved settings.
+    """
     build = lambda: Net(dtype)  # noqa: E731
     with plain_server(tmp_path, build(), **(TWO | settings)) as server:
         play(server, tmp_path, 2, build)
@@ -155,8 +159,10 @@ def stack() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
 
 
-def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
-    """After 5 steps, two of three fragments have one version more than the third."""
+def test_each_fragment_continues_from_its_own_version(tmp_path: Path) -> None:
+    """A loaded state continues each fragment from its own version. After 5 steps, two of three fragments have one
+    version more than the third.
+    """
     settings = {"algorithm.name": "diloco", "K": 3, "H": 3, "rounds.sites": 1, "rounds.total": 4}
 
     def take(server: atoll.Server, folder: Path, steps: int) -> None:
@@ -180,9 +186,9 @@ def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
 
 
 def test_state_can_be_saved_after_the_server_ended(tmp_path: Path) -> None:
-    """The file equals one saved before the end.
+    """The state can be saved after the server has ended. The file equals one that was saved before the end.
 
-    It is refused while another server uses the directory, or if the versions were only in memory.
+    Saving is refused while another server uses the directory, or if the versions were only in memory.
     """
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
         play(server, tmp_path, 2)
@@ -197,8 +203,10 @@ def test_state_can_be_saved_after_the_server_ended(tmp_path: Path) -> None:
         server.save_state(tmp_path / "memory.safetensors")
 
 
-def test_a_loaded_finished_run_may_train_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start that finds the run finished writes the result once."""
+def test_a_loaded_finished_run_can_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved run that is finished stays finished when it is loaded, and its result is written once. With a higher
+    `rounds.total`, it trains on.
+    """
     with plain_server(tmp_path, Net(), **(TWO | {"rounds.total": 2})) as server:
         play(server, tmp_path, 2)
         server.run()
@@ -216,10 +224,11 @@ def test_a_loaded_finished_run_may_train_further(tmp_path: Path, monkeypatch: py
 
 
 def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
-    """Site a has submitted to round 2, of which the saved state knows nothing; it need not train again.
+    """A saved state does not have the updates of the open round. A site that had submitted one sends it again, without
+    training again.
 
-    The sites have taken tickets 1 to 4 so far, and these numbers are not used again. What stands for the secrets of
-    their leases is not in the file, which may be passed on.
+    The used ticket numbers 1 to 4 are not used again. The file has nothing about the secrets of leases, because it may
+    be passed on.
     """
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **TWO) as server:
         sites = manual_sites(server, tmp_path)
@@ -244,8 +253,10 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
         assert ask_journal(tmp_path / "other", counted) == [(1,), (2,), (5,), (6,)]
 
 
-def test_a_loaded_run_has_a_true_audit_log(tmp_path: Path) -> None:
-    """Version 2 is damaged, so the run goes on from version 1, which is then the loaded one."""
+def test_a_loaded_runs_audit_log_passes(tmp_path: Path) -> None:
+    """If version 2 was damaged and the run fell back to version 1, the audit log of a run loaded from it passes the
+    check.
+    """
     one = {"rounds.sites": 1, "rounds.total": 4}
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **one) as server:
         (site,) = manual_sites(server, tmp_path, "a").values()
@@ -263,8 +274,10 @@ def test_a_loaded_run_has_a_true_audit_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("S2")
-def test_a_loaded_run_knows_new_algorithm_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Site b has lost its control before round 2. The loaded server must not begin anew once more."""
+def test_a_loaded_run_remembers_lost_algorithm_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a site has lost its SCAFFOLD control, the warning that it begins at zero is in the saved state. The loaded
+    server does not add another.
+    """
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with plain_server(tmp_path, Net(), **TWO, **CASES["scaffold"]) as server:
         play(server, tmp_path, 1)
@@ -291,8 +304,8 @@ def first(controller):
 """
 
 
-def test_a_loaded_run_repeats_no_workflow(tmp_path: Path) -> None:
-    """Of two workflows, the first has ended when the state is saved, and training has not begun."""
+def test_a_loaded_run_does_not_repeat_finished_workflows(tmp_path: Path) -> None:
+    """A run that is loaded after the first of its two workflows had ended does not run that workflow again."""
     (tmp_path / "flow.py").write_text(FIRST)
     steps = {"workflow.steps": [{"path": f"{tmp_path / 'flow.py'}:first"}, {"kind": "train"}]}
     with plain_server(tmp_path, Net(), **TWO, **steps) as server:
@@ -303,8 +316,8 @@ def test_a_loaded_run_repeats_no_workflow(tmp_path: Path) -> None:
     assert (tmp_path / "ran").read_text() == "once"
 
 
-def test_a_state_is_of_one_moment(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the rows are read, no other thread can commit a version."""
+def test_a_saved_state_is_consistent(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the server reads the rows for a saved state, no other thread can commit a version."""
     free = []
 
     def try_lock(store: Store) -> None:
@@ -324,7 +337,9 @@ def test_a_state_is_of_one_moment(tmp_path: Path, saved: Path, monkeypatch: pyte
 
 
 def test_the_same_start_continues_a_loaded_run(tmp_path: Path) -> None:
-    """The same program after a kill; the audit log of the new directory agrees with its rows."""
+    """If a program that loads a saved state is started again, it continues the run in the new directory. The audit log
+    there passes the check.
+    """
     with plain_server(tmp_path, Net(), **TWO) as server:
         play(server, tmp_path, 2)
     path = server.save_state(tmp_path / "two.safetensors")
@@ -336,7 +351,8 @@ def test_the_same_start_continues_a_loaded_run(tmp_path: Path) -> None:
     assert "restored" in [each.what for each in checked_audit(tmp_path / "other" / "state", 50).last]
 
 
-def test_a_directory_with_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_state_is_not_loaded_over_a_run(tmp_path: Path) -> None:
+    """A saved state is not loaded into a directory that has a run already. That run stays as it was."""
     with plain_server(tmp_path, Net(), **TWO) as server:
         play(server, tmp_path, 1)
         path = server.save_state(tmp_path / "one.safetensors")
@@ -377,9 +393,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"round.total": 3}, "round"),
     ],
 )
-def test_other_fixed_settings_are_refused_by_name(
+def test_a_loaded_run_refuses_other_fixed_settings(
     tmp_path: Path, saved: Path, settings: dict[str, Any], told: str
 ) -> None:
+    """If a start loads a state with other values of settings that are fixed for a run, it is refused. The error has the
+    setting's name.
+    """
     with pytest.raises(ConfigError, match=told):
         loaded(saved, tmp_path, **settings).start()
     assert not (tmp_path / "state").exists()
@@ -387,8 +406,10 @@ def test_other_fixed_settings_are_refused_by_name(
         assert server.status().version == 1
 
 
-def test_a_state_has_no_settings_of_the_machine(tmp_path: Path, saved: Path) -> None:
-    """The saved run also had a port, a folder, a limit of disk space and a file of its model. Parts keep their size."""
+def test_a_saved_state_omits_machine_settings(tmp_path: Path, saved: Path) -> None:
+    """A saved state leaves out settings of the machine, such as port, folder, disk limit and the file of the model. The
+    size of parts is kept.
+    """
     own = {"model.source": str(saved), "network.part_bytes": 2**17}
     with plain_server(tmp_path, **TWO, **own) as server:
         path = server.save_state(tmp_path / "own.safetensors")
@@ -396,14 +417,20 @@ def test_a_state_has_no_settings_of_the_machine(tmp_path: Path, saved: Path) -> 
     assert SavedState.read(path).values == kept
 
 
-def test_other_settings_are_named_in_the_log(tmp_path: Path, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_lists_replaced_settings(tmp_path: Path, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a start loads a state with other values of settings that may change, the log lists each new value with the old
+    one.
+    """
     with loaded(saved, tmp_path, **{"rounds.total": 9, "rounds.min_sites": 2}) as server:
         assert server.status().rounds == 9
     assert "rounds.total = 9 in place of 4; rounds.min_sites = 2 in place of nothing" in caplog.text
 
 
-def test_code_is_never_loaded_from_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A path in the settings must be given again; filters that a program passed are named."""
+def test_code_is_never_loaded_from_a_saved_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A state with code in its settings loads only if the start gives the path of the code again.
+
+    If the saved run had filters from its program and the new start has none, the log warns.
+    """
     path, setting = f"{__name__}:Own", "algorithm.outer_optimizer"
     settings = TWO | {f"{setting}.path": path, f"{setting}.lr": 0.5}
     with plain_server(tmp_path, Net(), filters=[NormClip(1.0)], **settings) as server:
@@ -420,7 +447,8 @@ def test_code_is_never_loaded_from_a_state(tmp_path: Path, caplog: pytest.LogCap
     [{"run.name": "exp: lr 0.1"}, {"model.buffers": {"x:*": "first"}}, {"algorithm.outer_lr_of": {"*[!:]": 0.5}}],
     ids=lambda each: min(each),
 )
-def test_a_colon_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_colon_does_not_make_code_paths(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """A setting whose text has a colon, such as a run name, loads from a saved state like any other."""
     with plain_server(tmp_path, Net(), **TWO, **settings) as server:
         state = server.save_state(tmp_path / "own.safetensors")
     with loaded(state, tmp_path / "other") as server:
@@ -428,7 +456,10 @@ def test_a_colon_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) ->
 
 
 def test_a_starts_setting_replaces_a_saved_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Two settings: a name with a colon, and a reducer given by a path, for which the start chooses the mean."""
+    """A setting of the start replaces the saved setting, and the log says both values.
+
+    A saved reducer that is a code path is refused, unless the start chooses another reducer.
+    """
     own = {"aggregation.reducer": {"path": f"{__name__}:OwnMean"}}
     with plain_server(tmp_path, Net(), **TWO, **own, **{"run.name": "exp: 1"}) as server:
         state = server.save_state(tmp_path / "own.safetensors")
@@ -477,7 +508,10 @@ def saved_anew(path: Path) -> None:
         (lambda path: (path.unlink(), path.mkdir()), r"cannot be read \(Is a directory\)"),
     ],
 )
-def test_no_state_is_told_as_such(tmp_path: Path, saved: Path, change: Callable[[Path], object], told: str) -> None:
+def test_refuses_files_without_state(tmp_path: Path, saved: Path, change: Callable[[Path], object], told: str) -> None:
+    """A file that is missing, damaged or has no state of a run is refused with a message that says so. No folder is
+    made.
+    """
     shutil.copy(saved, path := tmp_path / "state.safetensors")
     change(path)
     with pytest.raises(AtollError, match=told):
@@ -487,8 +521,11 @@ def test_no_state_is_told_as_such(tmp_path: Path, saved: Path, change: Callable[
         assert server.status().version == 1
 
 
-def test_every_flipped_byte_is_noticed(tmp_path: Path, saved: Path) -> None:
-    """Spaces at the end of the header are the only bytes without a meaning, and even these are compared."""
+def test_every_damaged_byte_of_a_state_is_noticed(tmp_path: Path, saved: Path) -> None:
+    """If one bit of a saved state is flipped anywhere, the start refuses the file and makes no folder.
+
+    The only bytes without a meaning are spaces at the end of the header, and they are compared too.
+    """
     size = saved.stat().st_size
     for offset in [3, 9, *range(40, size, size // 40), size - 1]:
         shutil.copy(saved, path := tmp_path / "state.safetensors")
@@ -498,8 +535,8 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, saved: Path) -> None:
         assert not (tmp_path / "state").exists()
 
 
-def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: Path) -> None:
-    """A new run without a model, and a saved one with another algorithm, are refused; the user's folder stays."""
+def test_a_refused_start_writes_nothing(tmp_path: Path, saved: Path) -> None:
+    """If a start is refused, an empty state directory of the user stays empty."""
     (state := tmp_path / "state").mkdir()
     with pytest.raises(ConfigError):
         plain_server(tmp_path, **{"model.source": str(tmp_path / "missing.safetensors")}).start()
@@ -509,8 +546,8 @@ def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: 
     assert list(state.iterdir()) == []
 
 
-def test_saves_a_state_over_no_folder(tmp_path: Path, saved: Path) -> None:
-    """A folder that is missing on the way is made; a path that is itself a folder is refused."""
+def test_a_state_is_not_saved_onto_a_folder(tmp_path: Path, saved: Path) -> None:
+    """`save_state` makes missing folders of its path. It refuses a path that is empty or is a folder."""
     with loaded(saved, tmp_path) as server:
         assert server.save_state(tmp_path / "new" / "sub" / "x.safetensors").is_file()
         for path in ("", tmp_path):
@@ -521,12 +558,14 @@ def test_saves_a_state_over_no_folder(tmp_path: Path, saved: Path) -> None:
 
 
 def test_the_state_of_a_swarm_is_refused(tmp_path: Path) -> None:
+    """If the run is a swarm, `save_state` refuses and suggests `atoll export`."""
     with plain_server(tmp_path, Net(), **{"algorithm.name": "diloco", "swarm.enabled": True, **TWO}) as server:
         with pytest.raises(UsageError, match=r"The run is a swarm.*atoll export"):
             server.save_state(tmp_path / "state.safetensors")
 
 
 def test_a_state_may_be_an_initial_model(tmp_path: Path, saved: Path) -> None:
+    """A new run may start from the model in a saved state. It begins at version 0, with the same tensors."""
     with plain_server(tmp_path, **{"model.source": str(saved)}) as server:
         assert server.status().version == 0
         new = load_file(server.save_state(tmp_path / "new.safetensors"))
@@ -535,7 +574,10 @@ def test_a_state_may_be_an_initial_model(tmp_path: Path, saved: Path) -> None:
 
 
 def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
-    """The loss of every round is the round's number, so the first is the best, and two worse ones end the run."""
+    """A loaded run counts the rounds without an improvement before its state was saved.
+
+    The loss of each round is the round's number. Round 1 is the best, and rounds 2 and 3 end the run.
+    """
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.early_stop_after": 2}
     with plain_server(tmp_path, Net(), **TWO, **settings) as server:
         play(server, tmp_path, 2)
@@ -546,8 +588,11 @@ def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
         assert server.status().finished
 
 
-def test_a_loaded_run_knows_the_total_weight(tmp_path: Path) -> None:
-    """SCAFFOLD's total weight W is 2 in every round: a and b have one each, and c only sits out."""
+def test_a_loaded_run_keeps_scaffolds_total_weight(tmp_path: Path) -> None:
+    """A loaded run continues with the same total weight of SCAFFOLD.
+
+    The total weight is 2 in every round: sites `a` and `b` have weight 1 each, and site `c` only sits out.
+    """
     kept = tmp_path
 
     def play_round(server: atoll.Server, folder: Path, number: int) -> Path:

@@ -50,16 +50,22 @@ START = {"w": torch.ones(4)}
     ],
     ids=["nothing", "opened", "one", "mean", "spent", "late", "last-is-late", "over"],
 )
-def test_the_time_left_follows_the_mean_round(
+def test_the_time_left_follows_the_mean_round_time(
     commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
 ) -> None:
+    """The time left is the mean time of a round times the rounds left, less the time that the open round has taken.
+
+    If the open round is late, only the rounds after it count.
+    """
     from atoll.server.coordinator.roster import left_s
 
     assert left_s(commits_s, commits_left, now_s) == left
 
 
-def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
-    """Rounds of an hour, then as many of a second as are looked at."""
+def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
+    """The time left is based on the most recent rounds: earlier rounds of an hour do not matter after rounds of a
+    second.
+    """
     from atoll.server.coordinator.roster import ROUNDS, TimeLeft
 
     with plain_server(tmp_path, START, rounds=100) as server:
@@ -73,8 +79,11 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
         assert TimeLeft(0, 1).of(run.state, 0.0) is None
 
 
-def test_the_first_round_tells_no_time_left(tmp_path: Path) -> None:
-    """A first round of 60 s, in which sites start, says nothing; a second one of 5 s gives 50 s for ten rounds."""
+def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
+    """The first round, in which sites start, gives no time left. A second round of 5 s gives 50 s for ten rounds.
+
+    With several fragments, this holds for the first round of each fragment.
+    """
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
@@ -95,7 +104,7 @@ def test_the_first_round_tells_no_time_left(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
-    """The round that a restart interrupted gives no time left, however short its rest was; the next one does."""
+    """After a restart, the interrupted round gives no time left. The next round does."""
     told: list[float | None] = []
     for rounds_here in (2, 3):
         with plain_server(tmp_path, START, rounds=9) as server:
@@ -108,7 +117,10 @@ def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X4")
-def test_status_and_log_tell_the_time_left(tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
+def test_status_and_log_show_the_time_left(tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture) -> None:
+    """From the third round on, the status, `atoll status` and the log show the time left. After the end, they do
+    not.
+    """
     caplog.set_level(logging.INFO)
     told: list[float | None] = []
     with plain_server(tmp_path, START, rounds=4) as server:
@@ -128,10 +140,10 @@ def test_status_and_log_tell_the_time_left(tmp_path: Path, nursery: Nursery, cap
 
 
 @pytest.mark.covers("L6", "X4")
-def test_compares_the_speeds_of_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A status with five sites compares their speeds once.
+def test_a_status_compares_site_speeds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status with five sites compares their speeds once, not once for each site.
 
-    Once for each site, with 1,000 of them, would hold up all requests for seconds.
+    With 1,000 sites, a comparison for each would hold up all requests for seconds.
     """
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
     count, alive = itertools.count(), RunCore.alive
@@ -145,8 +157,8 @@ def test_compares_the_speeds_of_sites_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("X4", "L13")
-def test_a_waiting_site_hears_what_is_awaited(tmp_path: Path) -> None:
-    """Which sites, and the time left."""
+def test_a_waiting_site_learns_the_reason(tmp_path: Path) -> None:
+    """The answer to a waiting site says which sites the round waits for, and the time left."""
     with plain_server(tmp_path, START, rounds=5, sites=2) as server:
         a, b = (WireSite(server.url, site) for site in "ab")
         for _ in range(2):
@@ -160,7 +172,7 @@ def test_a_waiting_site_hears_what_is_awaited(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_waiting_worker_prints_the_reason() -> None:
-    """The line has the time waited, the reason and, if known, the time left of the run."""
+    """A waiting worker prints the time it has waited, the reason and, if it is known, the time left of the run."""
     from atoll.protocol import messages
     from atoll.worker.log_lines import in_wait
 
@@ -171,7 +183,8 @@ def test_a_waiting_worker_prints_the_reason() -> None:
     assert in_wait(15.2, reply.model_copy(update={"left_s": None})) == "waiting 15 s: round 2 waits for b"
 
 
-def test_tells_no_time_while_it_waits(tmp_path: Path) -> None:
+def test_no_time_left_while_sites_are_missing(tmp_path: Path) -> None:
+    """If the run waits because a site has left, the status shows no time left."""
     with plain_server(tmp_path, START, rounds=3, sites=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
@@ -186,8 +199,10 @@ def test_tells_no_time_while_it_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L13", "X4")
-def test_names_sites_unheard_since_the_restart(tmp_path: Path, nursery: Nursery) -> None:
-    """The status shows for such a site the version that it had before the restart."""
+def test_status_lists_sites_not_heard_since_restart(tmp_path: Path, nursery: Nursery) -> None:
+    """The status lists the sites that the server has not heard since its restart, with their versions before it, until
+    each sends a heartbeat.
+    """
     settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
 
     def of_a(server: atoll.Server) -> tuple[int, int]:
@@ -227,8 +242,10 @@ def test_names_sites_unheard_since_the_restart(tmp_path: Path, nursery: Nursery)
     [(3600.0, " (declared dead after 3600 s without a heartbeat)"), (0.0, "")],
     ids=["dies", "stays"],
 )
-def test_names_a_site_that_misses_heartbeats(tmp_path: Path, timeout_s: float, then: str) -> None:
-    """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
+def test_status_lists_sites_that_miss_heartbeats(tmp_path: Path, timeout_s: float, then: str) -> None:
+    """If a site is silent for 2.5 heartbeat intervals, the status says so, and when it will be declared dead. A
+    heartbeat ends this.
+    """
     beats = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": timeout_s}
     with plain_server(tmp_path, START, **beats, sites=3) as server:
         sites = {site: WireSite(server.url, site) for site in "abc"}
@@ -246,7 +263,8 @@ def test_names_a_site_that_misses_heartbeats(tmp_path: Path, timeout_s: float, t
 
 
 @pytest.mark.covers("L13")
-def test_status_names_awaited_sites(tmp_path: Path) -> None:
+def test_the_status_shows_awaited_sites(tmp_path: Path) -> None:
+    """The status says how many sites have joined before the first round, and which sites it waits for afterwards."""
     with plain_server(tmp_path, START, sites=2) as server:
         first = manual_sites(server, tmp_path, ["first"])["first"]
         assert first.next_round(wait_s=0.0) is None
@@ -262,8 +280,11 @@ def test_status_names_awaited_sites(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_stop_waits_for_the_end_behind_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guards against `Thread.join`: broken off by a signal, it takes a thread that runs for one that has ended."""
+def test_stop_waits_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Ctrl-C interrupts `server.run()`, `server.stop()` still waits until the server has ended.
+
+    Guards against `Thread.join`: after an interruption by a signal, it takes a running thread for one that has ended.
+    """
     ended, stop = threading.Event(), Coordinator.stop
 
     async def slowly(self: Coordinator) -> None:
@@ -296,7 +317,9 @@ def require_sent_away(
 
 
 @pytest.mark.parametrize("kind", ["tickets", "tasks"])
-def test_ends_waits_when_it_stops(tmp_path: Path, kind: str) -> None:
+def test_a_stopping_server_ends_waiting_requests(tmp_path: Path, kind: str) -> None:
+    """When the server stops, requests that wait for tickets or tasks are answered at once with `busy`."""
+
     def workflow(controller: Any) -> None:
         controller.sites(at_least=2)
 
@@ -305,7 +328,8 @@ def test_ends_waits_when_it_stops(tmp_path: Path, kind: str) -> None:
         require_sent_away(server, WireSite(server.url), f"/v1/{kind}", server.stop, "busy", "The server is stopping")
 
 
-def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
+def test_a_failed_aggregator_ends_waiting_requests(tmp_path: Path) -> None:
+    """If the aggregator fails while a site waits for a ticket, the site gets the error at once, and the run fails."""
     (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
     aggregator = {"aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"}
     with plain_server(tmp_path, START, sites=2, **aggregator) as server:
@@ -319,10 +343,12 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X4")
-def test_the_end_names_missing_sites(
+def test_the_server_names_sites_missing_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log names the site that the server waits for at the end, and then that it did not come."""
+    """At the end of the run, the log has the site that the server waits for, and later that it did not download the
+    result.
+    """
     monkeypatch.setattr("atoll.server.serve.GRACE_S", 0.5)
     monkeypatch.setattr("atoll.server.serve.GRACE_SAID_S", 0.0)
     caplog.set_level(logging.INFO, "atoll.server")
@@ -334,7 +360,8 @@ def test_the_end_names_missing_sites(
 
 
 @pytest.mark.covers("X4")
-def test_the_end_waits_for_loading_sites(tmp_path: Path) -> None:
+def test_the_server_ends_after_sites_loaded_the_result(tmp_path: Path) -> None:
+    """The server keeps running at the end of the run until each site has loaded the result."""
     ended, loaded = threading.Event(), list[float]()
 
     def train() -> None:
@@ -353,7 +380,8 @@ def test_the_end_waits_for_loading_sites(tmp_path: Path) -> None:
     assert loaded == [1.0]
 
 
-def test_does_not_stay_for_its_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_sites_do_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of the sites themselves do not keep the server running at the end of the run."""
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
@@ -365,7 +393,10 @@ def test_does_not_stay_for_its_sites_questions(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_finished_server_stays_for_polling_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client has seen the end; the next has not yet. Only `stop` ends the server earlier."""
+    """After the end of the run, the server stays for clients that ask for the status, until `stop` is called.
+
+    One client has seen the end, and the next has not yet.
+    """
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
         assert not status(server.url).finished
@@ -405,7 +436,9 @@ with atoll.Server({{"w": torch.zeros(4)}}, settings) as server:
 def test_a_program_that_serves_prints_every_line_once(
     tmp_path: Path, nursery: Nursery, before: str, prefix: str
 ) -> None:
-    """A program that has set up logging gets the lines from its own handler alone."""
+    """A program that starts a server prints each log line once. If it has set up logging itself, only its own handler
+    prints the lines.
+    """
     (tmp_path / "serve.py").write_text(SERVES.format(before=before))
     process = nursery.start("serve.py", cwd=tmp_path)
     with atoll.join(url_of(process), site="a", folder=tmp_path / "w") as worker:

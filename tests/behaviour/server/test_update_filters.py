@@ -72,8 +72,10 @@ def zero_linear() -> nn.Linear:
     return model
 
 
-def test_diloco_has_filters_too(tmp_path: Path) -> None:
-    """The gradient of x·w + b is x = (3, 4) and 1, which is dropped: a step of 1 moves w by −(3, 4), clipped to half.
+def test_diloco_applies_a_sites_filters(tmp_path: Path) -> None:
+    """A DiLoCo loop applies its filters to the update: `Drop` removes the bias, and `NormClip` clips the weight.
+
+    The gradient of x·w + b is x = (3, 4) for w and 1 for b. A step of 1 moves w by −(3, 4), which is clipped to half.
 
     The outer step is SGD with a rate of 1.
     """
@@ -89,11 +91,12 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_scaffolds_control_follows_from_what_the_filters_left(tmp_path: Path) -> None:
-    """The gradient at x = (3, 4) is x and 1. A step of η = ½: Δ = (1.5, 2) and ½, which is dropped; the norm 2.5 is
-    clipped to 1.25, so Δ̂ = (0.75, 1).
+def test_scaffolds_control_follows_from_the_filtered_update(tmp_path: Path) -> None:
+    """SCAFFOLD computes a site's control from the filtered update, so that the control does not bypass the filters.
 
-    Δc = Δ̂/η − c = (1.5, 2), where the gradient is (3, 4); nothing of the bias is told. With one site c is c_i.
+    The gradient at x = (3, 4) is x and 1. A step of η = ½ gives Δ = (1.5, 2) and ½, which is dropped.
+
+    The norm 2.5 is clipped to 1.25, so Δ̂ = (0.75, 1), and Δc = Δ̂/η − c = (1.5, 2). With one site, c is c_i.
     """
     filters = [Drop("bias"), NormClip(1.25)]
     with plain_server(tmp_path, zero_linear(), algorithm="scaffold", rounds=2) as server:
@@ -127,10 +130,14 @@ workflow.result_filters = [
 
 
 @pytest.mark.parametrize("given", ["at the site", "by the program", "in the run file"])
-def test_filters_serve_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str) -> None:
-    """a's head is dropped; b moved by (6, 8), of norm 10, and is clipped to 5; n stays at both.
+def test_filters_apply_to_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str) -> None:
+    """Filters may apply to all sites or to one, whether the site, the program or the run file gives them.
 
-    The mean: w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so the 9 of b would have won.
+    The head of `a` is dropped. The change (6, 8) of `b` has norm 10 and is clipped to 5. The integer `n` is dropped for
+    both.
+
+    The mean is w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so without the filter, the 9 of `b` would be the
+    result.
     """
     caplog.set_level(logging.INFO, "atoll.server")
     (tmp_path / "run.toml").write_text(RUN_FILE)
@@ -147,8 +154,12 @@ def test_filters_serve_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCaptur
     assert (told in caplog.text) == (given == "in the run file")
 
 
-def test_buffers_are_filtered_too(tmp_path: Path) -> None:
-    """a's change is (3, 4) and 12 in the buffer, of norm 13: half of it is left. b sends no change of the buffer."""
+def test_filters_apply_to_buffers(tmp_path: Path) -> None:
+    """Filters apply to the changes of buffers and of parameters.
+
+    The change of `a` is (3, 4), and 12 in the buffer, of norm 13: half of it is left. Site `b` sends no change of the
+    buffer.
+    """
     filters = {"a": [NormClip(6.5)], "b": [Drop("*.running_mean")]}
     with filtered(tmp_path, filters=filters) as world:
         found = after_one_round(world, a=become([3.0, 4.0], 0.0, 12.0), b=become([0.0, 0.0], 0.0, 99.0))
@@ -175,7 +186,9 @@ class Arriving:
 @pytest.mark.covers("D7", "D13")
 @pytest.mark.parametrize("how", ["mean", "median", "own", "arriving", "memory"])
 def test_reducers_and_aggregators_see_filtered_updates(tmp_path: Path, how: str) -> None:
-    """The filter halves (2, 4) and (6, 8): their mean, and their median, is (2, 3)."""
+    """Reducers and aggregators get the filtered updates. The filter halves (2, 4) and (6, 8), so that mean and median
+    are (2, 3).
+    """
     (tmp_path / "mine.py").write_text(MEAN + ARRIVING)
     options: dict[str, dict[str, Any]] = {
         "median": {"aggregation.reducer.name": "median"},
@@ -192,7 +205,9 @@ def test_reducers_and_aggregators_see_filtered_updates(tmp_path: Path, how: str)
 @pytest.mark.covers("D13")
 @pytest.mark.parametrize("to_disk", [True, False])
 def test_filtered_updates_are_nameless_files_or_memory(tmp_path: Path, to_disk: bool) -> None:
-    """A machine without a disk has nothing of it in the state directory, not even nameless."""
+    """The server writes filtered updates to files without a name, or keeps them in memory if `disk.in_files` is
+    false.
+    """
     nameless = set[bool]()
 
     class Looking(Filter):
@@ -205,10 +220,11 @@ def test_filtered_updates_are_nameless_files_or_memory(tmp_path: Path, to_disk: 
     assert nameless == {to_disk}
 
 
-def test_a_clipping_reducer_knows_the_filtered_norm(tmp_path: Path) -> None:
-    """Halves of (6, 8) and (0, 4): norms 5 and 2. Clipped to 2.5: (1.5, 2) and (0, 2); the mean is (0.75, 2).
+def test_a_clipping_reducer_uses_the_filtered_norm(tmp_path: Path) -> None:
+    """A clipping reducer clips by the norm of the filtered update, counting only parameters, not the buffer of `a` that
+    moves by 24.
 
-    The norm is that of parameters: a's buffer, which moves by 24, does not count.
+    Halves of (6, 8) and (0, 4) have norms 5 and 2. Clipped to 2.5, they are (1.5, 2) and (0, 2). The mean is (0.75, 2).
     """
     options = {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 2.5}
     with filtered(tmp_path, filters=[Halved()], **options) as world:
@@ -234,7 +250,10 @@ class Spy(Filter):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """The filter reads the whole update, which is lazy, and its metadata."""
+    """A filter that only reads the update and its metadata does not change a bit of the result.
+
+    The filter reads each tensor in chunks, once for each site.
+    """
     Spy.seen.clear()
     Spy.told.clear()
     generator = torch.Generator().manual_seed(0)
@@ -260,8 +279,8 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     assert sorted(Spy.told) == [("a", 1, 0, 1.0, {"loss": 0.5}, -0.5), ("b", 1, 0, 2.0, {"loss": 0.5}, -1.0)]
 
 
-def test_update_filters_leave_scaffold_controls_unchanged(tmp_path: Path) -> None:
-    """The filter halves the parameters only.
+def test_server_filters_do_not_change_scaffold_controls(tmp_path: Path) -> None:
+    """A filter of the server that halves the parameters leaves the controls of SCAFFOLD as the site sent them.
 
     The control c is the mean of the sites' c_i, and a site does not know of the server's filter.
     """
@@ -276,8 +295,8 @@ def test_update_filters_leave_scaffold_controls_unchanged(tmp_path: Path) -> Non
         assert client.round.own_state("control")["w"].tolist() == [1.0, 2.0]
 
 
-def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
-    """Without a change only the noise is left; the same noise twice would not become smaller in the mean."""
+def test_each_site_gets_its_own_noise(tmp_path: Path) -> None:
+    """A filter with noise gives each site different noise. Equal noise would not get smaller in the mean."""
     moved: list[Tensor] = []
 
     class Noted(Filter):
@@ -323,6 +342,9 @@ REFUSED: list[tuple[type[atoll.AtollError], dict[str, Any], str]] = [
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("error", "options", "told"), REFUSED, ids=str)
 def test_refuses_wrong_filters(error: type[atoll.AtollError], options: dict[str, Any], told: str) -> None:
+    """The server refuses filters that are wrong in the settings or in the program's arguments, with a message that says
+    the mistake.
+    """
     if "entry" in options:
         options = {"workflow.result_filters": [options["entry"]]}
     with pytest.raises(error, match=told):
@@ -330,6 +352,7 @@ def test_refuses_wrong_filters(error: type[atoll.AtollError], options: dict[str,
 
 
 def test_filters_come_from_files_and_variables(tmp_path: Path) -> None:
+    """A run file can name a filter in a file beside it. An environment variable can give a list of filters."""
     (tmp_path / "own.py").write_text("from atoll.filters import Filter\nclass Mine(Filter): ...\n")
     (tmp_path / "run.toml").write_text(
         'algorithm.name = "diloco"\nworkflow.result_filters = [{path = "own.py:Mine"}]\n'
@@ -341,7 +364,9 @@ def test_filters_come_from_files_and_variables(tmp_path: Path) -> None:
     assert settings.workflow.result_filters == ({"path": "cast", "args": ["bf16"]},)
 
 
-def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
+def test_set_accepts_a_list_of_filters(nursery: Nursery, tmp_path: Path) -> None:
+    """`--set` accepts a list of filters with their arguments. A value that is no list is refused."""
+
     def shown(value: str) -> Outcome:
         chosen = ("--set", "algorithm.name=fedavg", "--set", f"workflow.result_filters={value}")
         return command(nursery, tmp_path, "config", "show", *chosen)
@@ -354,8 +379,8 @@ def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F14")
-def test_asks_again_for_an_undone_part(tmp_path: Path) -> None:
-    """A late request begins part 0 anew, and never ends it."""
+def test_the_server_asks_again_for_an_unfinished_part(tmp_path: Path) -> None:
+    """If a late request restarts part 0 while the filter works, the server answers that the update lacks this part."""
 
     class Undone(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -367,8 +392,10 @@ def test_asks_again_for_an_undone_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F25")
-def test_a_full_disk_under_filters_is_tried_again(tmp_path: Path) -> None:
-    """The site is told to come back, and does."""
+def test_filters_are_retried_after_a_full_disk(tmp_path: Path) -> None:
+    """If the disk is full while the filter writes, the server answers `disk_full`. The site completes the update again
+    and is accepted.
+    """
     with filtered(tmp_path, sites="a", filters=[Halved()]) as world:
         update = WireSite(world.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
         with failpoints("filters.write=enospc"):
@@ -391,8 +418,12 @@ def test_a_full_disk_under_filters_is_tried_again(tmp_path: Path) -> None:
     ],
     ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
-def test_refuses_an_update_that_a_filter_fails_at(tmp_path: Path, kind: Any, told: str) -> None:
-    """Nothing is left of the update, which is as large as the model, before memory is looked through for cycles."""
+def test_an_update_is_refused_if_its_filter_fails(tmp_path: Path, kind: Any, told: str) -> None:
+    """If a filter of the server fails or changes a tensor's shape or values wrongly, this update is refused. The round
+    goes on without it.
+
+    The files of the refused update, which is as large as the model, are gone at once, without a garbage collection.
+    """
     with filtered(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as world:
         world.pull(number=1)
         world.sites["a"].submit(become([1.0, 2.0], 3.0))
@@ -412,7 +443,8 @@ def test_refuses_an_update_that_a_filter_fails_at(tmp_path: Path, kind: Any, tol
 
 
 @pytest.mark.covers("X3")
-def test_goes_on_without_a_failing_sites_filter(tmp_path: Path) -> None:
+def test_a_failing_filter_excludes_its_site(tmp_path: Path) -> None:
+    """If a site's own filter raises, the site ends with an error, and the round continues with the other sites."""
     with filtered(tmp_path, **{"rounds.min_sites": 1}) as world:
         world.join("a")
         world.join("b", filters=[Broken()])
@@ -425,8 +457,10 @@ def test_goes_on_without_a_failing_sites_filter(tmp_path: Path) -> None:
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
 
 
-def test_a_failing_filter_leaves_the_outbox(tmp_path: Path) -> None:
-    """The update of round 1 stays: a server that lost power may ask for it again."""
+def test_a_failing_filter_keeps_the_previous_outbox(tmp_path: Path) -> None:
+    """If a site's filter fails in round 2, its outbox still has the update of round 1. A server that lost power may ask
+    for it again.
+    """
 
     class Second(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -444,8 +478,12 @@ def test_a_failing_filter_leaves_the_outbox(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_filter_may_fail_at_accepted_updates(tmp_path: Path) -> None:
-    """What was received is kept as it was, and is filtered anew behind a restart: halved once, not twice."""
+def test_a_filter_may_fail_on_accepted_updates(tmp_path: Path) -> None:
+    """If a filter of the server fails on an accepted update, the run ends. A start with a repaired filter filters the
+    received update again.
+
+    The received update is kept unchanged: it is halved once, not twice.
+    """
     with filtered(tmp_path, filters=[Halved()]) as world:
         world.pull(number=1)
         world.sites["a"].submit(become([2.0, 4.0]))
@@ -467,7 +505,7 @@ def go() -> Iterator[threading.Event]:
 
 
 def test_a_server_ends_while_a_filter_hangs(tmp_path: Path, go: threading.Event) -> None:
-    """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
+    """The server can stop while its filter hangs at an update that was accepted before a restart."""
     begun, world = threading.Event(), filtered(tmp_path).start()
     world.pull(number=1)
     world.sites["a"].submit(become([1.0, 1.0]))
@@ -495,10 +533,11 @@ def move(w: float) -> Callable[[dict[str, Tensor]], object]:
     return lambda tensors: tensors["w"].fill_(w)
 
 
-def test_accepts_an_update_completed_twice_once(tmp_path: Path, go: threading.Event, asked: list[int]) -> None:
-    """The word that it is complete is sent again while the filter still works: both get the same receipt.
+def test_an_update_completed_twice_counts_once(tmp_path: Path, go: threading.Event, asked: list[int]) -> None:
+    """If a site sends the completion of its update again while the filter still works, both requests get the same
+    receipt.
 
-    The filter, which keeps state, works once; and no other update takes the place of what it reads.
+    The filter, which keeps state, works once. Until it ends, no other update takes the place of the one it reads.
     """
 
     class Noted(Hanging):
@@ -520,11 +559,13 @@ def test_accepts_an_update_completed_twice_once(tmp_path: Path, go: threading.Ev
     assert again == (status, receipt)
 
 
-def test_takes_no_filtered_update_of_superseded_processes(
+def test_a_superseded_process_has_no_filtered_update_accepted(
     tmp_path: Path, go: threading.Event, asked: list[int]
 ) -> None:
-    """a sends (1, 1), and is started again elsewhere while the filter is at it. Then it sends (3, 3), with the same
-    ticket: that is what the run comes to.
+    """If a site is started again elsewhere while the filter works at its update, the update of the older process is
+    refused.
+
+    The newer process sends (3, 3) under the same ticket, and this is the run's result.
     """
     hangs = threading.Event()
     filters = {"a": [Hanging(go, hangs.set)]}
@@ -541,8 +582,12 @@ def test_takes_no_filtered_update_of_superseded_processes(
         assert world.result["w"].tolist() == [3.0, 3.0]
 
 
-def test_counts_no_part_replaced_while_filtered(tmp_path: Path, go: threading.Event) -> None:
-    """Else a site could have one update filtered and another one counted."""
+def test_a_part_replaced_during_filtering_is_refused(tmp_path: Path, go: threading.Event) -> None:
+    """If a site sends other parts while the filter works at its update, the server answers `conflict` and counts only
+    the new update.
+
+    Otherwise, a site could have one update filtered and another one counted.
+    """
     hangs = threading.Event()
     with filtered(tmp_path, sites="a", filters={"a": [Hanging(go, hangs.set)]}) as world:
         site = WireSite(world.url)
@@ -557,13 +602,13 @@ def test_counts_no_part_replaced_while_filtered(tmp_path: Path, go: threading.Ev
         assert world.result["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_hanging_filter_costs_its_site_the_round(
+def test_a_hanging_filter_excludes_its_site_from_rounds(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The site's request is answered when the round is closed without it.
+    """If the server's filter for a site hangs, the round closes at its deadline without this site, and its request is
+    answered then.
 
-    That is at the deadline, not after `idle_timeout_s`. The filter, which is at its first update, does not begin the
-    next one. The server ends all the same.
+    The filter does not begin the site's next update. The server ends as usual.
     """
     begun: list[int] = []
     monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)
@@ -587,8 +632,13 @@ def test_a_hanging_filter_costs_its_site_the_round(
 
 
 @pytest.mark.covers("X3")
-async def test_a_thread_that_cannot_run_frees_its_place(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
+async def test_a_failed_thread_start_frees_its_place(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a call is given up while it waits for a thread, or its thread cannot start, its place becomes free for the
+    next call.
+
+    There is one place, and `a` has it. Site `b` is given up once while it waits, then no thread can start, then it
+    succeeds.
+    """
     from atoll.server.coordinator import user_code
 
     monkeypatch.setattr(user_code, "AT_ONCE", 1)

@@ -97,10 +97,12 @@ def encoded(folder: Path, codec: str, **options: Any) -> World:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
-def test_an_own_codec_gets_its_options(own: str, name: str, tmp_path: Path) -> None:
-    """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives.
+def test_an_own_upload_codec_gets_its_options(own: str, name: str, tmp_path: Path) -> None:
+    """A server names an own codec by its path with options. The site finds it under the codec's own name, which it has
+    registered.
 
-    The server names the codec by its path and sends the codec's own name, which the site has registered.
+    The codec rounds to quarters. The move 0.26 arrives as ¼ and leaves 0.01. The next move 0.12 + 0.01 = 0.13 arrives
+    as ¼ too.
     """
     with encoded(tmp_path, name, per=4) as world:
         atoll.register("codecs", "thousandths", import_module("own_codec").Thousandths)
@@ -112,8 +114,10 @@ def test_an_own_codec_gets_its_options(own: str, name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.covers("X2", "X3", "X8")
-def test_a_site_imports_nothing_a_server_names(own: str, tmp_path: Path) -> None:
-    """Not even what the site's process has imported, as this one has."""
+def test_a_site_imports_no_code_its_server_names(own: str, tmp_path: Path) -> None:
+    """A site refuses a codec that the server names by a path or a module, and imports no code. This holds even if its
+    process has imported that code before.
+    """
     words = r"codec 'thousandths' is neither .* at this site.*call atoll.register\('codecs', 'thousandths', …\)"
     with encoded(tmp_path, own) as world:
         for is_imported in (True, False):
@@ -137,10 +141,13 @@ def test_a_site_imports_nothing_a_server_names(own: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "path", ["own_codec:Thousandths", "own_codec.py:Thousandths", "{folder}/own_codec.py:Thousandths"]
 )
-def test_entry_point_and_path_are_one_codec(
+def test_entry_point_and_path_mean_one_codec(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """At a server with the package installed, too. A class of another file with the same name is another codec."""
+    """If a package is installed and its codec is named by a path, the server treats both as one codec.
+
+    A class of another file with the same name is another codec, and refused.
+    """
     install(monkeypatch, tmp_path, "own_codec", OWN, {"atoll.codecs": {"thousandths": own}})
     with encoded(tmp_path, path.format(folder=tmp_path)) as world:
         world.rounds(-0.25, 1, 2)
@@ -152,8 +159,10 @@ def test_entry_point_and_path_are_one_codec(
 
 
 @pytest.mark.usefixtures("own")
-def test_package_and_file_are_one_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is imported twice: by its path, and as a module of the package. That gives two classes."""
+def test_package_and_file_mean_one_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a codec's file is imported twice, by its path and as a module of its package, the server treats both classes
+    as one codec.
+    """
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "coarse.py").write_text(OWN)
     install(monkeypatch, tmp_path, "installed", "", {"atoll.codecs": {"thousandths": "inner.coarse:Thousandths"}})
@@ -163,7 +172,10 @@ def test_package_and_file_are_one_codec(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_simulation_loads_a_codecs_file(own: str, tmp_path: Path) -> None:
-    """The simulation's own processes load it from the path in the settings: 0.26 and 0.26 + 0.01 give two quarters."""
+    """The processes of a simulation load a codec from the file that the settings name.
+
+    The moves 0.26 and 0.26 + 0.01 give two quarters.
+    """
     settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
     settings["aggregation.upload_codec"] = {"path": "own_codec.py:Thousandths", "per": 4}
     done = new_simulation({"w": torch.zeros(3)}, script=f"{__file__}:move", sites=1, **settings).run()
@@ -196,13 +208,19 @@ def move(worker: Iterable[atoll.Round]) -> None:
 def test_refuses_an_object_that_is_no_codec(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
+    """The server refuses an own codec that lacks a part, has wrong options or has another codec's name. The error says
+    the mistake.
+    """
     with pytest.raises(ConfigError, match=said):
         encoded(tmp_path, name, **options).start()
 
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("codec", ["none", "int8"])
-def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
+def test_a_site_reports_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
+    """If a site's folder was removed while it trained, `submit` raises an error that says so. A restarted worker
+    completes the run.
+    """
     with encoded(tmp_path, codec) as world:
         world.pull()
         shutil.rmtree(world.workers)
@@ -258,8 +276,11 @@ FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.covers("L16", "X3")
 @pytest.mark.parametrize("forged", FORGED)
-def test_refuses_forged_bytes_that_are_not_finite(tmp_path: Path, forged: str) -> None:
-    """The server refuses them with the tensor's name, or has finite values of them."""
+def test_forged_codec_bytes_give_no_infinite_values(tmp_path: Path, forged: str) -> None:
+    """If a site forges the bytes of a codec, the server refuses the update if its values are not finite or too large.
+
+    Otherwise the forged bytes give finite values.
+    """
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
     with World(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, "a", rounds=2, codec=codec) as world:
         codecs = world.sites["a"]._place.exchange.local.layouts.codecs
@@ -276,8 +297,10 @@ def test_refuses_forged_bytes_that_are_not_finite(tmp_path: Path, forged: str) -
 
 
 @pytest.mark.covers("X4")
-def test_says_how_sites_register_its_codec(tmp_path: Path) -> None:
-    """A codec by its path; one that is built in needs no line."""
+def test_the_log_says_how_to_register_a_codec(tmp_path: Path) -> None:
+    """At the start, the log says how sites register the server's own codec. For a built-in codec it has no such
+    line.
+    """
     (tmp_path / "mine.py").write_text(OWN)
     with encoded(tmp_path / "1", "bf16") as world:
         assert "register" not in world.text

@@ -32,8 +32,10 @@ PLAIN_OUTER = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.m
 
 
 @pytest.mark.covers("F7", "F8", "F9", "F12")
-def test_the_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
-    """Rank 0 joins again, and the others go on under its new lease; every number is what it would have been."""
+def test_ranks_survive_a_killed_server(nursery: Nursery, tmp_path: Path) -> None:
+    """After the server was killed, rank 0 joins again, and the other ranks go on under its new lease. The results are
+    those of an undisturbed run.
+    """
     lives = ("part.received=kill@7", "accept.before=kill@2", "accept.after=kill", "head.after=kill")
     lives += ("part.recorded=kill@3",)
     with ShardedRun(nursery, tmp_path, lives, H=2, rounds=3, sites=2) as served:
@@ -44,8 +46,10 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
-    """The other one ends and says why; started again, the worker goes on, and each update counts once."""
+def test_a_killed_rank_ends_the_worker(nursery: Nursery, tmp_path: Path, rank: int) -> None:
+    """If one rank is killed, the other one ends and says why. A restarted worker goes on, and each update counts
+    once.
+    """
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         points = ["", ""]
         points[rank] = "worker.acknowledged=kill@2"
@@ -58,10 +62,10 @@ def test_a_rank_is_killed(nursery: Nursery, tmp_path: Path, rank: int) -> None:
 
 
 @pytest.mark.covers("F2")
-def test_successors_send_a_dead_sites_update(nursery: Nursery, tmp_path: Path) -> None:
-    """What was formed before all ranks died is sent by their successors.
+def test_a_restarted_site_sends_its_earlier_update(nursery: Nursery, tmp_path: Path) -> None:
+    """If all ranks of a site die with an update in their outboxes, the restarted ranks send it.
 
-    Rank 1 dies with its share of round two in its outbox, and the word that all is there was not said.
+    Rank 1 dies with its share of round 2 in its outbox, before the message that all parts are sent.
     """
     right = expected("a", sync_every=2, rounds=2)["a"]
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1) as served:
@@ -79,9 +83,9 @@ def test_successors_send_a_dead_sites_update(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """The round takes longer than the timeout of the process group.
+    """Ranks do not give each other up during a round that takes longer than the timeout of the process group.
 
-    Site b is held up for twice the 2 s after which a rank gives another one up.
+    Site `b` is held up for more than twice the 2 s after which a rank gives up another.
     """
     go = tmp_path / "go"
     with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=2) as served:
@@ -96,7 +100,9 @@ def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """The server starts only after three times the 2 s after which a rank gives another one up."""
+    """Ranks do not give each other up if the server starts only after three times the 2 s after which a rank gives up
+    another.
+    """
     port = free_port()
     options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
@@ -118,7 +124,9 @@ def waits(url: str) -> float:
 
 @pytest.mark.covers("F5")
 def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None:
-    """The ranks were stopped until the old lease had ended."""
+    """If the ranks were stopped until their lease had ended, rank 0 joins again, and the ranks train on under the new
+    lease.
+    """
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as served:
         ranks = served.site("a", held={"1": str(go)})
@@ -136,9 +144,9 @@ def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.covers("F41")
 def test_every_rank_sends_its_share_again(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that falls back gets every rank's share again.
+    """If the server falls back to an earlier version, every rank sends its share of the lost version's update again.
 
-    Version 2 is lost while the worker trains from it; what made it comes from the outboxes of both ranks.
+    Version 2 is lost while the worker trains from it.
     """
     from atoll.store.versions import Versions
 
@@ -173,7 +181,7 @@ def test_every_rank_sends_its_share_again(nursery: Nursery, tmp_path: Path, monk
 
 @pytest.mark.covers("X3")
 def test_a_full_disk_ends_both_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """A disk that is full at one rank ends both."""
+    """If the disk is full at one rank, both ranks end with an error that says which rank and why."""
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         ranks = served.site("a", failpoints=("", "worker.write=enospc@4"))
         for rank in ranks:
@@ -185,8 +193,11 @@ def test_a_full_disk_ends_both_ranks(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: Path) -> None:
-    """The rows of the last rank become NaN in the second round; both ranks go back to the global model and go on."""
+def test_a_refused_rank_resets_all_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """If the server refuses the part of one rank, all ranks of this worker go back to the global model and train on.
+
+    The rows of the last rank become NaN in the second round.
+    """
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         ranks = served.site("a", poison=3)
         served.ended(ranks)
@@ -200,10 +211,13 @@ def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("L25")
-def test_carries_local_steps_over_to_a_missed_version(nursery: Nursery, tmp_path: Path) -> None:
-    """Site b is held up for a round; the outer step is plain, so b's update moves the head by what b has trained.
+def test_local_steps_are_added_to_a_missed_version(nursery: Nursery, tmp_path: Path) -> None:
+    """If a site missed a version, its local steps are added to the newest version, and its next update is computed from
+    there.
 
-    θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).
+    Site `b` is held up for a round, and the outer step is plain. Site `a` moves θ0 to θ1, which `b` never trained from.
+
+    Then `b` goes on from θ1 + (w − θ0) and θ2 = θ1 + (w − θ0).
     """
     ways = PLAIN_OUTER | {"rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as served:
@@ -225,10 +239,11 @@ def test_carries_local_steps_over_to_a_missed_version(nursery: Nursery, tmp_path
 
 
 def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp_path: Path) -> None:
-    """The server dies once it has the first update, and the worker trains on meanwhile; the outer step is plain.
+    """If the server dies after it accepted an update but before it answered, the restarted server counts the update
+    once.
 
-    So the head is always what the worker has trained, however often it was there: a step that was sent twice, or never,
-    would show.
+    The worker trains on meanwhile. With a plain outer step, the newest version is what the worker has trained, so a
+    repeated or lost step would show.
     """
     back = tmp_path / "back"
     with ShardedRun(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as served:

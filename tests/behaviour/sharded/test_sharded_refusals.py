@@ -36,7 +36,10 @@ from atoll.errors import ConfigError, UsageError
     ],
     ids=["another-number", "columns", "hybrid", "replicated", "published", "federated", "filters"],
 )
-def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
+def test_all_ranks_get_the_error(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
+    """If a sharded model does not fit the run, or uses what Atoll does not support, every rank ends with the same
+    error.
+    """
     run: dict[str, Any] = {"H": 2, "model.ranks": 4 if ranks == 4 else 2}
     if how.get("otherwise") == "join":  # a loop over rounds, which a DiLoCo run refuses whatever the model
         run = {"algorithm.name": "fedavg"}
@@ -48,7 +51,10 @@ def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: d
 
 @pytest.mark.covers("P4")
 def test_fsdp1_is_refused() -> None:
-    """FSDP1 needs an accelerator to be made, but none to be known."""
+    """A DiLoCo loop refuses a model wrapped with FSDP1 and recommends its successor.
+
+    The test makes the wrapper without its initialisation, which needs an accelerator.
+    """
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     with pytest.raises(
@@ -66,13 +72,15 @@ def test_fsdp1_is_refused() -> None:
         ({"workflow.function": "flow.py:main"}, "workflow.function is 'flow.py:main', but model.ranks is 2"),
     ],
 )
-def test_settings_that_do_not_go_with_ranks(more: dict[str, Any], what: str) -> None:
+def test_settings_incompatible_with_ranks_are_refused(more: dict[str, Any], what: str) -> None:
+    """If `model.ranks` is 2, settings for fragments and for own workflows are refused."""
     with pytest.raises(ConfigError, match=r"Leave .* out, or set model.ranks = 1") as raised:
         Settings.build({"model.ranks": 2} | more)
     assert what in str(raised.value)
 
 
-def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
+def test_scaffold_is_refused_with_several_ranks(tmp_path: Path) -> None:
+    """A SCAFFOLD run with `model.ranks` 2 is refused, because SCAFFOLD's controls cannot be sharded."""
     with pytest.raises(ConfigError, match=r"ranks is 2, but algorithm\.name is 'scaffold'.*cannot be sharded"):
         atoll.Server(
             nn.Linear(2, 2),
@@ -87,6 +95,7 @@ def test_controls_do_not_go_with_ranks(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
+    """A restart with another value of `model.ranks` is refused."""
     settings: dict[str, Any] = {"network.port": 0, "disk.state_dir": tmp_path, "disk.min_free_bytes": 0}
     new_server(nn.Linear(2, 2), **{"model.ranks": 2}, **settings).start().stop()
     for ranks in (1, 3):

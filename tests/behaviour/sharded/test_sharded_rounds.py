@@ -26,12 +26,16 @@ def update_bytes() -> int:
 
 
 @pytest.mark.covers("P4")
-def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: Path) -> None:
-    """Three rounds of two sites of two ranks, to 1e-12; and each rank moves its parts, the two together the model.
+def test_sharded_workers_train_like_unsharded_workers(nursery: Nursery, tmp_path: Path) -> None:
+    """Two sites of two ranks each train for three rounds like unsharded workers, to 1e-12. Each rank moves its own
+    parts, and both together move the model.
 
-    Between the ranks go the elements of rank 1's rows in tiles that begin in rank 0's: of wide.weight 4·4096 − 151·97
-    = 1,737, of wide.bias 150, of down.weight 3·301 = 903, of down.bias 3; nothing of the last layer: its row is rank
-    0's. To rank 0 before each of three updates, back to rank 1 after each of four versions; 8 bytes each.
+    The ranks exchange the elements of rank 1's rows in tiles that begin in rank 0's rows.
+
+    These are 4·4096 − 151·97 = 1,737 of wide.weight, 150 of wide.bias, 3·301 = 903 of down.weight and 3 of down.bias.
+
+    These elements go to rank 0 before each of three updates, and back to rank 1 after each of four versions, with 8
+    bytes each.
     """
     with ShardedRun(nursery, tmp_path, H=3, rounds=3, sites=2) as served:
         served.ended(served.site("a"), served.site("b"))
@@ -50,10 +54,11 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 
 @pytest.mark.covers("D4", "P4")
-def test_each_run_may_have_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """No files of earlier ranks stay.
+def test_each_run_may_have_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """A site may train in one run with one rank, in the next with three and then with two. No files of earlier ranks
+    stay.
 
-    Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole.
+    Of three ranks, the second has the border of two tiles, and the last has no row of two tensors.
     """
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
     home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
@@ -68,9 +73,8 @@ def test_each_run_may_have_other_ranks(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.covers("P4")
 def test_all_ranks_sit_out_together(nursery: Nursery, tmp_path: Path) -> None:
-    """All ranks of a site sit out with weight 0.
-
-    Site b sends no tensor, and both sites train on from what a alone has made.
+    """A site with weight 0 sits out with all its ranks. It sends no tensor, and both sites train on from the version of
+    the other one alone.
     """
     with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
         served.ended(served.site("a"), served.site("b", weight=0))
@@ -78,7 +82,8 @@ def test_all_ranks_sit_out_together(nursery: Nursery, tmp_path: Path) -> None:
     assert [told(tmp_path, "b", rank)["bytes_up"] for rank in (0, 1)] == [0, 0]
 
 
-def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
+def test_sharded_and_unsharded_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
+    """A run of one sharded and one unsharded worker gives both the parameters that the specification expects."""
     right = expected("ab", sync_every=3, rounds=2)
     with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
         served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
@@ -89,10 +94,11 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("L3", "L5", "F9")
-def test_async_runs_of_one_worker_are_synchronous(nursery: Nursery, tmp_path: Path) -> None:
-    """An asynchronous run of one worker is the synchronous one.
+def test_an_async_run_with_one_worker_is_synchronous(nursery: Nursery, tmp_path: Path) -> None:
+    """An asynchronous run with one worker gives the parameters of the synchronous run, also if the server is killed
+    after it accepted an update.
 
-    Every update is applied to the version that it was formed against; also where the server is killed behind one.
+    Each update is applied to the version that it was computed from.
     """
     with ShardedRun(
         nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}
@@ -103,10 +109,10 @@ def test_async_runs_of_one_worker_are_synchronous(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("L5")
-def test_async_workers_end_with_the_model(nursery: Nursery, tmp_path: Path) -> None:
-    """Sharded and whole workers of an asynchronous run end with its model.
+def test_async_sharded_workers_end_with_the_model(nursery: Nursery, tmp_path: Path) -> None:
+    """At the end of an asynchronous run, a sharded and an unsharded worker both have the run's model.
 
-    They overtake each other as they like; the run is over after eight updates, and both have what came of them.
+    The workers overtake each other freely. The run is over after eight updates.
     """
     with ShardedRun(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as served:
         served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
@@ -122,7 +128,12 @@ def test_async_workers_end_with_the_model(nursery: Nursery, tmp_path: Path) -> N
 
 @pytest.mark.covers("L16")
 def test_ranks_receive_their_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
-    """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
+    """With the download codec int8, each rank downloads only its share of the versions: the first whole, the later ones
+    as differences.
+
+    The base file and the error feedback of each rank have the full length, but their files have holes for what the rank
+    lacks.
+    """
     down = {"aggregation.download_codec.name": "int8"}
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as served:
         served.ended(served.site("a"))
@@ -146,8 +157,8 @@ def mean(updates):
 """
 
 
-def test_aggregators_and_exports_see_no_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """An aggregator of one's own, and the export, know nothing of ranks."""
+def test_aggregators_and_exports_see_unsharded_models(nursery: Nursery, tmp_path: Path) -> None:
+    """An own aggregator gets unsharded updates from workers of two ranks. The export has the unsharded model."""
     (tmp_path / "mine.py").write_text(MEAN)
     right = expected("ab", sync_every=2, rounds=2)
     aggregator = str(tmp_path / "mine.py") + ":mean"
@@ -161,8 +172,10 @@ def test_aggregators_and_exports_see_no_ranks(nursery: Nursery, tmp_path: Path) 
         assert float((found[name] - value).abs().max()) <= 1e-12, name
 
 
-def test_exports_while_versions_are_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """Exports from a running server with versions cut for ranks."""
+def test_an_export_joins_versions_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """An export from a running server has the whole model, although the server keeps its versions cut for three
+    ranks.
+    """
     model = build()
     with plain_server(tmp_path, model, algorithm="diloco", part_bytes=2**16, **{"model.ranks": 3}) as server:
         assert export(nursery, tmp_path / "out.safetensors", "--server", server.url) == 0

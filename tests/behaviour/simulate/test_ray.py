@@ -43,12 +43,13 @@ def ray_here(ray: Any) -> Iterator[Any]:
 @pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # it starts Ray
-def test_another_actor_goes_on(
+def test_another_ray_actor_trains_a_lost_sites_round(
     ray_here: Any, tmp_path: Path, undisturbed: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another actor trains what a killed one had.
+    """If a Ray actor is killed, another actor trains the site that it had, and the result is that of an undisturbed
+    run.
 
-    By the kernel, and by Ray where memory is short: it says so where the result is asked for.
+    One is killed by the kernel, and one by Ray for lack of memory, which Ray reports when the result is asked for.
     """
     get, short = ray_here.get, ["once"]
 
@@ -80,7 +81,10 @@ def test_another_actor_goes_on(
         ),
     ],
 )
-def test_a_ray_that_fails_says_what_helps(ray: Any, monkeypatch: pytest.MonkeyPatch, error: str, said: str) -> None:
+def test_a_failing_ray_gives_a_remedy(ray: Any, monkeypatch: pytest.MonkeyPatch, error: str, said: str) -> None:
+    """If Ray fails or does not start a process in time, the simulation ends with exit code 9 and an error that says
+    what helps.
+    """
     from atoll.simulate.ray_actors import RayHost
 
     def full(*_: Any, **__: Any) -> Any:
@@ -94,15 +98,16 @@ def test_a_ray_that_fails_says_what_helps(ray: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_was_begun_on_ray_goes_on_here(ray_here: Any, tmp_path: Path, undisturbed: bytes) -> None:
+def test_a_ray_simulation_continues_without_ray(ray_here: Any, tmp_path: Path, undisturbed: bytes) -> None:
+    """A simulation that began on Ray continues in local processes, and gives the same bits as an undisturbed one."""
     result_of(tmp_path, engine="ray", **RULES, **{"rounds.total": 2})
     assert result_of(tmp_path, **RULES) == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_ends_its_own_ray(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
-    """The command starts a Ray of its own and ends it."""
+def test_the_simulate_command_ends_its_own_ray(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll simulate` starts a Ray of its own if none is given, and ends it, with no files left."""
     before = set(Path("/tmp").glob("atoll-ray-*"))
     done = told(simulate(nursery, write(tmp_path), *FOUR, "--json"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -139,10 +144,10 @@ def _listens(port: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.covers("V1")
-def test_a_running_cluster_has_the_same_bits(
+def test_a_running_ray_cluster_gives_the_same_bits(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes, cluster: str
 ) -> None:
-    """A cluster that runs already is used, and left running."""
+    """A simulation on a Ray cluster that runs already gives the same bits. The cluster is left running."""
     flags = (*FOUR, "--address", cluster, "--json")
     done = told(simulate(nursery, write(tmp_path, **RULES), *flags, RAY_AUTH_MODE="token"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -151,14 +156,16 @@ def test_a_running_cluster_has_the_same_bits(
 
 
 @pytest.mark.covers("V5")
-def test_a_silent_ray_is_exit_code_5(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+def test_an_unreachable_ray_ends_with_exit_code_5(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
+    """If no Ray runs at the given address, `atoll simulate` ends with exit code 5 and says so."""
     address = f"127.0.0.1:{free_port()}"
     said = " ".join(simulate(nursery, write(tmp_path), *FOUR, "--address", address, code=5).split())
     assert f"Ray at {address} cannot be reached: Connection refused. Check that Ray runs there" in said
 
 
 @pytest.mark.covers("V5")
-def test_names_how_to_install_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_gives_an_install_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If Ray is not installed, a simulation on Ray is refused with exit code 2 and the command that installs it."""
     monkeypatch.setitem(sys.modules, "ray", None)
     how = r"not installed here\. Install it with pip install 'atoll\[ray\]'"
     with pytest.raises(ConfigError, match=how) as refused:
@@ -166,7 +173,10 @@ def test_names_how_to_install_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert refused.value.exit_code == 2
 
 
-def test_removes_the_rays_of_killed_simulations() -> None:
+def test_ray_folders_of_killed_simulations_are_removed() -> None:
+    """A start removes the temporary Ray folders of simulations whose process no longer runs, and keeps those of running
+    ones.
+    """
     from atoll.simulate import ray_actors
 
     ended, alive = (Path(ray_actors.TEMPORARY) / f"{ray_actors.FOLDER}{pid}-test" for pid in (2**22 + 1, os.getpid()))
@@ -180,10 +190,11 @@ def test_removes_the_rays_of_killed_simulations() -> None:
         alive.rmdir()
 
 
-def test_an_actor_removes_what_killed_ones_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An actor removes what killed ones of its own machine have left.
+def test_a_ray_actor_removes_folders_of_killed_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray actor removes the folders that killed actors of its own machine have left, and no folder of another
+    machine.
 
-    Two machines share the folder of temporary files; a process runs on the other one alone.
+    Two machines share the folder of temporary files. A process of one machine cannot be seen from the other.
     """
     from atoll.simulate import ray_actors
 

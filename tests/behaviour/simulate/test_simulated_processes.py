@@ -69,10 +69,10 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
 
 @pytest.mark.covers("V1")
 @pytest.mark.parametrize("name", RUNS)
-def test_simulations_have_the_bits_of_workers(
+def test_a_simulation_gives_the_bits_of_workers(
     nursery: Nursery, tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """A simulation ends with the bits of real workers."""
+    """A simulation gives the same bits as a server with a process for each site."""
     result = trained(nursery, tmp_path, **RUNS[name])
     processes = 2
     if name == "fedavg":  # as for users: the process imports torch, and has its own seed of hashes
@@ -81,8 +81,10 @@ def test_simulations_have_the_bits_of_workers(
     assert result_of(tmp_path / "simulated", processes=processes, **RUNS[name]) == result
 
 
-def test_every_draw_and_script_has_its_bits(nursery: Nursery, tmp_path: Path) -> None:
-    """Same bits for every draw and form of the script."""
+def test_sampled_simulations_give_the_bits_of_workers(nursery: Nursery, tmp_path: Path) -> None:
+    """With sampled sites, a simulation gives the same bits as a server with workers, whether its script is a function
+    or a file.
+    """
     result = trained(nursery, tmp_path, **SAMPLED)
     assert result_of(tmp_path / "main", script="client.py:main", **SAMPLED) == result
     assert result_of(tmp_path / "script", script="client.py", **SAMPLED) == result
@@ -91,8 +93,8 @@ def test_every_draw_and_script_has_its_bits(nursery: Nursery, tmp_path: Path) ->
 # -- processes
 
 
-def test_a_sampled_round_has_its_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str) -> None:
-    """A sampled round has as many sites as asked. It counts as any other round."""
+def test_a_sampled_round_has_the_requested_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str) -> None:
+    """A sampled round has the requested number of sites. Its mean and its metrics are over these sites."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[Any] = []
     done = run(tmp_path, client, sites=9, **{"rounds.sample_fraction": 1 / 3}, processes=2, on_round=seen.append)
@@ -108,7 +110,11 @@ def test_a_sampled_round_has_its_size(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 @pytest.mark.covers("V2", "V3")
 def test_simulate_passes_arguments_and_prints_only_json(nursery: Nursery, tmp_path: Path) -> None:
-    """The client's processes start others of their own, and print; none is left running."""
+    """`atoll simulate` passes the arguments after `--` to the client script. With `--json`, it prints only JSON on its
+    standard output.
+
+    Processes that the client starts and leaves running are ended.
+    """
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
     write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 2})
@@ -125,7 +131,7 @@ def test_simulate_passes_arguments_and_prints_only_json(nursery: Nursery, tmp_pa
 
 @pytest.mark.covers("V3")
 def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> None:
-    """The first prints half a line, waits until the other has printed a whole one, and prints the rest."""
+    """If one process prints half a line and another prints a whole one, the output has both lines unmixed."""
     more = """\
     import sys, time
     begun, whole = HERE / 'begun', HERE / 'whole'
@@ -150,14 +156,21 @@ def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> 
 
 @pytest.mark.covers("V4")
 def test_memory_does_not_grow_with_sites(tmp_path: Path, client: str) -> None:
-    """Memory does not grow with the number of simulated sites."""
+    """The memory of a simulation's process does not grow with the number of sites that it trains one after the other.
+
+    Each of 60 sites uses 32 MB while it trains.
+    """
     run(tmp_path, client.replace(":train", ":measure"), sites=60, **{"rounds.total": 1})
     used = [int(line.split()[0]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(used) == 60
     assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
 
 
-def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) -> None:
+def test_a_stopped_simulation_can_continue(tmp_path: Path, client: str) -> None:
+    """A simulation can be stopped in the middle and started again. Its process has then ended.
+
+    A later run with a smaller `rounds.total` than reached has nothing to do.
+    """
     reached = threading.Event()
 
     def on_round(summary: Any) -> None:
@@ -177,17 +190,20 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
     assert done.version >= 3
 
 
-def test_the_same_warning_is_said_thrice(
+def test_a_repeated_warning_is_printed_three_times(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hundreds that have the same to say are not all heard."""
+    """If many simulated sites log the same warning, it is printed three times only."""
     (tmp_path / "client.py").write_text(MOVES.replace("parameter.add_(number + 1.0)", "pass"))
     with caplog.at_level(logging.WARNING):
         run(tmp_path, f"{tmp_path / 'client.py'}:train", sites=20, **{"rounds.total": 1})
     assert capfd.readouterr().err.count("the pseudo-gradient is all zero") == 3
 
 
-def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, client: str) -> None:
+def test_the_number_of_files_stays_constant(tmp_path: Path, client: str) -> None:
+    """Over 30 rounds, the simulation rewrites its files for versions and updates: neither files nor open files grow in
+    number.
+    """
     files: list[int] = []
     pins: list[int] = []
 
@@ -205,10 +221,10 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
     assert max(theirs[20:]) <= max(theirs[:20]) + 4
 
 
-def test_no_process_begins_before_the_journal(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process begins what the journal does not have.
+def test_a_site_starts_after_its_ticket_is_stored(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of a simulation gets a site's ticket only after the journal has this ticket and its file.
 
-    If the transaction failed, its tickets and their files would be given to other sites.
+    If the journal's transaction failed, tickets and files would go to other sites.
     """
     put, missing = Engine.put, list[int]()
 
@@ -234,7 +250,7 @@ FORKS = """\
 
 
 def test_a_forking_client_answers_once(nursery: Nursery, tmp_path: Path) -> None:
-    """A client that forks and returns twice answers once."""
+    """If a client forks in its training and both processes return, the simulation takes one result."""
     said = simulate(nursery, write(tmp_path, doing(FORKS)), *FOUR, "--json")
     assert told(said)["failed"] == {}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
@@ -242,8 +258,10 @@ def test_a_forking_client_answers_once(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.covers("V2")
-def test_replaces_a_killed_process_of_a_simulation(nursery: Nursery, tmp_path: Path, undisturbed: bytes) -> None:
-    """A process is killed twice while it trains a site; the site is trained again, with the same model."""
+def test_a_killed_simulation_process_is_replaced(nursery: Nursery, tmp_path: Path, undisturbed: bytes) -> None:
+    """If a process is killed twice while it trains a site, the site is trained again from the same model, with the same
+    result.
+    """
     said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **RULES), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}
@@ -252,7 +270,10 @@ def test_replaces_a_killed_process_of_a_simulation(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("V2")
 @pytest.mark.long
-def test_blames_the_site_that_ends_three_processes(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_that_kills_three_processes_fails(nursery: Nursery, tmp_path: Path) -> None:
+    """If a process ends three times in a row while it trains one site, this site fails. The simulation continues with
+    the others.
+    """
     said = simulate(nursery, write(tmp_path, doing(KILLS, times=100), **{"rounds.min_sites": 1}), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
@@ -273,10 +294,12 @@ WAITS = """\
     [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGKILL))],
     ids=lambda number: number.name,
 )
-def test_an_ended_simulation_goes_on(
+def test_a_killed_simulation_can_continue(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:
-    """A simulation that was ended leaves nothing running and goes on."""
+    """If a simulation is interrupted or killed, no process of it is left running. A new start continues it, with the
+    result of an undisturbed one.
+    """
     run_file = write(tmp_path, doing(WAITS), **RULES)
     process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
     wait_until((tmp_path / "here").exists, "round 2")
@@ -298,8 +321,8 @@ LATE = """\
 """
 
 
-def test_a_deadline_closes_the_round(nursery: Nursery, tmp_path: Path) -> None:
-    """A deadline closes the round and the late update does not count."""
+def test_a_deadline_closes_a_simulated_round(nursery: Nursery, tmp_path: Path) -> None:
+    """At the deadline, a simulated round closes with the sites that are there. The late update does not count."""
     run_file = write(tmp_path, doing(LATE), **{"rounds.quorum": 3, "rounds.deadline_s": 1.0})
     done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
     assert (done["late"], done["failed"]) == (1, {})
@@ -308,8 +331,10 @@ def test_a_deadline_closes_the_round(nursery: Nursery, tmp_path: Path) -> None:
     assert len(others) == 2
 
 
-def test_a_client_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that does not begin is ended and named."""
+def test_a_client_that_does_not_start_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a client's script does not get ready in time, its process is stopped, and the simulation fails and says
+    why.
+    """
     monkeypatch.setattr(engine, "START_S", 0.5)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
@@ -324,9 +349,10 @@ def test_a_client_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_hanging_sites_do_not_keep_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Simulated sites that never return do not keep the processes.
+    """Simulated sites that never return do not keep their processes: other sites train in their place, and the rounds
+    close.
 
-    As many of them as there are processes: without a third the round cannot close.
+    As many sites hang as there are processes, and the round needs three sites.
     """
     monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
     sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
@@ -338,8 +364,8 @@ def test_hanging_sites_do_not_keep_processes(
 
 
 @pytest.mark.covers("V2")
-def test_a_bug_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug in what frees the processes ends the simulation."""
+def test_a_bug_in_the_scheduler_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the code that frees the processes raises, the simulation ends with this error."""
 
     def bug(*_: Any) -> None:
         raise KeyError("w")
@@ -367,15 +393,15 @@ def test_a_bug_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=["file", "name", "form", "engine", "address", "rounds", "async", "fragments"],
 )
-def test_nonsense_is_exit_code_2(
+def test_wrong_options_of_simulate_are_refused(
     nursery: Nursery, tmp_path: Path, flags: list[str], settings: dict[str, object], why: str
 ) -> None:
-    """What has no meaning is refused with exit code 2."""
+    """`atoll simulate` refuses wrong scripts, engines and settings with exit code 2 and says why."""
     assert why in " ".join(simulate(nursery, write(tmp_path, **settings), *flags, code=2).split())
 
 
 def test_a_broken_client_shows_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
-    """A client that cannot be imported is said with its traceback."""
+    """If the client cannot be imported, the error shows its traceback with the file and line."""
     run_file = write(tmp_path)
     (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
     said = simulate(nursery, run_file, *FOUR, "--set", "run.script=their.py:train", code=2)
@@ -387,8 +413,10 @@ def test_a_broken_client_shows_its_traceback(nursery: Nursery, tmp_path: Path) -
     assert "ended with exit code 3 before it was ready" in said
 
 
-def test_the_given_directory_is_taken(nursery: Nursery, tmp_path: Path) -> None:
-    """A state directory that is given is the one that is taken."""
+def test_simulate_uses_the_given_directory(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll simulate --dir` keeps the run in the given state directory. `atoll status --dir` shows it, and a second
+    start trains nothing.
+    """
     simulate(nursery, write(tmp_path, **{"rounds.total": 1}), *FOUR, "--dir", "atoll-run")
     assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()
     assert not (tmp_path / "atoll-simulation").exists()

@@ -42,10 +42,12 @@ def draw(worker) -> None:
 
 
 @pytest.mark.covers("V1")
-def test_draws_hang_on_seed_site_and_round(tmp_path: Path) -> None:
-    """What is drawn hangs on the seed the site and the round.
+def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
+    """The random numbers that a client draws in a round depend only on the seed, the site and the round, also after a
+    restart.
 
-    By all three generators; and of what is drawn when the client is loaded, on the seed.
+    This holds for all three generators. The random numbers that are drawn while the client is loaded depend on the seed
+    only.
     """
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
@@ -68,20 +70,24 @@ def test_draws_hang_on_seed_site_and_round(tmp_path: Path) -> None:
         assert len({line[column] for line in [*whole, *other]}) == 2 * 4 * 2  # seeds, sites, rounds
 
 
-def test_updates_pass_through_the_filters_of_the_run(tmp_path: Path, client: str) -> None:
+def test_simulated_updates_pass_through_the_runs_filters(tmp_path: Path, client: str) -> None:
+    """A simulation applies the filters of the run to the sites' updates. Each of 8 parameters changes by 1, as
+    clipped.
+    """
     clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
     done = run(tmp_path, client, **{"workflow.result_filters": [clip]})
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
 
 
-def test_memory_runs_have_no_tensor_files(tmp_path: Path, client: str) -> None:
+def test_a_simulation_in_memory_writes_no_tensor_files(tmp_path: Path, client: str) -> None:
+    """A simulation with `disk.in_files` false leaves no tensor file on the disk, and gives the same result."""
     done = run(tmp_path, client, **{"disk.in_files": False})
     assert moved(done) == pytest.approx(2 * 2.5, abs=1e-5)
     assert list((tmp_path / "state" / "slots").iterdir()) == []
 
 
 def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A simulation of very many can be stopped while they join."""
+    """A simulation of 200 sites can be stopped while they join, at the end of the join transactions that have begun."""
     monkeypatch.setattr(schedule_sites, "JOIN_AT_ONCE", 10)
     joined, join = list[str](), SiteOperations.join
 
@@ -98,8 +104,10 @@ def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkey
     assert len(joined) == 30  # those of the three transactions that had begun
 
 
-def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
-    """The error says what to change."""
+def test_a_client_that_simulates_on_import_is_refused(tmp_path: Path) -> None:
+    """If the client's file starts a simulation when it is imported, the error says to use `if __name__ ==
+    '__main__'`.
+    """
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
         "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
@@ -108,7 +116,8 @@ def test_names_a_client_that_simulates_on_import(tmp_path: Path) -> None:
         run(tmp_path, f"{tmp_path / 'again.py'}:train")
 
 
-def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_accepts_a_function(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program can give a simulation the training function itself, in place of its name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "client", raising=False)  # of another test
     import client as theirs
@@ -116,8 +125,8 @@ def test_a_program_gives_the_function_itself(tmp_path: Path, client: str, monkey
     assert moved(run(tmp_path, theirs.train)) == pytest.approx(2 * 2.5, abs=1e-5)
 
 
-def test_goes_on_with_other_numbers_of_sites(tmp_path: Path, client: str) -> None:
-    """A simulation goes on with fewer simulated sites or with more."""
+def test_a_simulation_continues_with_other_numbers_of_sites(tmp_path: Path, client: str) -> None:
+    """A simulation continues with fewer or with more simulated sites. A new site counts from the next round on."""
     seen: list[list[str]] = []
 
     def on_round(summary: Any) -> None:
@@ -129,7 +138,9 @@ def test_goes_on_with_other_numbers_of_sites(tmp_path: Path, client: str) -> Non
 
 
 def test_functional_scripts_run_one_by_one(tmp_path: Path) -> None:
-    """A script in the functional form runs for one after the other."""
+    """A script that uses `atoll.functional` runs for the simulated sites one after the other. If it raises, the error
+    is reported.
+    """
     (tmp_path / "script.py").write_text(
         "import sys\nimport torch\nimport atoll\n"
         "model = torch.nn.Linear(3, 2)\n"
@@ -147,8 +158,10 @@ def test_functional_scripts_run_one_by_one(tmp_path: Path) -> None:
         run(tmp_path / "raises", str(tmp_path / "script.py"), arguments=["raise"])
 
 
-def test_scripts_find_the_arguments_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script reads the same `sys.argv` at a simulated site as alone; arguments that are given replace it."""
+def test_scripts_find_the_programs_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script reads the program's `sys.argv` at a simulated site. If the simulation has its own arguments, the script
+    reads those.
+    """
     note = "    (HERE / 'argv').write_text(' '.join(sys.argv[1:]))\n"
     client = MOVES.replace("import os\n", "import os\nimport sys\n").replace(
         "    model, number", note + "    model, number"
@@ -212,6 +225,10 @@ def test_rounds_go_on_without_failing_sites(
     workers: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """If a simulated site raises, submits nothing or submits NaN, the rounds go on without its update.
+
+    If `rounds.min_sites` needs the refused site, the round waits for its next update.
+    """
     done = simulation(tmp_path, client, **{"rounds.min_sites": least}).run()
     assert (done.failed, done.refused) == ends
     assert workers_of(tmp_path / "state") == [list(names) for names in workers]
@@ -223,8 +240,8 @@ def test_rounds_go_on_without_failing_sites(
         assert "simulated_site.py" not in caplog.text
 
 
-def test_prints_three_tracebacks_at_most(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Names every site that fails and prints three tracebacks."""
+def test_at_most_three_tracebacks_are_printed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The log reports every simulated site that fails, but shows a traceback for three of them at most."""
     with pytest.raises(RunFailed):
         simulation(tmp_path, raising("True")).run()
     lines = [line for line in caplog.messages if "no longer takes part" in line]
@@ -234,8 +251,10 @@ def test_prints_three_tracebacks_at_most(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.covers("V2", "X3")
-def test_a_stuck_round_ends_with_9(tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """A round that cannot close ends with 9. The simulation goes on once the cause is mended."""
+def test_a_stuck_round_gives_exit_code_9(tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """If a round cannot close because too many sites failed, the simulation ends with exit code 9. It continues after
+    the cause is repaired.
+    """
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     lacks = r"waits for another site: only 2 of 3 updates accepted or expected \(rounds.min_sites\)"
@@ -250,10 +269,11 @@ def test_a_stuck_round_ends_with_9(tmp_path: Path, undisturbed: bytes, caplog: p
 
 
 @pytest.mark.covers("S2", "V2", "F41")
-def test_a_damaged_control_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site whose control is damaged or lost fails.
+def test_a_damaged_control_makes_its_site_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a site's SCAFFOLD control is damaged, the site fails. It does not go on with a control of zero, which would
+    train it away from the rest.
 
-    It does not go on with zero, which would train it away from the rest, without a word.
+    If the site's folder is missing, the start is refused, unless `ATOLL_NEW_STATE` is set.
     """
 
     def simulated(rounds: int) -> Any:
@@ -292,8 +312,12 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 
 @pytest.mark.covers("S2", "V2")
-def test_a_restored_simulation_comes_to_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
-    """The run was restored, the folder of its sites was not. Each site has a pending update that the run has lost."""
+def test_a_restored_simulation_gives_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
+    """If a run's state is one round older than the folder of its sites, the simulation gives the same bits as an
+    undisturbed run.
+
+    Each site has a pending update that the run has lost.
+    """
     ahead_of_journal(tmp_path, RULES, by=1)
     assert result_of(tmp_path, **RULES) == undisturbed
 
@@ -307,10 +331,11 @@ CONTROLS = """\
 
 
 @pytest.mark.covers("S2", "F42")
-def test_restored_runs_begin_controls_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Controls begin anew where sites are two rounds ahead.
+def test_a_restored_run_resets_scaffold_controls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a run was restored and its sites' folder is two rounds ahead, the controls of all sites start again at zero,
+    with one warning.
 
-    The run was restored, the folder of its sites was not: their files have no c_i of the restored round any more.
+    The sites' files have no control c_i of the restored round any more.
     """
     client = doing(CONTROLS)
     ahead_of_journal(tmp_path, RULES | {"client": client}, by=2)
@@ -335,10 +360,9 @@ SITS_OUT = """\
 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("sits_out", [False, True], ids=["pending", "counted"])
-def test_a_damaged_earlier_control_begins_anew(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, sits_out: bool
-) -> None:
-    """The run was restored to before an update of each site, and one site's control from before it is damaged.
+def test_a_damaged_earlier_control_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture, sits_out: bool) -> None:
+    """A run was restored to before an update of each site. If the earlier control of one site is damaged, this control
+    starts at zero.
 
     A site learns that its update has counted when it begins round 3, which all sites sit out.
     """
@@ -355,8 +379,10 @@ def test_a_damaged_earlier_control_begins_anew(
 
 
 @pytest.mark.covers("S2")
-def test_an_early_residual_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A residual that is two rounds ahead is set to zero."""
+def test_a_residual_ahead_of_the_run_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a run was restored and a site's encoding error is two rounds ahead, the error is set to zero and the log says
+    so.
+    """
     ahead_of_journal(tmp_path, INT8, by=2)
     assert simulation(tmp_path, **INT8).run().failed == {}
     assert "site-0000: the server went back to version 1; the encoding error of earlier updates is set" in caplog.text
@@ -364,9 +390,10 @@ def test_an_early_residual_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.covers("F25")
 def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: bytes) -> None:
-    """The full disk ends it; a new start with free space goes on.
+    """A full disk ends the simulation with exit code 7. A new start with free space continues it, with the result of an
+    undisturbed one.
 
-    No site is dropped for it: without its control a site would be lost for the rest of the run.
+    The full disk drops no site: without its control, a site would be lost for the rest of the run.
     """
     full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
     with failpoints("worker.write=enospc@90"), full_disk as error:
@@ -380,7 +407,9 @@ def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: byt
 
 
 def test_functions_must_be_importable(tmp_path: Path) -> None:
-    """A function that no other process finds is refused."""
+    """A simulation refuses a training function that no other process can import, such as a local function or a
+    lambda.
+    """
 
     def within(worker: Any) -> None: ...
 
@@ -402,12 +431,14 @@ def test_functions_must_be_importable(tmp_path: Path) -> None:
     ],
     ids=["workflows", "one name twice", "no name"],
 )
-def test_what_a_simulation_cannot_do_is_refused(tmp_path: Path, client: str, given: dict[str, Any], said: str) -> None:
+def test_unsupported_simulations_are_refused(tmp_path: Path, client: str, given: dict[str, Any], said: str) -> None:
+    """A simulation refuses workflows of tasks, two sites of one name and invalid site names."""
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, client, **given)
 
 
-def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
+def test_a_simulation_refuses_a_run_of_workers(tmp_path: Path, client: str) -> None:
+    """A simulation refuses a state directory in which real workers have joined a run."""
     with plain_server(tmp_path, start(), rounds=2) as server:
         with atoll.join(server.url, site="clinic-a", folder=tmp_path / "workers"):
             pass
@@ -425,8 +456,8 @@ class Raising(Reducer):
 """
 
 
-def test_a_reducers_error_comes_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The error of a reducer reaches the caller once."""
+def test_an_error_in_a_reducer_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a reducer raises in a simulation, the caller gets the error with its cause, and the log has it once."""
     (tmp_path / "raising.py").write_text(RAISING)
     reducer = {"aggregation.reducer.path": f"{tmp_path / 'raising.py'}:Raising"}
     with pytest.raises(RunFailed, match=r"Round 1 failed: ZeroDivisionError\('3 of 0 rows'\)") as raised:

@@ -45,8 +45,8 @@ def answers(here: None, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 @pytest.mark.covers("V2")
-def test_gives_up_a_site_in_time(tmp_path: Path, answers: Answers) -> None:
-    """After three times without a return of its script, a site takes no further part; the others go on."""
+def test_a_site_that_hangs_three_times_fails(tmp_path: Path, answers: Answers) -> None:
+    """If a site's script does not return three times in a row, the site fails, and the others go on."""
     answers["site-0001"] = [STUCK, STUCK, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert list(done.failed) == ["site-0001"]
@@ -56,7 +56,9 @@ def test_gives_up_a_site_in_time(tmp_path: Path, answers: Answers) -> None:
 
 @pytest.mark.covers("V2")
 def test_keeps_a_slow_site(tmp_path: Path, answers: Answers) -> None:
-    """An update that counts ends the row of slow tries."""
+    """A site whose script does not return twice in a row is kept if its next update counts. That update ends the
+    count.
+    """
     answers["site-0001"] = [STUCK, STUCK, None, STUCK, STUCK, None, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert done.failed == {}
@@ -64,18 +66,18 @@ def test_keeps_a_slow_site(tmp_path: Path, answers: Answers) -> None:
 
 
 @pytest.mark.covers("V2")
-def test_slow_tries_of_two_sites_are_counted_apart(tmp_path: Path, answers: Answers) -> None:
-    """Two slow tries of each of two sites end neither of them."""
+def test_timeouts_of_two_sites_are_counted_separately(tmp_path: Path, answers: Answers) -> None:
+    """Two timeouts of each of two sites end neither of them, because the count is separate for each site."""
     answers["site-0000"], answers["site-0001"] = [STUCK, STUCK], [STUCK, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert done.failed == {}
     assert done.late == 0  # each was trained again within its round
 
 
-def test_counts_accepted_updates_alone(tmp_path: Path, answers: Answers) -> None:
-    """Counts updates and bytes of accepted updates alone.
+def test_a_simulation_counts_only_accepted_updates(tmp_path: Path, answers: Answers) -> None:
+    """A simulation's result counts only the updates that were accepted, and their bytes.
 
-    Three rounds of four sites, of which one fails at once: 11 updates, and the bytes of as many.
+    Of three rounds of four sites, one site fails in its last round: 11 updates count.
     """
     answers["site-0003"] = [None, None, JobResult(error="ValueError: no data", trace="Traceback: no data")]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
@@ -84,18 +86,19 @@ def test_counts_accepted_updates_alone(tmp_path: Path, answers: Answers) -> None
     assert done.bytes_up == 11 * one.bytes_up > 0
 
 
-def test_a_full_disk_fails_no_site(tmp_path: Path, answers: Answers) -> None:
-    """A full disk fails the simulation and not the site. What a disk does is not the fault of the site that met it."""
+def test_a_full_disk_does_not_fail_its_site(tmp_path: Path, answers: Answers) -> None:
+    """If a simulated site meets a full disk, the simulation ends with an error, but no site fails. The next start
+    succeeds.
+    """
     answers["site-0001"] = [JobResult(error="No space left on device", disk=True)]
     with pytest.raises(StoreError, match="The disk failed while site-0001 was trained"):
         simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert simulation(tmp_path, **{"rounds.min_sites": 1}).run().failed == {}
 
 
-def test_an_impossible_script_ends_it(tmp_path: Path, answers: Answers) -> None:
-    """A script that no simulation can run ends it.
-
-    The error names what to change in the script, in place of failing one site after the other.
+def test_a_script_that_cannot_be_simulated_is_refused(tmp_path: Path, answers: Answers) -> None:
+    """If a script cannot run in a simulation, the simulation ends and says what to change, and does not fail one site
+    after the other.
     """
     answers["site-0000"] = [JobResult(error="It trains with DiLoCo.", remedy="Use a federated loop.")]
     with pytest.raises(NotSimulated, match="It trains with DiLoCo") as refused:
@@ -104,10 +107,11 @@ def test_an_impossible_script_ends_it(tmp_path: Path, answers: Answers) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
-    """Names the last failed site of a round that cannot close.
+def test_an_open_round_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
+    """If failed sites keep a round from closing, the error names the site that failed last, and says how low
+    `rounds.min_sites` would have to be.
 
-    With one of four sites left and three needed, the error says how low rounds.min_sites would have to be.
+    Three of four sites fail, and three are needed.
     """
     for site in ("site-0001", "site-0002", "site-0003"):
         answers[site] = [JobResult(error=f"ValueError: no data at {site}")]
@@ -118,7 +122,9 @@ def test_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
 
 @pytest.mark.covers("V2")
 def test_asks_a_refused_site_again(tmp_path: Path) -> None:
-    """A refused site is asked again in the next round. One bad update costs one round of the site, and is counted."""
+    """If the update of a site is refused, this site loses one round, and is asked again in the next one. The result
+    counts the refusal.
+    """
     nan = """\
         if worker.site == "site-0002" and fl_round.number == 2:
             model[0].weight.data[0, 0] = float("nan")

@@ -33,8 +33,11 @@ RUNS += [("ab", {"K": 3, "H": 9, "tau": 5, "alpha": 0.25, "rounds": 2, "inflight
 
 @pytest.mark.covers("L7", "L4", "L15")
 @pytest.mark.parametrize(("sites", "settings"), RUNS, ids=str)
-def test_every_step_is_that_of_the_formula(tmp_path: Path, sites: str, settings: dict[str, Any]) -> None:
-    """AdamW within, Nesterov between, unequal weights and data."""
+def test_every_streaming_step_follows_the_formula(tmp_path: Path, sites: str, settings: dict[str, Any]) -> None:
+    """Each site's parameters after every step are those of the streaming DiLoCo formula.
+
+    The inner optimizer is AdamW, the outer one Nesterov momentum, and weights and data are unequal.
+    """
     with new_server(tmp_path, sites=len(sites), **settings) as server:
         workers = Sites(server.url, tmp_path, list(sites), steps=100)
         run_to_end(server, workers)
@@ -79,8 +82,11 @@ def trace_of(path: Path) -> Trace:
         pytest.param({"K": 2, "tau": 1, "alpha": 0.25}, id="streams"),
     ],
 )
-def test_ranks_together_are_one_worker(tmp_path: Path, nursery: Nursery, how: dict[str, Any]) -> None:
-    """Two sites of two processes on Gloo. Each rank has half of its site's data: the mean gradient is the site's."""
+def test_the_ranks_of_a_site_are_one_worker(tmp_path: Path, nursery: Nursery, how: dict[str, Any]) -> None:
+    """Two sites of two Gloo processes each follow the formula, like two sites of one process.
+
+    Each rank has half of its site's data, and the mean gradient of the ranks is that of the site.
+    """
     places = [(site, rank) for site in "ab" for rank in (0, 1)]
     settings = {"H": 4, "rounds": 3} | how
     with new_server(tmp_path, sites=2, **settings) as server:
@@ -126,10 +132,13 @@ def two() -> Weights:
         (0.5, 1, 0.7, 0.9, 2 * 7 / 4 * 0.75),
     ],
 )
-def test_the_model_moves_as_the_guide_says(
+def test_the_model_moves_at_the_documented_speed(
     tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
-    """docs/low-communication.md; after 30 rounds, what is left of how it began is less than 0.73²⁹ of it."""
+    """In a streaming run, the model moves each round by the distance that `docs/low-communication.md` gives.
+
+    After 30 rounds, the influence of the start is below 0.73²⁹ of what it was.
+    """
     found: list[float] = []
 
     def step(model: Any, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:

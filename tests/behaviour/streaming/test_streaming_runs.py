@@ -37,8 +37,11 @@ from atoll.testing.run import status
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("tau", [0, 2])
-def test_changes_only_what_is_due(tmp_path: Path, tau: int) -> None:
-    """Within a step, the state after the optimizer's own work is compared with that after Atoll's hook."""
+def test_a_step_changes_only_the_due_fragment(tmp_path: Path, tau: int) -> None:
+    """Atoll changes only the fragment that is due at a step, and never the inner optimizer's state.
+
+    Each step compares the state after the optimizer's own work with the state after Atoll's hook.
+    """
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
 
     def look(*_: Any) -> None:
@@ -67,8 +70,11 @@ def test_changes_only_what_is_due(tmp_path: Path, tau: int) -> None:
 
 
 @pytest.mark.covers("L7", "L2")
-def test_stopping_merges_what_is_under_way(tmp_path: Path) -> None:
-    """The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight."""
+def test_stopping_merges_updates_in_flight(tmp_path: Path) -> None:
+    """If a loop ends while the update of a fragment is in flight, the loop waits for the result and merges it.
+
+    The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight.
+    """
     with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
             for _ in range(6):
@@ -87,7 +93,10 @@ def test_stopping_merges_what_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L7")
-def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
+def test_a_whole_model_run_starts_no_fragment_thread(tmp_path: Path) -> None:
+    """A DiLoCo run of a whole model, without fragments, starts no thread for fragments and has no figures about
+    merges.
+    """
     names: set[str] = set()
     started = threading.Thread.start
 
@@ -106,8 +115,12 @@ def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L7")
-def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
+def test_waits_for_merges_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site must wait for a result before it can train on, the loop's figures and its log count the wait.
+
+    Site `b` makes its third step when site `a` has begun to wait. Site `a` trains τ = 2 steps while its update is in
+    flight.
+    """
     caplog.set_level("INFO", "atoll")
     steps_until_a_waited: list[int] = []
 
@@ -129,10 +142,10 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("at_the_server", [False, True])
-def test_a_filter_sees_one_fragment(tmp_path: Path, at_the_server: bool) -> None:
-    """Each filter is called once for each fragment with its tensors.
+def test_a_filter_gets_one_fragment_at_a_time(tmp_path: Path, at_the_server: bool) -> None:
+    """Each filter is called once for each fragment with that fragment's tensors.
 
-    Patterns of `Drop` name tensors of any fragment.
+    Patterns of `Drop` may name tensors of any fragment.
     """
     seen: list[tuple[int, set[str]]] = []
 
@@ -150,7 +163,11 @@ def test_a_filter_sees_one_fragment(tmp_path: Path, at_the_server: bool) -> None
 
 @pytest.mark.covers("L7")
 def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
-    """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
+    """If the answer to an update is late in an asynchronous run, training continues, and the result is merged when it
+    arrives.
+
+    With τ = 1 and a stalled upload, the turn of a fragment without a free place is skipped and counted as late.
+    """
     with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/0 ", "up", at=1, action="stall")
         proxy.faults.append(stall)
@@ -186,10 +203,14 @@ def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
         pytest.param({"K": 1, "H": 3, "tau": 1}, [(0, 3), (0, 3), (0, 3)], id="whole-merged-later"),
     ],
 )
-def test_counts_steps_from_taking_an_update(
+def test_steps_count_from_the_last_sent_update(
     tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
 ) -> None:
-    """What comes between taking and merging, τ later, is part of the next update: it is counted there."""
+    """The number of local steps of an update counts from the time its predecessor was taken, not from when it was
+    merged.
+
+    The steps between taking and merging, τ later, belong to the next update.
+    """
     with new_server(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
         run_to_end(server, Sites(server.url, tmp_path, ["a"], 20))
     counted = (
@@ -200,7 +221,10 @@ def test_counts_steps_from_taking_an_update(
 
 @pytest.mark.covers("X4")
 @pytest.mark.parametrize("heads", [[4], [2, 1, 1]], ids=["whole", "fragments"])
-def test_status_names_the_fragment_of_a_round(nursery: Nursery, tmp_path: Path, heads: list[int]) -> None:
+def test_the_status_shows_each_rounds_fragment(nursery: Nursery, tmp_path: Path, heads: list[int]) -> None:
+    """In a run with fragments, each line about a round says which fragment it was. A run of whole models shows no
+    fragment.
+    """
     with new_server(tmp_path, K=len(heads), H=len(heads)) as server:
         Sites(server.url, tmp_path, ["a"], steps=4).join()
         printed = command(nursery, tmp_path, "status", "--server", server.url).stdout
@@ -234,8 +258,10 @@ def stopped_after(
 
 
 @pytest.mark.covers("L8", "L11")
-def test_a_restart_goes_on_within_a_cycle(tmp_path: Path) -> None:
-    """The division into fragments is saved."""
+def test_a_restart_continues_within_a_cycle(tmp_path: Path) -> None:
+    """After a restart in the middle of a cycle of fragments, training gives the same values, because the server saves
+    the division into fragments.
+    """
     options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
     right = expected(["a", "b"], options)
     # after seven steps, fragments 0 and 1 of the first cycle are merged
@@ -271,8 +297,10 @@ class Tied(nn.Module):
 
 
 @pytest.mark.covers("L8")
-def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -> None:
-    """Exports, the state, a persistor's tensors and `atoll export` put the heads of all fragments together."""
+def test_exports_have_the_model_of_all_fragments(nursery: Nursery, tmp_path: Path) -> None:
+    """Exports, the saved state, a persistor's tensors and `atoll export` have the newest versions of all fragments in
+    one model.
+    """
     torch.manual_seed(1)
 
     start = Tied()
@@ -313,6 +341,7 @@ def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.covers("L16")
 def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
+    """A site keeps a base file, an outbox and the codec's error for each fragment. The next run deletes these files."""
     with new_server(tmp_path, K=2, H=2, rounds=2, codec="int8") as server:
         Sites(server.url, tmp_path, ["a"], steps=10).join()
         run = server.status().run
@@ -326,7 +355,9 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L11", "F12")
 def test_one_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
+    """If the newest version of one fragment is damaged while the server is down, only this fragment falls back. The
+    final model is as without damage.
+    """
     options: dict[str, Any] = {"K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
     right = expected(["a", "b"], options)
     # after five steps, fragment 1 has just been merged, its second version is not yet begun

@@ -36,7 +36,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize(("settings", "told", "remedy"), REFUSED, ids=range(len(REFUSED)))
-def test_refuses_what_fragments_exclude(tmp_path: Path, settings: dict[str, Any], told: str, remedy: str) -> None:
+def test_refuses_settings_unfit_for_fragments(tmp_path: Path, settings: dict[str, Any], told: str, remedy: str) -> None:
+    """With `diloco.num_fragments` above 1, the server refuses settings that do not go with fragments. The error says
+    what to change.
+    """
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     assert told in caught.value.message
@@ -44,7 +47,10 @@ def test_refuses_what_fragments_exclude(tmp_path: Path, settings: dict[str, Any]
 
 
 @pytest.mark.covers("L7")
-def test_refuses_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
+def test_a_worker_with_other_fragments_is_refused(tmp_path: Path) -> None:
+    """A worker whose number of fragments or steps differs from the run's is refused. A worker that trains whole models
+    is refused too.
+    """
     with new_server(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
         info = get(server.url, "/v1/run")[1]
         assert (info["fragments"], info["tau"], info["alpha"], info["max_inflight"]) == (3, 2, 0.5, 2)
@@ -70,7 +76,10 @@ def test_refuses_a_worker_that_streams_otherwise(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_refuses_updates_under_way_all_the_time(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_refuses_updates_that_are_always_in_flight(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """If updates would be in flight all the time and α is 0, the server refuses the settings: no local step would
+    survive.
+    """
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     for key in ("tau", "H"):
@@ -92,9 +101,8 @@ def test_refuses_updates_under_way_all_the_time(tmp_path: Path, settings: dict[s
     ids=str,
 )
 def test_warns_if_many_steps_run_during_the_transfer(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
-    """The status warns of a large fragment_sync_delay.
-
-    Large is a share of the steps between syncs, here 30 % and more, unless alpha fits.
+    """If `diloco.fragment_sync_delay` is 30 % or more of the steps between syncs, the status warns, unless α is large
+    enough.
     """
     with new_server(tmp_path, **settings) as server:
         warned = [each for each in server.status().warnings if "fragment_sync_delay" in each]
@@ -103,6 +111,7 @@ def test_warns_if_many_steps_run_during_the_transfer(tmp_path: Path, settings: d
 
 @pytest.mark.parametrize(("alpha", "warned"), [(0.0, 1), (0.5, 0)])
 def test_warns_that_slow_workers_may_lose_all_steps(tmp_path: Path, alpha: float, warned: int) -> None:
+    """With dynamic local steps, a merge delay and α = 0, slow workers may lose all steps, and the status warns."""
     dynamic = {"async.enabled": True, "diloco.dynamic_local_steps": True}
     with new_server(tmp_path, H=20, tau=2, alpha=alpha, **dynamic) as server:
         assert sum("dynamic_local_steps" in each for each in server.status().warnings) == warned
@@ -126,6 +135,7 @@ def layers(names: list[str]) -> set[str]:
 
 @pytest.mark.covers("L8")
 def test_equal_layers_are_shared_out_equally(tmp_path: Path) -> None:
+    """A model of layers of equal size is divided into fragments with an equal number of layers, in their order."""
     assert cut(tmp_path, None, 3) == names_of(3)
     found = cut(tmp_path, nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))), 4)
     assert list(map(layers, found)) == [{"0", "1", "2"}, {"3", "4", "5"}, {"6", "7", "8"}, {"9", "10", "11"}]
@@ -133,14 +143,21 @@ def test_equal_layers_are_shared_out_equally(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L8")
 def test_fragments_are_balanced_by_bytes_not_by_tensors(tmp_path: Path) -> None:
-    """One tensor of 8 elements is as large as the four behind it; by their number, the cut would be in the middle."""
+    """Fragments are balanced by bytes, not by the number of tensors.
+
+    One tensor of 8 elements is as large as the four behind it. By number of tensors, the cut would be in the middle.
+    """
     sizes = [8, 2, 2, 2, 2, 4]
     model = {f"{index}.weight": torch.zeros(size) for index, size in enumerate(sizes)}
     assert [len(names) for names in cut(tmp_path, model, 2)] == [2, 4]
 
 
 @pytest.mark.covers("L8")
-def test_ties_and_buffers_stay_together(tmp_path: Path) -> None:
+def test_tied_tensors_and_buffers_keep_their_fragment(tmp_path: Path) -> None:
+    """Tied tensors are in one fragment, and the buffers of a layer are in the fragment of its parameters.
+
+    Buffers of a layer without parameters are in the fragment of the parameters before them.
+    """
     place = {name: number for number, names in enumerate(cut(tmp_path, Tied(), 3)) for name in names}
     assert "head.weight" not in place, "it is embedding.weight"
     for buffer in ("running_mean", "running_var", "num_batches_tracked"):
@@ -148,13 +165,15 @@ def test_ties_and_buffers_stay_together(tmp_path: Path) -> None:
         assert place[f"body.3.{buffer}"] == place["body.2.bias"], "without parameters: with those before it"
 
 
-def test_layers_of_mixed_width_stay_with_their_neighbours(tmp_path: Path) -> None:
-    """A schema lists fp32 before bf16: the norms would all come first."""
+def test_layers_with_two_dtypes_stay_in_one_fragment(tmp_path: Path) -> None:
+    """A layer with fp32 norms and bf16 weights is in one fragment, although the schema lists fp32 tensors before bf16
+    tensors.
+    """
     model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(4)))
     assert list(map(layers, cut(tmp_path, model, 4))) == [{"0"}, {"1"}, {"2"}, {"3"}]
 
 
-def test_every_fragment_has_something_to_train(tmp_path: Path) -> None:
+def test_every_fragment_has_trainable_parameters(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     trained = {name for name, _ in model.named_parameters()}
     for count in range(1, 7):

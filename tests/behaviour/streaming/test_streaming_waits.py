@@ -53,8 +53,13 @@ def held() -> Iterator[threading.Event]:
 
 
 @pytest.mark.covers("L10", "L7")
-def test_an_ending_worker_holds_up_no_round(tmp_path: Path) -> None:
-    """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
+def test_an_ending_worker_delays_no_round(tmp_path: Path) -> None:
+    """If a worker ends while an update of it is in flight, the other sites' rounds close without it. It stays for its
+    result and merges it.
+
+    Site `a` ends after 4 steps with fragment 1 in flight. Site `b` closes round 2 of fragment 0 before it submits
+    fragment 1.
+    """
     with new_server(tmp_path, **OPTIONS, tau=1) as server:
         b = Hand(server.url, "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
@@ -70,10 +75,11 @@ def test_an_ending_worker_holds_up_no_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L10", "L7")
-def test_sends_a_failed_update_before_it_waits(tmp_path: Path, held: threading.Event) -> None:
-    """a is expected in fragment 0 alone, and waits for fragment 1, when its update of fragment 0 breaks off.
+def test_a_failed_update_is_sent_while_waiting(tmp_path: Path, held: threading.Event) -> None:
+    """If the upload of one fragment breaks off while the site waits for another fragment, the site sends the update
+    again. So the round can end.
 
-    b submits fragment 1 only when round 1 of fragment 0 is over.
+    Site `a` is expected in fragment 0 only. Site `b` submits fragment 1 only when round 1 of fragment 0 is over.
     """
     with new_server(tmp_path, **OPTIONS, tau=3, inflight=2) as server, Proxy(server.port) as proxy:
         before = Hand(server.url, "a")
@@ -94,11 +100,12 @@ def test_sends_a_failed_update_before_it_waits(tmp_path: Path, held: threading.E
 
 
 @pytest.mark.covers("L4", "L7")
-def test_a_worker_that_waited_falls_in_line(tmp_path: Path) -> None:
-    """a joins when round 1 is open for b alone, and waits for its end after two steps, in which b had its turn.
+def test_a_late_worker_waits_for_its_turn(tmp_path: Path) -> None:
+    """A worker that joins while a round is open for another site waits for the round's end, and then submits in turn
+    with the others.
 
-    Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
-    waits for it in round 1 of fragment 1.
+    Site `a` waits after two steps, in which site `b` had its turn. Had it submitted to round 2 of fragment 0 at once,
+    both would wait for each other.
     """
     with new_server(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
         b = Hand(server.url, "b")
@@ -148,7 +155,9 @@ def loss_of(state: dict[str, Tensor]) -> float:
 @pytest.mark.covers("L4", "L14")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
-    """No other site closes the round: the site is asked again at once, for an update of the same version."""
+    """If the server refuses an update and no other site closes the round, the site gets a ticket for the same version.
+    It trains a new update.
+    """
     caplog.set_level("INFO", "atoll")
 
     def step_(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
@@ -168,8 +177,10 @@ def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.covers("L3", "L16")
-def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
-    """int4 up and int8 down: all workers end with the same values; the export has the server's full precision."""
+def test_async_fragments_support_codecs_in_both_directions(tmp_path: Path) -> None:
+    """With int4 uploads and int8 downloads, all workers end with the same values. The export has the server's full
+    precision.
+    """
     settings = {"async.enabled": True, "aggregation.download_codec.name": "int8"}
     settings |= {"algorithm.outer_optimizer.momentum": 0.0, "algorithm.outer_optimizer.lr": 0.4}
     pacer = threading.Event()  # where no site waits, a turn is passed over while an exchange is under way
@@ -185,8 +196,10 @@ def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L3", "L6")
-def test_takes_a_skipped_synchronous_turn_next(tmp_path: Path) -> None:
-    """Site a has missed a turn, as after a lost answer. Going on in its cycle, it would wait for b, and b for a."""
+def test_a_skipped_synchronous_turn_is_made_up_next(tmp_path: Path) -> None:
+    """If a site has skipped a synchronous turn, as after a lost answer, it takes this turn next. Otherwise, it and site
+    `b` would wait for each other.
+    """
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:
@@ -208,7 +221,10 @@ def test_takes_a_skipped_synchronous_turn_next(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L18")
 def test_dynamic_local_steps_are_a_multiple_of_fragments(tmp_path: Path) -> None:
-    """A site at a third of the speed, with H = 12 and K = 2, is asked for about 4 steps: always an even number."""
+    """With K = 2 fragments, a slow site is asked for a number of local steps that is a multiple of 2.
+
+    A site at a third of the speed, with H = 12, is asked for about 4 steps.
+    """
     server = new_server(
         tmp_path,
         K=2,
@@ -289,7 +305,8 @@ def life(
         pytest.param({"rounds.quorum": 1, "rounds.deadline_s": 0.3}, id="quorum", marks=pytest.mark.long),
     ],
 )
-def test_every_run_comes_to_its_end(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_every_run_with_network_faults_finishes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Runs in which connections break off at random finish with every round done, and all sites end with the result."""
     rounds, ends, errors = 6, dict[str, Any](), list[Exception]()
     beats = {"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 5.0}
     server = new_server(tmp_path, sites=2, K=3, H=6, rounds=rounds, **beats, **settings)

@@ -91,8 +91,10 @@ def closed(version: int, tickets: list[int], digests: bytes) -> dict[str, Any]:
 
 
 @pytest.mark.covers("F18")
-def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
-    """The aggregating site collected an earlier update under the ticket: it has yet to collect the offered one."""
+def test_only_the_offered_digest_completes_an_update(tmp_path: Path) -> None:
+    """The server accepts an update once the aggregating site reports the digest that was offered. An earlier update
+    under the same ticket does not count.
+    """
     with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
         offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
         wait_until(lambda: a.report()["collect"] or offer.receipt.done(), "the offer")
@@ -107,7 +109,10 @@ def test_counts_an_update_of_the_offered_digest(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("place", ["10.0.0.1:80", "127.0.0.1:11", "127.0.0.1"], ids=["host", "port", "none"])
-def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) -> None:
+def test_a_reference_to_another_address_is_refused(tmp_path: Path, place: str) -> None:
+    """The server of a swarm refuses a report or an offer whose reference points to another host or port than that of
+    the site.
+    """
     with swarm(tmp_path) as (_, a, b):
         for version, state in ((place, ""), ("", place)):
             source = {"version": a.reference(version), "state": a.reference(state)}
@@ -119,7 +124,7 @@ def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) ->
             assert (status, f"does not point to {b.address}" in told["message"]) == (400, True)
 
 
-def test_takes_a_report_of_many_parts(tmp_path: Path) -> None:
-    """20,000 digests are those of 320 GB in parts of 16 MiB."""
+def test_a_report_may_have_20000_digests(tmp_path: Path) -> None:
+    """The server of a swarm accepts a report with 20,000 digests, which are those of 320 GB in parts of 16 MiB."""
     with swarm(tmp_path) as (_, a, _b):
         assert a.report(closed=[closed(1, [1], bytes(32 * 20_000))])["stamp"]

@@ -32,9 +32,10 @@ pytestmark = pytest.mark.covers("P10")
 def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """The swarm has the bits of a server.
+    """A swarm gives the same bits as a server, although SCAFFOLD's controls are the mean over all sites that have
+    joined.
 
-    SCAFFOLD's controls are the mean over all sites that have joined: when a fourth one joins, three quarters are left.
+    When a fourth site joins, three quarters of the control are left.
     """
     found = []
     for place in ("swarm", "server"):
@@ -52,7 +53,10 @@ def test_a_swarm_counts_sites_that_have_only_joined(
 
 @pytest.mark.covers("X10")
 def test_the_rules_of_buffers_hold_in_a_swarm(tmp_path: Path) -> None:
-    """What a site keeps has its initial value in every version, and the rest is as a server makes it."""
+    """With rules for buffers, a swarm gives the same bits as a server.
+
+    A tensor that each site keeps to itself has its initial value in every version.
+    """
     rules = {"1.running_mean": "first", "1.running_var": "max", "1.num_batches_tracked": "sum", "1.weight": "keep"}
     ours, theirs = (
         left_by(tmp_path / place, **{"model.buffers": rules, "swarm.enabled": place == "swarm"})[0]
@@ -106,7 +110,9 @@ def left_by_steps(
 
 @pytest.mark.covers("D10")
 def test_an_asynchronous_swarm_with_fragments_finishes(tmp_path: Path) -> None:
-    """Every update is in one version, more than one worker aggregates, and every worker sees the end."""
+    """In an asynchronous swarm with fragments, every update is in one version, and more than one worker aggregates.
+    Every worker sees the end.
+    """
     result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
     assert len(result.updates) == sum(len(summary["sites"]) for summary in result.history)
     assert len(set(result.aggregators)) > 1
@@ -119,8 +125,8 @@ def test_an_asynchronous_swarm_with_fragments_finishes(tmp_path: Path) -> None:
     [{"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"}, {"async.momentum_every": 2}],
     ids=["weighed-by-staleness", "delayed-nesterov"],
 )
-def test_an_asynchronous_swarm_has_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The updates come in the same order."""
+def test_an_asynchronous_swarm_gives_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """If the updates come in the same order, an asynchronous swarm gives the same bits as a server."""
     run = {"kind": InTurn, "async.sync_rounds_first": 1, "rounds.total": 1 + len(ORDER)} | settings
     ours, sites = left_by_steps(tmp_path / "swarm", **run)
     theirs, _ = left_by_steps(tmp_path / "server", **run, **{"swarm.enabled": False})
@@ -178,7 +184,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("D10")
-def test_a_package_gives_a_servers_bits(tmp_path: Path) -> None:
+def test_an_installed_package_gives_a_servers_bits(tmp_path: Path) -> None:
+    """With an algorithm, a reducer and other parts of an installed package, a swarm gives the same bits as a server.
+    Each part changes the result.
+    """
     ours, _ = left_by(tmp_path / "swarm", **PLAIN | OURS)
     theirs, _ = left_by(tmp_path / "server", **PLAIN | OURS, **{"swarm.enabled": False})
     assert ours.without_exports == theirs.without_exports
@@ -190,7 +199,10 @@ def test_a_package_gives_a_servers_bits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("X3")
-def test_refuses_a_site_without_the_package(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_site_without_the_runs_package_cannot_join(nursery: Nursery, tmp_path: Path) -> None:
+    """A site that lacks the package of the run's algorithm cannot join the swarm. Its error says how to register the
+    algorithm.
+    """
     with serve_swarm(tmp_path, **PLAIN | OURS | {"aggregation.upload_codec.name": "none"}) as server:
         with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
             assert site.process.wait() != 0
@@ -210,8 +222,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return left_by(tmp_path_factory.mktemp("undisturbed"))[0]
 
 
-def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the disk, and among what others can pull."""
+def test_workers_drop_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a swarm drop versions that nobody needs, from the disk and from what others can download."""
     from atoll.worker.peer.agent import SwarmPeer
 
     peers, served = list[Any](), dict[str, int]()
@@ -231,8 +243,10 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
         assert served[peer.site] <= 2 * 2 + 1 + 1
 
 
-def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aggregator looks at all updates once more before it reduces them, which takes long where they are large."""
+def test_an_aggregator_reports_progress_before_reducing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An aggregator of a swarm reports bytes as it reads the updates before it reduces them, part by part, because
+    reading large ones takes long.
+    """
     from atoll.worker.peer.agent import SwarmPeer
 
     moved, reducing, move, reduce = list[int](), threading.Event(), SwarmPeer._move, SwarmPeer._reduce
@@ -257,7 +271,10 @@ def test_an_aggregator_shows_progress_at_once(tmp_path: Path, monkeypatch: pytes
     assert max(moved) <= 2**16  # part by part
 
 
-def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
+def test_the_server_sends_the_initial_model_once(tmp_path: Path) -> None:
+    """In a swarm, the server sends the initial model once and receives no tensor bytes. All other tensors go between
+    the workers.
+    """
     with serve_swarm(tmp_path) as server:
         initial = (tmp_path / "state" / "initial-0.safetensors").stat().st_size
         sites = Sites(server.url, tmp_path)
@@ -268,12 +285,13 @@ def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
 
 
-def test_pulls_nothing_that_it_has(tmp_path: Path) -> None:
-    """Each of the two sites aggregates or checks every round, and so holds every version.
+def test_a_worker_downloads_nothing_it_already_has(tmp_path: Path) -> None:
+    """Workers of a swarm do not download what they have.
 
-    So in each round one update of the two goes to the other site, and the new version with its outer state; the initial
-    model goes from the server to one of them, and from that one to the other, which pulls it twice if it comes to train
-    before it holds it.
+    Each of two sites aggregates or checks every round, so it holds every version. In each round, one update and the
+    version with its outer state travel.
+
+    The initial model goes from the server to one site and from there to the other, once or twice.
     """
     _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})
     momentum = sum(4 * each.numel() for each in wide_model().parameters())
@@ -283,10 +301,12 @@ def test_pulls_nothing_that_it_has(tmp_path: Path) -> None:
     assert any(0 < rest - times * MODEL_BYTES <= (2 * ROUNDS + times) * HEADER for times in (1, 2))
 
 
-def test_asks_the_next_holder_for_a_dropped_version(
+def test_a_worker_asks_the_next_version_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker may drop a version, or end, between two requests: the next holder is asked, and the round goes on."""
+    """If a worker has dropped a version or ended, the next holder of the version is asked. The round goes on with the
+    same bits.
+    """
     from atoll.worker.peer.peer_transfers import PeerServer
 
     in_order, seen = PeerServer.in_order, set[int]()
@@ -304,12 +324,13 @@ def test_asks_the_next_holder_for_a_dropped_version(
     assert ours.bits == undisturbed.bits
 
 
-def test_a_worker_ignores_answers_that_newer_ones_overtook(
+def test_a_worker_ignores_overtaken_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """The answers of a restarted server count from the first one.
+    """A worker ignores an answer that a newer one has overtaken. Answers of a restarted server count from its first
+    one.
 
-    A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
+    A worker asks twice at once when it has news. An overtaken answer would make it reduce again.
 
     Its first three answers are those of an earlier server, which had given many.
     """
@@ -344,15 +365,17 @@ def test_a_worker_ignores_answers_that_newer_ones_overtook(
     assert max(asked) < 1000, "as many as the earlier server had given"
 
 
-def test_only_chosen_workers_aggregate_in_turn(tmp_path: Path) -> None:
-    """With ('b', 'c') and four rounds: b, c, b, c. Another worker checks each."""
+def test_only_chosen_workers_aggregate(tmp_path: Path) -> None:
+    """With `swarm.aggregators` ('b', 'c'), these two workers aggregate by turns. Another worker checks each round."""
     result, _ = left_by(tmp_path, **{"swarm.aggregators": ("b", "c"), "rounds.total": 4})
     assert result.aggregators == ["b", "c", "b", "c"]
     assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)
 
 
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
-    """The site whose digest comes first for the version that the round starts from, but none twice in a row."""
+    """The seed decides which site aggregates a round: the site whose digest comes first for the version, but none twice
+    in a row.
+    """
     result, _ = left_by(tmp_path, **{"run.seed": 5, "rounds.total": 6})
     expected = [""]
     for version in range(6):

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.covers("P10")
 
 @pytest.mark.covers("X8")
 def test_a_site_joins_a_swarm_only_by_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an argument or a variable at the site itself. Without it, the site does not even ask for the swarm's plan."""
+    """A site joins a swarm only if an argument or a variable at this site allows it. Without that, it does not even ask
+    for the swarm's plan.
+    """
 
     def join(**options: Any) -> None:
         with atoll.join(proxy.url, site="a", folder=tmp_path / "w", **options):
@@ -81,9 +83,12 @@ def by_trainer(url: str) -> None:
 
 @pytest.mark.covers("X8")
 @pytest.mark.parametrize("join", [by_steps, by_trainer, partial(functional.init, site="a")])
-def test_no_other_way_in_joins_a_swarm_unasked(
+def test_no_interface_joins_a_swarm_without_consent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, join: Callable[[str], object]
 ) -> None:
+    """The DiLoCo loop, the trainer integration and `functional.init` refuse to join a swarm without the site's
+    consent.
+    """
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "w"))
     with serve_swarm(tmp_path) as server:
         with pytest.raises(ConfigError, match=r"is a swarm: .* pass swarm=True"):
@@ -92,8 +97,12 @@ def test_no_other_way_in_joins_a_swarm_unasked(
 
 
 @pytest.mark.covers("X8", "X3")
-def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
-    """A site says that it is at the port of another program, of another site, of a cloud's secrets, and nowhere."""
+def test_the_server_verifies_a_sites_address(tmp_path: Path) -> None:
+    """The server refuses a site that reports an address which it cannot prove, and tells no other site of it.
+
+    The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
+    leads nowhere.
+    """
     with (
         serve_swarm(tmp_path) as server,
         closing(peer_server()) as own,
@@ -131,6 +140,7 @@ def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X8")
 def test_logs_each_address_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each worker of a swarm logs once for each other site that it connects to its address."""
     with caplog.at_level(logging.INFO, "atoll"):
         left_by(tmp_path)
     said = [line for line in caplog.messages if "connects to the worker of another site at http://127.0.0.1:" in line]
@@ -176,8 +186,10 @@ def orders(address: str) -> list[Any]:
 
 
 @pytest.mark.covers("X9")
-def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No order ends in a traceback, and no line about orders that do not fit comes twice in a row."""
+def test_a_site_survives_invalid_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If its server sends orders that do not fit, a worker of a swarm logs no traceback, repeats no line, and goes
+    on.
+    """
     said = list[Any]()
 
     def next_orders() -> Any:
@@ -202,8 +214,8 @@ def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.covers("X9")
-def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
-    """The stamp of the orders is another one each time, and there is nothing to do."""
+def test_a_site_pauses_between_changing_orders(tmp_path: Path) -> None:
+    """If the server answers every time with a new stamp and nothing to do, the worker pauses between its requests."""
     stamps = itertools.count(1)
 
     def next_orders() -> dict[str, int]:
@@ -221,6 +233,9 @@ def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 def test_refuses_an_option_too_long_for_messages(tmp_path: Path) -> None:
+    """A swarm refuses to start with an option of more than 256 characters, which would not fit into the swarm's
+    messages.
+    """
     model = {"2.*" + "*" * 300: 0.5}
     with pytest.raises(ConfigError, match=r"algorithm\.outer_lr_of\..* has 303 characters, but at most 256"):
         with serve_swarm(tmp_path, **{"algorithm.outer_lr_of": model}):

@@ -83,6 +83,9 @@ def require_same(folder: Path, undisturbed: Result) -> Result:
 def test_killed_sites_change_no_bit(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]
 ) -> None:
+    """If sites are killed at any point of a swarm's round, they come back and the result has the bits of an undisturbed
+    run.
+    """
     with serve_swarm(tmp_path, **IN_TURN) as server, processes(nursery, tmp_path, server.url, lives) as killed:
         others = Sites(server.url, tmp_path, SITES.keys() - lives.keys())
         digests = {each.ended() for each in killed.values()}
@@ -93,8 +96,12 @@ def test_killed_sites_change_no_bit(
     require_same(tmp_path, undisturbed)
 
 
-def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """No site trains a round again because of that. A finished run that is started again stays as it is."""
+def test_a_killed_swarm_server_changes_no_bit(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """If the server of a swarm is killed again and again, the result has the bits of an undisturbed run. No site trains
+    a round twice.
+
+    A finished run that is started again stays as it is.
+    """
     lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path)
@@ -118,11 +125,13 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
         ("spool", "differs from the one received: the disk has changed it"),
     ],
 )
-def test_replaces_an_aggregator_with_a_damaged_disk(
+def test_an_aggregator_with_a_damaged_file_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
-    """A bit changes while round 2 is trained, or while one of its updates is awaited. Another site aggregates the round
-    from its own files.
+    """If a bit of an aggregator's files changes, another site aggregates the round from its own files. The result has
+    the same bits.
+
+    The bit changes while round 2 is trained, or while one of its updates is awaited.
     """
     gate = Gate(2, "c" if what == "spool" else SITES)
     with serve_swarm(tmp_path, **IN_TURN) as server:
@@ -164,9 +173,10 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
 def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    """The aggregator or its checker is stopped during the reduction and replaced.
+    """If the aggregator or its checker stops during a reduction, another worker takes its place. When it goes on, it
+    does no harm.
 
-    A stopped worker does no harm when it goes on. The aggregator has lost its lease, too.
+    A stopped aggregator also loses its lease.
     """
     caplog.set_level("INFO", "atoll.server")
     paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}
@@ -219,8 +229,10 @@ def test_replaces_a_worker_that_cannot_aggregate(
     aggregators: list[str],
     why: str,
 ) -> None:
-    """No disk for the updates; digests of no version, which must neither end the server nor come into its journal;
-    far slower than round 1 has shown that it takes, though its bytes move all the time.
+    """If a worker's disk is full, its digests are wrong, or it is far too slow, another worker aggregates the round.
+    The server and its journal stay unharmed.
+
+    The slow worker moves bytes all the time, but takes far longer than any round before.
     """
     from atoll.worker.peer.agent import SwarmPeer
 
@@ -311,7 +323,9 @@ def trained_in_swarm(url: str, folder: Path, site: str) -> None:
 def test_code_that_raises_everywhere_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], what: str
 ) -> None:
-    """Each of the two holders of version 0 is asked, and all three sites end with the reason."""
+    """If the run's reducer, codec or outer optimizer raises at every worker, the run ends with the error, and so do all
+    sites.
+    """
     monkeypatch.setattr("atoll.registry._registered", {})
     atoll.register("reducers", "raises", Raises)
     atoll.register("codecs", "undecodable", Undecodable)
@@ -348,7 +362,10 @@ def fill_disks(monkeypatch: pytest.MonkeyPatch, home: str, room: threading.Event
 
 
 @pytest.mark.covers("X3")
-def test_status_says_while_no_worker_can_aggregate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_status_shows_if_no_worker_can_aggregate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no worker can aggregate a round, the status says how many failed in a row and why. Once there is disk
+    space, the run goes on.
+    """
     room = threading.Event()
     fill_disks(monkeypatch, "/workers/", room)
     with serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.5, "rounds.total": 1}) as server:
@@ -373,8 +390,8 @@ Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES, swarm=
 
 
 @pytest.mark.covers("D10")
-def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Path) -> None:
-    """The same updates count."""
+def test_a_killed_diloco_server_keeps_the_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """If the server of a DiLoCo swarm is killed twice, the same updates count and the versions have the same bits."""
     found = []
     for lives in ((), ("accept.after=kill@2", "head.before=kill")):
         (folder := tmp_path / str(len(lives))).mkdir()
@@ -389,8 +406,8 @@ def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("D10", "L4")
-def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) -> None:
-    """An aggregator and the server are killed, and all sites end with the same model.
+def test_all_sites_agree_after_kills_while_streaming(nursery: Nursery, tmp_path: Path) -> None:
+    """If an aggregator and the server are killed in a swarm with streamed fragments, all sites end with the same model.
 
     Every fragment has its rounds, and no update counts twice. The killed site repeats its local steps.
     """
@@ -416,7 +433,9 @@ def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("L3", "L5")
 def test_an_asynchronous_swarm_goes_on_without_its_aggregator(nursery: Nursery, tmp_path: Path) -> None:
-    """Others' updates are waiting when it is lost, so that rounds are closed one upon the other."""
+    """If an asynchronous swarm loses its aggregator while other sites' updates wait, another worker aggregates. The run
+    makes all its versions.
+    """
     lives = {site: ["swarm.closed=kill"] for site in ("a", "b")}
     changed = {"async.enabled": True, "rounds.total": 12, "network.idle_timeout_s": 3.0, "swarm.aggregators": []}
     with (

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.covers("P10")
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_swarm_waits_for_a_second_worker(nursery: Nursery, tmp_path: Path) -> None:
+    """If only one worker is left in a swarm, the run waits and the status says why. Once the other site is back, the
+    run finishes.
+    """
     gate, settings = Gate(2, "a"), {"rounds.sites": 2, "rounds.min_sites": 1, "rounds.total": 2}
     with serve_swarm(tmp_path, **settings, **QUICK, **{"swarm.aggregators": ["a", "b"]}) as server:
         a = Sites(server.url, tmp_path, "a", during=gate)
@@ -45,8 +48,10 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_tells_an_unreachable_worker_at_once(nursery: Nursery, tmp_path: Path) -> None:
-    """Before the first round."""
+def test_an_unreachable_worker_gets_an_error_at_once(nursery: Nursery, tmp_path: Path) -> None:
+    """A worker that the other workers cannot reach gets an error before the first round, which names the setting to
+    change.
+    """
     with serve_swarm(tmp_path, **{"rounds.min_sites": 3, "network.idle_timeout_s": 1.0}) as server:
         first = Sites(server.url, tmp_path, "ab")
         wait_until(lambda: len(server.status().workers) == 2, "two workers")
@@ -61,12 +66,13 @@ def test_tells_an_unreachable_worker_at_once(nursery: Nursery, tmp_path: Path) -
     assert first.digests == third.digests
 
 
-def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An update has NaN or is too large. The other sites go on.
+def test_a_swarm_refuses_bad_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a swarm, an update with NaN or with a too large norm is refused, and the log says which site. The other sites
+    go on.
 
-    The site that collects them looks. In round 1 site a has NaN.
+    The site that collects the updates checks them. In round 1, the update of site `a` has NaN.
 
-    Of so many steps with gradients of norm √83,488: 0.05 · √83,488 · √steps is 14.4 for c, 20.4 for a, 25.0 for b.
+    Gradients of norm √83,488 give the norm 0.05 · √83,488 · √steps: 14.4 for `c`, 20.4 for `a`, 25.0 for `b`.
     """
 
     def spoil(site: str, number: int, model: nn.Module) -> None:
@@ -86,7 +92,10 @@ def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", [1, 2], ids=["one", "both"])
 def test_all_workers_die_and_come_back(nursery: Nursery, tmp_path: Path, damaged: int) -> None:
-    """What they hold counts where it is whole."""
+    """If all workers of a swarm die and start again, the run continues from an undamaged version that a worker has.
+
+    If all files of the version are damaged, the status says that it is lost and what to do.
+    """
     with serve_swarm(tmp_path, **IN_TURN) as server:
         never = f"2:{tmp_path / 'never'}"
         running = [SiteProcess(nursery, tmp_path, server.url, site, HOLD=never) for site in SITES]
@@ -111,8 +120,12 @@ def test_all_workers_die_and_come_back(nursery: Nursery, tmp_path: Path, damaged
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
 
 
-def test_late_joiners_and_early_leavers(tmp_path: Path) -> None:
-    """The worker that leaves holds the newest version: it stays until another has it."""
+def test_sites_may_join_late_or_leave_early(tmp_path: Path) -> None:
+    """In a swarm, a site may join after round 1 and another may leave early. All sites that stay end with the same
+    model.
+
+    The worker that leaves holds the newest version, so it stays until another worker has it.
+    """
     gate, settings = Gate(2, "b"), {"rounds.sites": 2, "rounds.total": 5, "swarm.aggregators": ["a"]}
     with serve_swarm(tmp_path, **settings) as server:
         early = Sites(server.url, tmp_path, "ab", during=gate, last={"a": 3})
@@ -126,8 +139,11 @@ def test_late_joiners_and_early_leavers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_only_holder_stays_until_another_has_it(nursery: Nursery, tmp_path: Path) -> None:
-    """Of the two that have version 1, b is killed for good in round 2, and a leaves with its update to that round."""
+def test_a_versions_only_holder_stays(nursery: Nursery, tmp_path: Path) -> None:
+    """If a worker is the only one that has the newest version, it leaves only after another worker has it.
+
+    Of the two that have version 1, `b` is killed for good in round 2, and `a` leaves with its update of that round.
+    """
     gate, settings = Gate(2, "acd"), {"rounds.sites": 4, "rounds.min_sites": 2, "swarm.aggregators": ["a", "b"]}
     with serve_swarm(tmp_path, **settings, **QUICK) as server:
         others = Sites(server.url, tmp_path, "acd", during=gate, last={"a": 2})
@@ -144,7 +160,10 @@ def test_the_only_holder_stays_until_another_has_it(nursery: Nursery, tmp_path: 
     assert [len(summary["sites"]) for summary in result.history] == [4, 3, 2]
 
 
-def test_each_site_keeps_the_result_alone(nursery: Nursery, tmp_path: Path) -> None:
+def test_only_the_sites_keep_a_swarms_result(nursery: Nursery, tmp_path: Path) -> None:
+    """At the end of a swarm, each site has the result in its folder, and the server does not. `atoll export` and
+    evaluation at the server are refused.
+    """
     with serve_swarm(tmp_path, **PLAIN | {"algorithm.name": "scaffold"}) as server:
         ran = Sites(server.url, tmp_path)
         run_to_end(server, ran)
@@ -195,13 +214,19 @@ def test_each_site_keeps_the_result_alone(nursery: Nursery, tmp_path: Path) -> N
         ({"swarm.enabled": False, "swarm.aggregators": ("a",)}, "aggregators"),
     ],
 )
-def test_refuses_settings_that_no_swarm_has(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_of_a_swarm_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
+    """A swarm refuses settings and arguments that it does not support, and `swarm.aggregators` is refused without a
+    swarm.
+    """
     with pytest.raises(ConfigError, match=named):
         with serve_swarm(tmp_path, **settings):
             pass
 
 
-def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_export_of_a_swarm_uses_its_workers(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll export` downloads the model of a running swarm from its workers. `atoll status` says which site aggregated
+    a round.
+    """
     gate = Gate(3, SITES)
     with serve_swarm(tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)
@@ -215,8 +240,10 @@ def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> 
 
 
 @pytest.mark.covers("X2")
-def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers show each other certificates, and the server's token stays between each and the server."""
+def test_a_swarm_works_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swarm finishes with TLS between the workers, which show each other certificates, and with a token between each
+    worker and the server.
+    """
     tls = write_certificate(tmp_path)
     for name, value in {
         "ATOLL_TOKEN": "a-token-of-the-run",
@@ -256,9 +283,12 @@ def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
     ids=["port", "without-tls", "address", "one-of-two"],
 )
-def test_refuses_an_address_to_listen_at(
+def test_a_wrong_listen_address_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
+    """A worker of a swarm refuses a port, an address or TLS files that it cannot use to listen for the other
+    workers.
+    """
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with serve_swarm(tmp_path) as server:
@@ -268,8 +298,11 @@ def test_refuses_an_address_to_listen_at(
 
 
 @pytest.mark.parametrize("is_swarm", [True, False], ids=["swarm", "server"])
-def test_sites_sit_out_rounds(tmp_path: Path, is_swarm: bool) -> None:
-    """Site b sits out round 2, but (in the swarm) still aggregates it. All sit out round 3, so it makes no version."""
+def test_sites_may_sit_out_rounds_in_a_swarm(tmp_path: Path, is_swarm: bool) -> None:
+    """A swarm gives the same result as a server if sites sit out rounds. Without an update, a round makes no version.
+
+    Site `b` sits out round 2, but in the swarm still aggregates it. All sites sit out round 3.
+    """
     weights = {2: {"b": 0.0}, 3: dict.fromkeys(SITES, 0.0)}
 
     def work(site: str) -> None:
@@ -302,10 +335,14 @@ def test_sites_sit_out_rounds(tmp_path: Path, is_swarm: bool) -> None:
 
 
 @pytest.mark.covers("F42")
-def test_a_restored_swarm_names_the_missing_version(
+def test_a_restored_swarm_reports_a_lost_version(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backup has version 1, and the workers keep only later ones: the log and the status say how to go on."""
+    """If a swarm's server is restored from a backup whose version every worker has dropped, the log and status say how
+    to go on.
+
+    The workers keep only later versions than that of the backup.
+    """
     monkeypatch.setattr("atoll.server.swarm.assignments.LACKING_S", 0.0)
     settings = {"rounds.total": 9, "network.idle_timeout_s": 0.5, **IN_TURN}
 
@@ -336,7 +373,11 @@ def test_a_restored_swarm_names_the_missing_version(
 @pytest.mark.long
 @pytest.mark.covers("S2")
 def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
-    """The backup is older than the controls of all sites by two rounds; its version is still at workers."""
+    """If a SCAFFOLD swarm's server is restored from a backup, the run continues, and the status warns that controls
+    begin at zero again.
+
+    The controls of all sites are two rounds ahead of the backup, and workers still have its version.
+    """
     settings = {"algorithm.name": "scaffold", "rounds.total": 7, "disk.keep_versions": 8, **PLAIN}
     settings["network.idle_timeout_s"] = 0.5  # how long a site that leaves waits for workers that need its data
 

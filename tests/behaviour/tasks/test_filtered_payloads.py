@@ -100,8 +100,11 @@ register(
 )
 
 
-def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
-    """In a flat dict the path is the key. Numbers, NumPy's too, do not count as tensors."""
+def test_a_filter_sees_tensors_by_their_path(arrived: Answers) -> None:
+    """A filter gets each tensor of a payload under its path in the payload. In a flat dict, the path is the key.
+
+    Numbers, also those of NumPy, do not count as tensors.
+    """
     names: list[str] = []
 
     class Named(Filter):
@@ -121,7 +124,10 @@ def test_tensors_are_called_by_their_path(arrived: Answers) -> None:
         assert sorted(names) == expected
 
 
-def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
+def test_two_tensors_with_one_path_are_refused(arrived: Answers) -> None:
+    """If two tensors of a payload have the same path, a payload with a filter is not sent. Without a filter, it is
+    sent.
+    """
     tree = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}
     error = arrived.send(tree, [Halved()]).error
     assert re.search(r"was not sent: Two tensors of the payload have the name 'a.b'", error), error
@@ -130,6 +136,11 @@ def test_two_tensors_of_one_name_are_refused(arrived: Answers) -> None:
 
 @pytest.mark.covers("T1")
 def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
+    """A filter that returns its values unchanged does not change a bit of the payload. It reads floating-point tensors
+    in chunks.
+
+    Integers, numbers and second uses of a shared tensor do not reach the filter.
+    """
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(CHUNK_ELEMENTS + 5, generator=generator)
     shared = large[:7].clone()
@@ -161,10 +172,10 @@ def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
     assert not {"arrays.1", "arrays.2", "whole", "again.1"} & {name for name, _, _ in seen}
 
 
-def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
-    """The filters that Atoll has see the tensors of a payload as they are.
+def test_built_in_filters_work_on_payloads(arrived: Answers) -> None:
+    """The filters of Atoll work on the tensors of a payload: they clip, cast and add noise.
 
-    (3, 4) and 12 have the norm 13, of which half is left; the integer, and the number of NumPy, stay.
+    (3, 4) and 12 have the norm 13, of which half is left. An integer and a NumPy number stay as they are.
     """
     tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
     found = arrived(tree, [NormClip(6.5)])
@@ -175,8 +186,8 @@ def test_shipped_filters_see_a_payloads_tensors(arrived: Answers) -> None:
 
 
 @pytest.mark.covers("T1")
-def test_a_dropped_tensor_does_not_travel(arrived: Answers) -> None:
-    """Two tensors of 4 MB are dropped: what is left has less than 4 KB, its description included."""
+def test_a_dropped_tensor_is_not_sent(arrived: Answers) -> None:
+    """If a filter drops two tensors of 4 MB, less than 4 KB is sent. The dropped tensors arrive as None."""
     tree = {
         "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
         "body": [torch.zeros(1), np.ones(2)],
@@ -191,9 +202,9 @@ def test_a_dropped_tensor_does_not_travel(arrived: Answers) -> None:
 
 
 def test_shared_tensors_count_once(arrived: Answers) -> None:
-    """A tensor in two places is dropped by either name, and counts once.
+    """If a tensor is in two places of a payload, it counts once, and a filter can drop it by either name.
 
-    Else a head that is tied to the body would leave under the body's name. (3, 4) has the norm 5, not √50.
+    Otherwise, a head tied to the body would be sent under the body's name. (3, 4) has the norm 5, not √50.
     """
     tied = torch.tensor([3.0, 4.0])
     tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
@@ -205,8 +216,8 @@ def test_shared_tensors_count_once(arrived: Answers) -> None:
     assert found["body"]["w"] is found["head"]["w"]
 
 
-def test_a_filter_sees_what_others_left(arrived: Answers) -> None:
-    """A filter sees what those before it left, and may ask for the whole."""
+def test_a_filter_sees_the_previous_filters_result(arrived: Answers) -> None:
+    """A filter sees the tensors as the filters before it left them, and may ask for a whole tensor."""
 
     class Looking(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -221,10 +232,10 @@ def test_a_filter_sees_what_others_left(arrived: Answers) -> None:
 
 
 @pytest.mark.covers("T13")
-def test_own_streams_are_filtered_in_runs(arrived: Answers) -> None:
-    """A stream of an own type is filtered run by run.
+def test_streams_of_own_types_are_filtered(arrived: Answers) -> None:
+    """Filters work on the stream of a user's own type chunk by chunk.
 
-    Read thrice: for the norm, by a filter that looks at its end first, and to be sent. 1²+…+4² = 30.
+    The stream is read three times: for the norm, by a filter that reads its end first, and for sending. 1²+…+4² = 30.
     """
 
     class Backwards(Filter):
@@ -250,8 +261,8 @@ class Grown(Filter):
 MASK = {"mask": torch.tensor([0.0, -torch.inf]), "head": torch.ones(2)}
 
 
-def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
-    """A filter that only drops tensors accepts a mask of infinities."""
+def test_drop_accepts_infinite_masks(arrived: Answers) -> None:
+    """A filter that only drops tensors accepts a payload with a mask of infinities."""
     assert torch.equal(arrived(MASK, [Drop("head")])["mask"], MASK["mask"])
 
 
@@ -276,16 +287,18 @@ def test_infinite_masks_may_be_dropped(arrived: Answers) -> None:
     ],
     ids=["mask", "infinite", "name", "nearest name", "nan", "overflow"],
 )
-def test_a_filters_fault_names_the_tensor(arrived: Answers, tree: Any, filters: list[Filter], told: str) -> None:
-    """What a filter may not do is told with its name and the tensor."""
+def test_a_filters_error_names_the_tensor(arrived: Answers, tree: Any, filters: list[Filter], told: str) -> None:
+    """If a filter cannot be applied or returns wrong values, the error has the filter's name and the tensor's name."""
     error = arrived.send(tree, filters).error
     assert re.search(told, error), error
 
 
 @pytest.mark.covers("D1")
 @pytest.mark.parametrize("filters", [[Halved()], [NormClip(1.0, noise=1.0), Cast("bf16")]], ids=["plain", "norm"])
-def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Filter]) -> None:
-    """Tensors of 64 MiB in memory, of 64 MiB across its rows, and a stream of as much, of which nothing is held."""
+def test_filtering_takes_little_memory(arrived: Answers, filters: list[Filter]) -> None:
+    """Filtering a payload takes only a few chunks of memory, although its two tensors and its stream have 64 MiB
+    each.
+    """
     tree = {"w": torch.ones(2**24), "across": torch.ones(2**12, 2**12).t(), "s": Series(2**24, step=2**16)}
     arrived({"w": torch.ones(1)}, filters)  # what is loaded once
     assert peak_growth(lambda: arrived.send(tree, filters)) < MORE_BYTES
@@ -293,9 +306,8 @@ def test_filtering_takes_a_few_runs_of_memory(arrived: Answers, filters: list[Fi
 
 @pytest.mark.covers("D1")
 def test_filtering_answers_takes_little_memory(tmp_path: Path) -> None:
-    """Filtering an answer that has come takes a few runs of memory.
-
-    64 MiB on disk become half of it on disk; the file that came is closed, and the other has no name.
+    """When the server filters an answer of 64 MiB, it takes only a few chunks of memory. The filtered half goes to an
+    unnamed file on disk.
     """
     tree, growth = {"w": torch.ones(2**24)}, list[int]()  # of the norm 2¹²
 

@@ -206,14 +206,16 @@ def fails(suite: PayloadTypeContract, folder: Path, name: str) -> bool:
         pytest.param(Alike, stream, rebuild, "values_differ", id="all are the same"),
     ],
 )
-def test_a_planted_fault_fails_the_contract(
+def test_the_contract_finds_each_fault_in_a_type(
     tmp_path: Path,
     suite: type[PayloadTypeContract],
     produce: Callable[[Blob], Any],
     consume: Callable[[Any], Blob],
     fault: str,
 ) -> None:
-    """A type with a fault fails the test of that fault. Without a fault, the type passes all of the contract."""
+    """The contract test for own payload types finds each fault: a type with a fault fails the test for it. A type
+    without a fault passes all.
+    """
     register(Blob, "tests.blob", produce, consume)
     KEPT.clear()
     RUNS.clear()
@@ -223,7 +225,7 @@ def test_a_planted_fault_fails_the_contract(
 
 
 @pytest.mark.slow
-def test_the_example_runs(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_example_of_own_types_runs(nursery: Nursery, tmp_path: Path) -> None:
     done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
     size, first, sums = done.stdout.splitlines()
@@ -288,10 +290,10 @@ def streamed_bytes(ref: atoll.TensorRef) -> int:
     [((PART, 2 * PART), 10 * PART + 24), ((0, PART), 2 * PART), ((PART, 0), 8 * PART + 24)],
     ids=["streamed", "torch inline", "numpy inline"],
 )
-def test_streams_are_cut_as_tensors_are(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int) -> None:
-    """A stream is cut as a torch tensor is.
+def test_streams_are_cut_like_tensors(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int) -> None:
+    """The stream of an own type is cut into parts like a torch tensor, and arrives unchanged.
 
-    Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes.
+    There are two blobs of 4 parts, an array of 2 parts, and 3 int64 values of torch, which are 24 bytes.
     """
     choose_part_sizes(monkeypatch, *sizes)
     ref = atoll.objects.publish(tree())
@@ -303,15 +305,15 @@ def test_streams_are_cut_as_tensors_are(monkeypatch: pytest.MonkeyPatch, sizes: 
 
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("arrays", [0, PART])
-def test_large_streams_stay_out_of_the_head(monkeypatch: pytest.MonkeyPatch, arrays: int) -> None:
-    """A stream that is too large to go inline is not read into the head."""
+def test_large_streams_are_not_sent_inline(monkeypatch: pytest.MonkeyPatch, arrays: int) -> None:
+    """A stream that is too large for the head of an object is sent as parts."""
     choose_part_sizes(monkeypatch, 0, arrays)
     assert streamed_bytes(atoll.objects.publish([CutBlob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
 
 
 @pytest.mark.covers("T5")
-def test_small_chunks_are_written_in_runs() -> None:
-    """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
+def test_small_chunks_are_written_in_one_call() -> None:
+    """2,622 chunks of 100 bytes and the head are written with one call, as they fit into one run of 2 MiB."""
     with calls_of("pwrite") as writes:
         ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
     (nbytes,) = writes
@@ -321,12 +323,13 @@ def test_small_chunks_are_written_in_runs() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
 @pytest.mark.parametrize("sizes", [(PART, PART), (0, PART)], ids=["streamed", "inline"])
-def test_own_code_finds_the_collector_unchanged(
+def test_own_types_see_the_garbage_collector_unchanged(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
-    """Code of a user's type finds Python's garbage collector as it was.
+    """Atoll delays Python's garbage collector around its own small objects. A user's producer and consumer find it as
+    it was, on or off.
 
-    Atoll delays it around small objects of its own; what a user's code leaves may be more.
+    A user's code may leave more objects behind.
     """
     choose_part_sizes(monkeypatch, *sizes)
     collecting.clear()
@@ -349,7 +352,7 @@ STREAMED: dict[str, Any] = {"workflow.streamed_tasks": ("echo",)}
 
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
 def test_own_types_come_back_unchanged(nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """Values of own types come back from a site as they were sent."""
+    """Values of own types that a server sends come back from the site unchanged."""
     file, matrix = File(write_pattern(tmp_path / "some.bin", 3 * 2**20)), Quantised.of(torch.arange(12.0).reshape(3, 4))
     sent = ({"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}, {"only": Word("no tensors")})
 
@@ -376,10 +379,11 @@ class Unknown:
 register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _: Unknown())
 
 
-def test_an_unknown_type_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    """The error has the remedy.
+def test_an_unregistered_type_gives_an_error(nursery: Nursery, tmp_path: Path) -> None:
+    """If a process lacks a registration for a type that it receives, the error has the type's name and says how to
+    register it.
 
-    The site answers with the error, and goes on. At the server the result says it when it is asked for.
+    The site answers with this error and goes on. At the server, the error comes when the result is asked for.
     """
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
@@ -399,10 +403,10 @@ def test_an_unknown_type_is_named(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T7")
-def test_a_failing_stream_is_told_to_both(nursery: Nursery, tmp_path: Path) -> None:
-    """A stream that fails is the answer of its site, or the sender's own error.
+def test_a_failing_stream_is_reported(nursery: Nursery, tmp_path: Path) -> None:
+    """If a stream fails at the site, the error is the site's answer. If it fails at the server, the sender raises it.
 
-    Short says 3 elements of 2 bytes, and gives 2: 4 bytes, less than 6.
+    The type Short claims 3 elements of 2 bytes and gives 2, that is 4 bytes of 6.
     """
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
@@ -425,7 +429,7 @@ class Thing:
 
 
 def test_the_last_registration_counts() -> None:
-    """A type that is registered twice is sent as said last."""
+    """If a type is registered twice, the last registration counts."""
     register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
     register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])
     assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
@@ -441,7 +445,10 @@ def test_the_last_registration_counts() -> None:
         (Thing, "a name", "is not a valid type name"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(type_: type, name: str, words: str) -> None:
+def test_an_impossible_registration_is_refused(type_: type, name: str, words: str) -> None:
+    """Types that Atoll sends itself, invalid type names, and types or names that are registered already, cannot be
+    registered.
+    """
     with pytest.raises(UsageError, match=words):
         register(type_, name, lambda _: None, lambda _: None)
 
@@ -454,8 +461,10 @@ class Bad:
     pass
 
 
-def test_faults_of_own_types_are_named() -> None:
-    """A producer or consumer that fails, and a stream alone, are named by their place."""
+def test_faults_of_own_types_show_their_place() -> None:
+    """If the producer or consumer of an own type fails, or a payload has a bare stream, the error shows the place in
+    the payload.
+    """
     register(Loop, "tests.loop", lambda loop: {"again": loop}, lambda _: Loop())
     register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
     with pytest.raises(UsageError, match=r"payload\['a'\] \(as tests.loop\)\['again'\] is payload\['a'\] again"):
@@ -485,6 +494,7 @@ class Missing:
     ],
     ids=["half an element", "dtype", "more", "less"],
 )
-def test_a_stream_is_held_to_what_it_says(chunks: list[Any], what: str) -> None:
+def test_a_stream_must_keep_its_declared_size(chunks: list[Any], what: str) -> None:
+    """If a stream's chunks do not have its declared number of elements and dtype, reading it raises."""
     with pytest.raises(UsageError, match=what):
         list(Stream(torch.int16, (3,), lambda: chunks).runs())

@@ -61,11 +61,11 @@ def numbers(tree: Any) -> Any:
 @pytest.mark.covers("T8", "T3", "T7")
 @STREAMS
 def test_the_run_file_chooses_filters(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """Filters in the run file say what a site is sent, and what is taken of its answer.
+    """Filters in the run file apply to the payload that a site is sent, or to the answer that the server takes from it.
 
-    a is sent half of (3, 4), without the head, to train, and everything to measure; b is sent all it is, shared.
+    Site `a` is sent half of (3, 4) without the head to train, and everything to measure. Site `b` is sent everything.
 
-    They answer with what they were sent; of b's answers the norm is at most 2.5, which is half of (3, 4).
+    The sites answer with what they were sent. The answers of `b` are clipped to a norm of 2.5, which is half of (3, 4).
     """
     (tmp_path / "run.toml").write_text(
         """
@@ -103,9 +103,8 @@ def test_the_run_file_chooses_filters(tmp_path: Path, stream: tuple[str, ...]) -
 
 @pytest.mark.covers("T8", "T3")
 def test_unfiltered_sites_share_one_object(tmp_path: Path) -> None:
-    """A site with filters does not keep its own.
-
-    Three sites, one object for b and c; a's goes with a's answer, while the others are still at work.
+    """The sites without a filter share one object of a broadcast payload. The filtered object of site `a` is deleted
+    once `a` has answered.
     """
 
     def main(controller: Any) -> None:
@@ -127,9 +126,9 @@ def test_unfiltered_sites_share_one_object(tmp_path: Path) -> None:
 @pytest.mark.covers("T8")
 @STREAMS
 def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """A site's own filters come before any byte leaves.
+    """A site's own filters are applied before any byte leaves the site. The server's filter sees only the result.
 
-    a drops its head and halves the rest, by the name of the task; the server's filter sees no more than that.
+    Site `a` drops its head and halves the rest for the task `train`.
     """
     seen: dict[str, Any] = {}
 
@@ -152,10 +151,9 @@ def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 
 @pytest.mark.covers("T8", "T4")
-def test_arrays_in_a_head_are_filtered(tmp_path: Path) -> None:
-    """Small arrays are filtered like streamed ones, on all three ways: sent, answered, taken.
-
-    8 and 16 become 1 and 2.
+def test_inline_arrays_are_filtered(tmp_path: Path) -> None:
+    """Small arrays that are sent inline are filtered like streamed ones: when sent, answered and taken. 8 and 16 become
+    1 and 2.
     """
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
     came = run_workflow(
@@ -173,8 +171,10 @@ def test_arrays_in_a_head_are_filtered(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "T6")
 @pytest.mark.parametrize("broken", [False, True])
-def test_filtered_memory_is_given_back(tmp_path: Path, broken: bool) -> None:
-    """At the server when the task is over, at the site when the answer is, or when its filter has failed."""
+def test_filtered_memory_is_freed(tmp_path: Path, broken: bool) -> None:
+    """The server frees a filtered payload when its task is over. A site frees its answer when it has been sent, or when
+    its filter failed.
+    """
     answered: list[weakref.ref[Tensor]] = []
 
     def workflow(controller: Any) -> Any:
@@ -212,8 +212,10 @@ def test_filtered_memory_is_given_back(tmp_path: Path, broken: bool) -> None:
 
 
 @pytest.mark.covers("T8", "T10")
-def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
-    """Several tasks are open for the site: each is behind its filters, whenever its tensors come."""
+def test_payloads_pulled_ahead_are_filtered(tmp_path: Path) -> None:
+    """If a site downloads the tensors of several open tasks ahead, each payload has passed the filters for this
+    site.
+    """
 
     def workflow(controller: Any) -> list[float]:
         with ThreadPoolExecutor(3) as pool:
@@ -227,10 +229,9 @@ def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_payloads_do_not_meet_in_a_filter(tmp_path: Path) -> None:
-    """Two payloads of one site are filtered one after the other.
-
-    A filter keeps state from the begin of a payload to its end; a workflow may send from several threads.
+def test_a_filter_handles_one_payload_at_a_time(tmp_path: Path) -> None:
+    """If a workflow sends several payloads to one site from several threads, its filter handles them one after the
+    other, because a filter keeps state.
     """
     size, entered = 2 * CHUNK_ELEMENTS, list[float]()
 
@@ -259,9 +260,8 @@ def test_payloads_do_not_meet_in_a_filter(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8")
 def test_a_filter_keeps_sites_apart(tmp_path: Path) -> None:
-    """A filter keeps nothing of one site for another.
-
-    Each site has a copy of its own; only what cannot be copied is shared.
+    """Each site has its own copy of a filter, so that a filter keeps nothing of one site for another. Only objects that
+    cannot be copied are shared.
     """
     seen: dict[str, list[Any]] = {"a": [], "b": []}
 
@@ -340,10 +340,12 @@ def broadcasts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.covers("T8", "T7", "X3")
 @pytest.mark.parametrize(("place", "kind", "error"), ROWS, ids=[task_of(place, kind) for place, kind, _ in ROWS])
-def test_a_failing_filter_fails_its_site_alone(
+def test_a_failing_filter_fails_only_its_site(
     broadcasts: dict[str, list[Any]], place: str, kind: type[Filter], error: str
 ) -> None:
-    """The error is that of its site; the others go on."""
+    """If a filter fails, the answer of its site is an error. The other sites and the following tasks are not
+    affected.
+    """
     task = task_of(place, kind)
     good, bad = broadcasts[task]
     assert (good.site, good.ok, bad.site, bad.ok) == ("a", True, "b", False)
@@ -355,7 +357,7 @@ def test_a_failing_filter_fails_its_site_alone(
 
 @pytest.mark.covers("T8", "X3")
 def test_an_unsendable_task_fails_at_once(tmp_path: Path) -> None:
-    """A task that no site can be sent has its errors at once. No site is asked, so none is waited for."""
+    """If no site can be sent a task because its filter fails, the task has errors at once. No site is awaited."""
 
     def workflow(controller: Any) -> Any:
         return controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)
@@ -368,8 +370,12 @@ def test_an_unsendable_task_fails_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "T7")
 @pytest.mark.parametrize("where", ["data_filters", "filters"])
-def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """What a site is sent ends the workflow's call, as without filters; what it answered is that site's failure."""
+def test_a_full_disk_is_reported_during_filtering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """If the disk is full while a filter writes, the error says so. For a payload, the workflow's call raises; for an
+    answer, its site has failed.
+
+    The next call succeeds.
+    """
 
     filtering, pwrite = threading.Event(), os.pwrite
 
@@ -399,7 +405,10 @@ def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.covers("T8", "T7")
 def test_a_filtered_broadcast_without_space_leaves_no_file(tmp_path: Path) -> None:
-    """Site a's data filter needs a second 80 kB payload; the limit of 100 kB has room for one."""
+    """If the objects' limit has no room for the filtered payload, `broadcast` raises and leaves no file.
+
+    The filter of site `a` needs a second payload of 80 kB, and the limit is 100 kB.
+    """
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}
@@ -412,8 +421,8 @@ def test_a_filtered_broadcast_without_space_leaves_no_file(tmp_path: Path) -> No
     assert run_workflow(tmp_path, workflow, handlers, "ab", **settings) == ([], 20_000.0)
 
 
-def test_refuses_what_is_no_filter_first() -> None:
-    """An object that is not a filter is refused before any site is asked."""
+def test_an_object_that_is_no_filter_is_refused() -> None:
+    """An object or a table that is not a filter is refused before any site is asked."""
     with pytest.raises(UsageError, match="is not a filter"):
         atoll.tasks("http://127.0.0.1:1", "a", filters={"train": ["drop"]})
     with pytest.raises(UsageError, match=r"filters is Halved\(\), not a list"):
@@ -428,9 +437,8 @@ def test_refuses_what_is_no_filter_first() -> None:
 
 @pytest.mark.covers("T8", "T2")
 def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
-    """An answer that comes again while it is filtered counts once.
-
-    A site that got no word in time says it again: it waits for the same, and the filter works once.
+    """If a site sends its answer again while the first is being filtered, both requests wait for the same result. The
+    filter works once.
     """
     begun, go, begins = threading.Event(), threading.Event(), list[str]()
     came: list[Any] = []
@@ -467,10 +475,11 @@ def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8", "T3")
-def test_a_hanging_filter_holds_up_one_site(tmp_path: Path) -> None:
-    """No payload is sent through a filter that hangs, and the other sites are served.
+def test_a_hanging_filter_delays_only_its_site(tmp_path: Path) -> None:
+    """If the filter for a site hangs, this site gets no payload and an error after the timeout. The other sites are
+    served.
 
-    When the filter ends after all, what it has left is removed: no site waits for it.
+    When the filter ends after all, its result is removed.
     """
     go = threading.Event()
 
@@ -495,10 +504,9 @@ HANG = "acdefghi"
 
 
 @pytest.mark.covers("T8")
-def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
-    """Filters of eight sites hang, and b is still sent its task.
-
-    Site a, whose filter hangs in its first task, gets no second one.
+def test_hanging_filters_do_not_block_other_sites(tmp_path: Path) -> None:
+    """While the filters for eight sites hang, another site is still sent its task. A site whose filter hangs gets no
+    second task.
     """
     go, begun = threading.Event(), list[int]()
 
@@ -518,9 +526,8 @@ def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "T7")
 def test_hanging_answers_end_with_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Answers that hang in filters are let go with their task.
-
-    All eight are told that their task is over, and b's answer is filtered then.
+    """If filters hang at the answers of eight sites, these sites are told when their task is over. The answer of
+    another site is then filtered.
     """
     go, begun = threading.Event(), list[int]()
 
@@ -541,8 +548,8 @@ def test_hanging_answers_end_with_their_task(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.covers("T8", "T3")
-def test_a_hanging_filter_holds_up_no_end(tmp_path: Path) -> None:
-    """A filter that hangs does not hold up the end of the server."""
+def test_a_hanging_filter_does_not_block_stop(tmp_path: Path) -> None:
+    """A server stops while a filter hangs."""
     begun, go = threading.Event(), threading.Event()
 
     def main(controller: Any) -> None:

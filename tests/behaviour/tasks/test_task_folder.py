@@ -17,8 +17,8 @@ def url(tmp_path: Path) -> object:
         yield server.url
 
 
-def test_makes_the_folder_that_a_script_names(url: str, tmp_path: Path) -> None:
-    """A worker for tasks has a folder like one for rounds, without an environment variable."""
+def test_a_worker_for_tasks_makes_its_folder(url: str, tmp_path: Path) -> None:
+    """A worker for tasks makes the folder that the script gives it, without an environment variable."""
     with atoll.tasks(url, "a", folder=tmp_path / "files" / "of a") as worker:
         assert (tmp_path / "files" / "of a").is_dir()
         assert worker._models._folder == tmp_path / "files" / "of a"
@@ -26,10 +26,7 @@ def test_makes_the_folder_that_a_script_names(url: str, tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 def test_refuses_an_impossible_folder(url: str, tmp_path: Path) -> None:
-    """A folder that cannot be made is refused before the site joins.
-
-    The error names the folder; the site has not joined.
-    """
+    """If the folder of a worker for tasks cannot be made, the worker raises an error with the path before it joins."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="file/files"):
         atoll.tasks(url, "a", folder=str(tmp_path / "file" / "files"))

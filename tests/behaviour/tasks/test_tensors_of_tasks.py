@@ -55,12 +55,12 @@ def pulled(proxy: Proxy) -> list[str]:
     ids=["inline", "streamed", "torch inline", "numpy inline"],
 )
 @pytest.mark.parametrize("request_task_tensors", [True, False], ids=["asked", "ahead"])
-def test_asked_and_pulled_tensors_are_the_same(
+def test_tensors_are_downloaded_ahead_or_on_request(
     tmp_path: Path, request_task_tensors: bool, settings: dict[str, Any]
 ) -> None:
-    """Tensors that are asked for, and those pulled ahead, are the same.
+    """A site gets the same tensors, each once, whether it downloads them on request or ahead.
 
-    Two tasks are open for the site. While the first is in hand, the second's tensors come only if told ahead.
+    Two tasks are open for the site. While it works at the first, the second's tensors come only if it downloads ahead.
     """
     came: dict[str, Any] = {}
 
@@ -87,10 +87,10 @@ def test_asked_and_pulled_tensors_are_the_same(
 
 
 @pytest.mark.covers("T10")
-def test_a_stalled_pull_ends_with_its_task(tmp_path: Path) -> None:
-    """A pull ahead that stands still ends with its task.
+def test_a_stalled_download_ends_with_its_task(tmp_path: Path) -> None:
+    """If a download ahead stalls, it ends when its task is over, so that later tasks can be downloaded ahead.
 
-    Else nothing more would be pulled ahead until the network had timed out, which is a minute.
+    Otherwise, nothing more would be downloaded ahead until the network times out, after a minute.
     """
     over, came = threading.Event(), dict[Any, Any]()
 
@@ -150,12 +150,14 @@ UPLOAD_FAILED = r"TransferError: The upload of the answer to task 'train' \(\w{8
     ids=["inline", "inline ahead", "streamed", "streamed ahead", "answer"],
 )
 @pytest.mark.parametrize("stalls", [60, 1], ids=["for good", "once"])
-def test_missing_tensors_are_an_error(
+def test_tensors_that_never_arrive_cause_an_error(
     tmp_path: Path, request_line: str, direction: Any, stream: tuple[str, ...], ahead: bool, error: str, stalls: int
 ) -> None:
-    """Tensors that never come are an error that names site, task and server.
+    """If a payload's or an answer's tensors never arrive, the task's result is an error with the site, the task and the
+    server.
 
-    The task has no limit of time: it ends as nothing moves, twice. The site goes on, and so does the workflow.
+    The task has no time limit: it ends after the transfer stalls twice. The site and the workflow go on. One stall
+    alone does no harm.
     """
     faults = [Fault(f"{request_line} /v1/objects/", direction, at=60, action="stall") for _ in range(stalls)]
     came: list[Any] = []
@@ -180,10 +182,12 @@ def test_missing_tensors_are_an_error(
     assert kept_objects(tmp_path) == []
 
 
-def test_tensors_come_before_their_message(tmp_path: Path) -> None:
-    """Tensors of answers come before their messages, and are matched by task.
+def test_tensors_of_an_answer_arrive_before_its_message(tmp_path: Path) -> None:
+    """A site uploads the tensors of an answer before the message that names them. If the message is lost, it is sent
+    again alone.
 
-    Two sites, a task each. The tensors of a's answer are at the server, its message is held until b's is taken.
+    Site `a` and site `b` have a task each. The tensors of `a` are at the server, and its message is held back until `b`
+    has answered.
     """
     came: dict[str, Any] = {}
 
@@ -249,9 +253,10 @@ def answered_after_a_refusal(folder: Path) -> Iterator[tuple[atoll.Server, WireS
 
 
 def test_an_answer_without_tensors_is_refused(tmp_path: Path) -> None:
-    """An answer that comes before its tensors is refused, and the task stays open.
+    """If an answer's message comes while its tensors are still being uploaded, the server refuses it. The task stays
+    open.
 
-    The other order does not exist for answers: a message names what is here and whole. No site of ours does this.
+    No worker of Atoll does this.
     """
     with answered_after_a_refusal(tmp_path) as (_, site, task):
         sizes = {"head_bytes": 64, "nbytes": 4096, "part_bytes": 2**20}
@@ -261,10 +266,9 @@ def test_an_answer_without_tensors_is_refused(tmp_path: Path) -> None:
         assert (status, refused["message"]) == (409, f"Object {opened['object'][:8]} is still being uploaded.")
 
 
-def test_an_answer_of_another_digest_is_refused(tmp_path: Path) -> None:
-    """The task stays open.
-
-    The object is whole, but not the one that the site means, as its digest shows. It is removed.
+def test_an_answer_with_a_wrong_digest_is_refused(tmp_path: Path) -> None:
+    """If the digest in an answer differs from that of its object, the server refuses the answer and removes the object.
+    The task stays open.
     """
     with answered_after_a_refusal(tmp_path) as (server, site, task):
         ref = atoll.objects.publish(SECOND, server=server.url)

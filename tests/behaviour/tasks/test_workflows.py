@@ -43,9 +43,10 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 @pytest.mark.covers("T1", "T4", "T7", "T9", "T11", "T14")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
 def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """A payload leaves nothing behind.
+    """Payloads come back from the sites as they were sent, and leave no object behind. The status counts how they were
+    sent.
 
-    5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors.
+    Five payloads go out: one with tensors, three plain ones, and a long text that becomes an object.
     """
     long, small = "x" * (24 * 2**10 + 1), (None, 0.1, [b"b", ()])
 
@@ -66,10 +67,11 @@ def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 
 @pytest.mark.covers("T9", "T14")
-def test_a_failing_handler_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    """A handler that raises is a result that names it, and the others go on.
+def test_a_failing_handler_gives_an_error_result(nursery: Nursery, tmp_path: Path) -> None:
+    """If a handler raises, its site's result is an error that names it, and the other sites go on. A task without a
+    handler gives an error.
 
-    validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. No site has a handler for `unknown`.
+    The handler `validate` fails at `b`. At `a`, w is 1 + len(site) = 2, so the sum of 3 is 6.
     """
 
     def workflow(controller: Any) -> tuple[list[Any], str, str]:
@@ -94,6 +96,7 @@ def test_a_failing_handler_is_named(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.covers("T14", "T7")
 @pytest.mark.parametrize("stream", [(), ("hang",)], ids=["inline", "streamed"])
 def test_a_killed_site_gets_its_task_again(nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]) -> None:
+    """If a site is killed at work on a task, its next process gets the same task with its payload."""
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -113,8 +116,10 @@ def test_a_killed_site_gets_its_task_again(nursery: Nursery, tmp_path: Path, str
 
 
 @pytest.mark.covers("T14")
-def test_a_dead_site_is_missing(nursery: Nursery, tmp_path: Path) -> None:
-    """`min_responses` decides whether it is missed."""
+def test_a_dead_site_gives_no_answer(nursery: Nursery, tmp_path: Path) -> None:
+    """If a site dies, `send` to it raises after its timeout. `broadcast` returns the other answers if `min_responses`
+    of them are there.
+    """
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -141,7 +146,7 @@ def test_a_dead_site_is_missing(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.covers("T7", "T14")
 def test_a_late_answer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing of it is kept."""
+    """If an answer comes after its task is over, the server refuses it and keeps no object of it."""
     over, come = threading.Event(), threading.Event()
 
     def main(controller: Any) -> None:
@@ -161,8 +166,10 @@ def test_a_late_answer_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         assert "is not open for site a: it is over" in caplog.text
 
 
-def test_the_address_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is missing, the error names the variable."""
+def test_a_task_worker_reads_its_address_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker for tasks takes the server's address and the site's name from environment variables. If the address is
+    missing, the error names `ATOLL_SERVER`.
+    """
     monkeypatch.delenv("ATOLL_SERVER", raising=False)
     with pytest.raises(UsageError, match="set ATOLL_SERVER"):
         atoll.tasks()
@@ -174,10 +181,11 @@ def test_the_address_comes_from_the_environment(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.covers("T12")
-def test_a_reference_is_followed_where_used(nursery: Nursery, tmp_path: Path) -> None:
-    """A reference in a payload is followed where it is used, and there alone.
+def test_a_site_fetches_a_reference_from_its_owner(nursery: Nursery, tmp_path: Path) -> None:
+    """If a payload has a reference to tensors at another site, the receiving site fetches the tensors from there. They
+    do not pass the server.
 
-    From a to b, 1 MB: what passes the server on the way is text, and no object comes to it or leaves it.
+    Site `b` fetches 1 MB from site `a`. The server stores no object, and only text passes it.
     """
     elements = 250_000
 
@@ -195,7 +203,7 @@ def test_a_reference_is_followed_where_used(nursery: Nursery, tmp_path: Path) ->
 
 @pytest.mark.covers("T14")
 def test_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
-    """A server that is started again begins its workflow again."""
+    """If a server stops in the middle of its workflow, a restarted server runs the workflow from its start."""
     begun: list[int] = []
     sent = threading.Event()
 
@@ -220,6 +228,10 @@ def test_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.covers("T14")
 def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
+    """A run has either rounds or a workflow of tasks: both together are refused.
+
+    A script for rounds cannot train in a run of tasks, and a script for tasks cannot work in a run of rounds.
+    """
     with pytest.raises(ConfigError, match="a run has either a workflow or rounds"):
         workflow_server(tmp_path, print, **{"rounds.total": 2})
     with pytest.raises(ConfigError, match="a run has either a workflow or rounds"):
@@ -241,7 +253,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T14")
 def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
-    """Sites that were there before a restart get the new tasks."""
+    """A site that worked before a restart of the server gets the new server's tasks."""
     came: list[Any] = []
 
     def before(controller: Any) -> None:
@@ -264,8 +276,12 @@ def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T4", "T11")
-def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> None:
-    """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
+def test_status_shows_how_each_payload_was_sent(tmp_path: Path) -> None:
+    """The status shows for each task whether its payload was sent inline, streamed or without tensors. It warns if this
+    differs from the settings.
+
+    An inline message holds 16 MiB, of which 1 MiB is for the head. With their text, 15 MiB of tensors are too many.
+    """
     fits, large = torch.zeros(15 * 2**20 - 1000, dtype=torch.uint8), torch.zeros(15 * 2**20, dtype=torch.uint8)
     payloads = {"small": [fits], "large": [large], "streamed": [fits], "nothing": {"lr": 0.1}, "plain": {"lr": 0.1}}
 
@@ -290,10 +306,10 @@ def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("T7", "T14")
-def test_a_shared_payload_cannot_be_ended(tmp_path: Path) -> None:
-    """A site can neither end the payload that others still need, nor hand it in as its own answer.
+def test_a_site_cannot_remove_a_shared_payload(tmp_path: Path) -> None:
+    """A site cannot delete the payload that the server sent to several sites, or send it back as its own answer.
 
-    Such an answer is refused, and the next one is taken.
+    Such an answer is refused, and the next one is accepted.
     """
     came: dict[str, Any] = {}
 
@@ -343,7 +359,10 @@ def losses(text: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.covers("T14")
 def test_the_example_trains_across_two_sites(nursery: Nursery, tmp_path: Path) -> None:
-    """The targets are a linear function of the inputs, so the loss goes towards 0: each round takes most of it."""
+    """The example trains with two sites, and its loss falls in every round, below a tenth of the first.
+
+    The targets are a linear function of the inputs, so the loss goes towards 0.
+    """
     done = command(nursery, tmp_path, program=str(EXAMPLE))
     assert done.returncode == 0, done.stderr[-3000:]
     values = losses(done.stdout)
@@ -354,10 +373,10 @@ def test_the_example_trains_across_two_sites(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_a_run_file_names_the_workflow(nursery: Nursery, tmp_path: Path) -> None:
-    """Workers are processes of their own.
+def test_a_run_file_can_set_the_workflow(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll server` runs the workflow in the file that a run file names, with a process for each worker.
 
-    The path in the run file is relative to it, not to the folder where the command is started.
+    The path is relative to the run file, not to the folder where the command starts.
     """
     folder, names = tmp_path / "run", ("clinic-a", "clinic-b")
     folder.mkdir()
@@ -389,11 +408,14 @@ def shown(url: str) -> list[str]:
 
 
 @pytest.mark.covers("T11")
-def test_each_task_says_how_it_travelled(nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each task and its answers are streamed, inline or without tensors.
+def test_each_task_shows_how_it_was_sent(nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The status and its command show for each task and its answers whether they were streamed, inline, without tensors
+    or failed.
 
-    The task train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing
-    to be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 without tensors.
+    The task `train` is streamed in both directions. `validate` has tensors, answers a number at `a` and fails at `b`.
+
+    `echo` has nothing to stream, twice, which the log says once. Of 4 tasks, 1 is streamed, 1 inline and 2 are without
+    tensors.
     """
 
     lines: list[str] = []
@@ -430,10 +452,10 @@ def test_each_task_says_how_it_travelled(nursery: Nursery, tmp_path: Path, caplo
 
 
 @pytest.mark.covers("T11")
-def test_an_open_task_names_awaited_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The status warns of answers without tensors.
+def test_an_open_task_shows_awaited_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The status of an open task shows the sites that have not answered.
 
-    Two rounds of train, streamed; the site's answers are None: said once, and taken.
+    If a site answers two streamed tasks without tensors, the log warns once and the answers count.
     """
     answers: list[Any] = []
 
@@ -459,8 +481,8 @@ def test_an_open_task_names_awaited_sites(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.covers("T14", "X3")
-def test_workflows_alone_show_no_training(nursery: Nursery, tmp_path: Path) -> None:
-    """A run that has workflows alone exports nothing."""
+def test_a_run_of_workflows_has_no_model(nursery: Nursery, tmp_path: Path) -> None:
+    """In a run that has only workflows, the status shows nothing about training, and `atoll export` refuses."""
 
     def main(controller: Any) -> None:
         controller.send("a", "echo", 1, timeout_s=30)
@@ -488,9 +510,9 @@ def test_workflows_alone_show_no_training(nursery: Nursery, tmp_path: Path) -> N
 
 @pytest.mark.covers("T11")
 def test_the_status_counts_all_tasks(tmp_path: Path) -> None:
-    """The status counts all tasks, and shows the last ones.
+    """The status counts all tasks, and shows the last 20 of them.
 
-    23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer.
+    Of 23 tasks, the shown ones are 4 to 23. The last task is for a site that has left, and has no answer.
     """
 
     lines: list[str] = []

@@ -54,8 +54,8 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.covers("T14", "X3")
-def test_refuses_arguments_that_mean_nothing(tmp_path: Path) -> None:
-    """No site is awaited."""
+def test_meaningless_arguments_of_broadcast_are_refused(tmp_path: Path) -> None:
+    """`broadcast` refuses meaningless arguments at once, without waiting for a site."""
 
     def workflow(controller: Any) -> None:
         for arguments, what in ARGUMENTS:
@@ -86,21 +86,24 @@ def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> Usa
     ids=["one of several", "with min_responses", "without a timeout"],
 )
 @pytest.mark.covers("T14")
-def test_a_task_names_the_nearest_site(tmp_path: Path, ask: Callable[[Any], object]) -> None:
-    """A task for an unknown site is refused, and the error has the nearest name."""
+def test_an_unknown_site_of_a_task_is_refused(tmp_path: Path, ask: Callable[[Any], object]) -> None:
+    """A task for a site that does not exist is refused, and the error suggests the nearest name of a site."""
     error = refusal(tmp_path, ask, ["clinic-a", "clinic-b"])
     assert "'clinc-b'" in error.message
     assert "'clinic-b'" in error.remedy
 
 
 def test_sending_to_an_absent_site_fails_at_the_timeout(tmp_path: Path) -> None:
-    """Until then `send` waits for the site to join. The error names it, and its remedy names the sites that did."""
+    """`send` waits until its timeout for a site to join. Then it raises an error with this site and the sites that
+    joined.
+    """
     error = refusal(tmp_path, lambda controller: controller.send("late", "echo", timeout_s=0.2), ["a"])
     assert "'late'" in error.message
     assert "a" in error.remedy
 
 
 def test_a_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
+    """If a task is sent before a site has joined, the site gets it when it joins."""
     came: list[Any] = []
 
     def main(controller: Any) -> None:
@@ -113,8 +116,10 @@ def test_a_site_that_joins_late_gets_its_task(tmp_path: Path) -> None:
     assert [(each.site, each.payload) for each in came] == [("a", 7), ("b", 7)]
 
 
-def test_an_unknown_site_is_warned_of(tmp_path: Path) -> None:
-    """A wait for a site that has never joined is reported with the nearest name."""
+def test_waiting_for_an_unknown_site_causes_a_warning(tmp_path: Path) -> None:
+    """While a workflow waits for a site that never joined, the status warns and suggests the nearest name. The warning
+    ends once all expected sites are there.
+    """
     told: list[list[str]] = []
 
     def main(controller: Any) -> None:
@@ -139,7 +144,7 @@ def test_an_unknown_site_is_warned_of(tmp_path: Path) -> None:
 @pytest.mark.covers("T14")
 @pytest.mark.parametrize("end", [KeyError, SystemExit, asyncio.CancelledError])
 def test_a_failing_workflow_ends_the_run(tmp_path: Path, end: type[BaseException]) -> None:
-    """The run has its error."""
+    """If the workflow raises or exits, the run ends with its error."""
 
     def main(controller: Any) -> None:
         raise end(3)
@@ -154,10 +159,12 @@ def test_a_failing_workflow_ends_the_run(tmp_path: Path, end: type[BaseException
 
 @pytest.mark.covers("T14", "X3")
 @pytest.mark.parametrize(("bug", "state"), [("progress_of_run", "failed"), ("TaskQueue.finish", "done")])
-def test_a_bug_beside_a_workflow_is_told_once(
+def test_a_bug_in_the_server_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bug: str, state: str
 ) -> None:
-    """A bug in the server's own code, which watches the workflow or comes after it, ends the run."""
+    """If the server's own code fails while it watches a workflow or after it, the run ends. The log has the error
+    once.
+    """
 
     def raises(*_: Any) -> None:
         raise KeyError("w")
@@ -177,10 +184,10 @@ def test_a_bug_beside_a_workflow_is_told_once(
 
 
 @pytest.mark.covers("T14", "X3")
-def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A site tells what its server would not take, and goes on.
+def test_a_site_reports_a_refused_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the server would not accept an answer, the site sends an error in its place and goes on.
 
-    An error with a file's name that is not UTF-8; an answer larger than all that the server keeps.
+    One error has a file's name that is not UTF-8. One answer is larger than all that the server keeps.
     """
     caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
 
@@ -201,7 +208,7 @@ def test_a_site_says_what_was_not_taken(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.covers("T14", "X3")
 def test_a_site_with_a_full_disk_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The site says that its disk is full, and goes on."""
+    """If a site's disk is full, its answer is an error that says so, and the site goes on with the next task."""
     pwrite = os.pwrite
 
     def full(fd: int, data: memoryview, offset: int) -> int:
@@ -225,8 +232,8 @@ class Slow:
 
 
 @pytest.mark.covers("T14")
-def test_a_payload_is_made_once(tmp_path: Path) -> None:
-    """Two threads ask for it."""
+def test_a_payload_is_built_once(tmp_path: Path) -> None:
+    """If two threads ask for the payload of a result, it is built once, and both get the same object."""
     made: list[Slow] = []
     asked = threading.Barrier(2)
 
@@ -275,10 +282,14 @@ class LowDisk:
 
 
 @pytest.mark.covers("T2", "X3")
-def test_a_payload_waits_for_space(
+def test_a_payload_waits_for_free_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Then it is sent. 256 MB are to be kept free. Less is, then more; status says so meanwhile."""
+    """If the server's disk is too full for a payload, the task waits, and the status says so. Once there is space, the
+    payload is sent.
+
+    256 MB must stay free.
+    """
     disk = LowDisk(monkeypatch)
     disk.low.set()
     came: list[Any] = []
@@ -306,8 +317,8 @@ def test_a_payload_waits_for_space(
 
 
 @pytest.mark.covers("T2", "X3")
-def test_a_full_disk_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that stays full is waited for no longer than the task. A payload without tensors takes no disk."""
+def test_a_full_disk_fails_a_task_at_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk stays full, the task fails at its timeout. A payload without tensors needs no disk and is sent."""
     disk = LowDisk(monkeypatch)
 
     def workflow(controller: Any) -> Any:
@@ -320,8 +331,12 @@ def test_a_full_disk_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.covers("T8", "X3")
-def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk is full when the answer's tensors are there, and its message is not. The site is told to come back."""
+def test_a_filtered_answer_waits_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server's disk is full when it would filter an answer, the site sends the answer's message again, and it
+    counts then.
+
+    The tensors of the answer are already at the server.
+    """
     disk, came = LowDisk(monkeypatch), list[Any]()
     disk.once = True
 
@@ -341,8 +356,10 @@ def test_an_answer_that_is_filtered_waits_for_space(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("T8")
-def test_filters_for_unknown_sites_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The warning has the nearest name."""
+def test_filters_for_unknown_names_cause_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a filter is for a site that did not take part, or for a task that was not sent, the log warns. It suggests the
+    nearest name.
+    """
 
     def workflow(controller: Any) -> None:
         for _ in range(2):
@@ -363,10 +380,9 @@ def test_filters_for_unknown_sites_are_warned_of(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.covers("F19", "T14")
-def test_a_replaced_process_gets_no_task(tmp_path: Path) -> None:
-    """A process that another one has replaced is given no task.
-
-    The first one waits for a task when the second one joins under its name; the task is the second one's.
+def test_a_superseded_process_gets_no_task(tmp_path: Path) -> None:
+    """If a second process joins under a site's name while the first waits for a task, the first gets an error. The
+    second gets the task.
     """
     go = threading.Event()
 

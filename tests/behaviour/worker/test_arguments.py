@@ -66,15 +66,18 @@ def loop(**options: Any) -> atoll.DiLoCo:
         (lambda: atoll.objects.Publisher(port="80"), "port is '80'. Give a whole number"),
     ],
 )
-def test_an_argument_of_another_type_is_named(call: Callable[[], object], told: str) -> None:
-    """Text for a boolean does not count as true, and no error is Python's own."""
+def test_an_argument_of_a_wrong_type_is_refused(call: Callable[[], object], told: str) -> None:
+    """Public functions refuse an argument of a wrong type or value, and the error names the argument.
+
+    Text for a boolean does not count as true, and every error is a `UsageError`.
+    """
     with pytest.raises(UsageError) as refused:
         call()
     assert told in str(refused.value)
 
 
-def test_hooks_refuse_text_for_a_boolean(tmp_path: Path) -> None:
-    """An `allow_partial` that is text is refused, and the round goes on."""
+def test_correct_refuses_text_for_a_boolean(tmp_path: Path) -> None:
+    """`fl_round.correct` refuses text for `allow_partial`, and the round goes on."""
     model = nn.Linear(2, 1)
     with atoll.join(site="a", folder=tmp_path) as worker:
         for fl_round in worker:
@@ -85,8 +88,10 @@ def test_hooks_refuse_text_for_a_boolean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("function", [False, True])
-def test_diloco_ends_at_a_weight_above_the_limit(tmp_path: Path, function: bool) -> None:
-    """A constant weight is refused before a step, and that of a function at the first synchronisation."""
+def test_diloco_refuses_a_weight_above_the_limit(tmp_path: Path, function: bool) -> None:
+    """If the weight is above the run's limit, DiLoCo raises: a fixed weight before the first step, that of a function
+    at the first synchronisation.
+    """
     options = {"algorithm": "diloco", "H": 1, "rounds": 1, "sites": 1, "aggregation.max_weight": 10.0}
     with plain_server(tmp_path, MODEL, **options) as server:
         model = nn.Linear(2, 1)

@@ -124,19 +124,20 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
 
 
 @pytest.mark.parametrize("make", [WithMoment, OneGroupEach, ByName])
-def test_a_load_costs_alike_for_many_tensors(tmp_path: Path, make: Any) -> None:
-    """A load costs as much for each of many tensors.
+def test_the_cost_of_a_load_grows_linearly(tmp_path: Path, make: Any) -> None:
+    """Loading the parameters costs as much for each tensor of a large model as of a small one.
 
-    Four times as many tensors make at most four times as many calls, and a few for chance.
+    Four times as many tensors make at most 4.5 times as many calls.
     """
     few, many = (calls_of_loads(tmp_path / str(tensors), make, tensors) for tensors in (50, 200))
     assert many <= 4.5 * few
 
 
-def test_scaffold_looks_at_the_state_twice() -> None:
-    """SCAFFOLD looks at the whole state in its first two steps.
+def test_scaffold_searches_the_optimizers_state_twice() -> None:
+    """SCAFFOLD looks at the optimizer's whole state only in its first two steps, and then at one parameter's state in
+    each step.
 
-    Then at one parameter's, as long as nothing there equals the weights.
+    This holds as long as nothing in the state equals the weights.
     """
     model = build(40)
     optimizer = WithMoment(model.parameters())
@@ -147,10 +148,11 @@ def test_scaffold_looks_at_the_state_twice() -> None:
     assert 2 * 40 <= State.looks <= 2 * 40 + 70
 
 
-def test_looks_at_several_parameters_after_a_load(tmp_path: Path) -> None:
-    """Few steps after a load look at more than one parameter.
+def test_few_steps_after_a_load_search_the_state(tmp_path: Path) -> None:
+    """After a load, DiLoCo looks at the optimizer's state of several parameters in a few steps only.
 
-    A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps.
+    DiLoCo searches once at the load, then five times at eight parameters, and at most 16 times at one. It does not
+    search in each of the 70 steps.
     """
     model = build(40)
     optimizer = WithMoment(model.parameters())
@@ -162,7 +164,10 @@ def test_looks_at_several_parameters_after_a_load(tmp_path: Path) -> None:
 
 
 def test_fedprox_calls_few_functions_for_each_gradient() -> None:
-    """Beyond the optimizer's own: two to find the gradient, two to form the term and to add it, and a few a step."""
+    """FedProx adds four function calls for each gradient to the optimizer's own, and a few for each step.
+
+    Two find the gradient, and two form and add the term.
+    """
     model = build(100)
     optimizer = SGD(model.parameters(), lr=1.0)
     own = calls(lambda: step(model, optimizer, 10))
@@ -172,7 +177,10 @@ def test_fedprox_calls_few_functions_for_each_gradient() -> None:
 
 
 def test_samples_of_large_models_are_bounded() -> None:
-    """The sampled tensors are spread over the model, and are those that are trained."""
+    """A sample of a large model has a fixed number of tensors and elements.
+
+    The sampled tensors are spread over the model, and are those that are trained.
+    """
     tensors = [torch.ones(100) for _ in range(20 * SAMPLED_TENSORS)]
     assert Sample(Weights(tensors)).values.numel() == SAMPLED_TENSORS * SAMPLED_ELEMENTS
     for value in tensors[:300]:
@@ -182,8 +190,11 @@ def test_samples_of_large_models_are_bounded() -> None:
     assert sampled <= set(map(id, tensors[:300]))
 
 
-def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> None:
-    """H = 2, and the outer step is half the mean: 3 rounds of 1."""
+def test_optimizer_copies_follow_each_synchronisation(tmp_path: Path) -> None:
+    """If the optimizer keeps full-precision copies of many weights, they follow the model at each synchronisation.
+
+    H = 2, and the outer step is half the mean: 3 rounds of 1 move each weight from 1 to 4.
+    """
     model = build(MANY)
     optimizer = InState(model.parameters())
     world = World(tmp_path, build(MANY), "a", rounds=3, H=2, **HALF)
@@ -192,8 +203,11 @@ def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("make", [EverySecondHidden, WithMoment])
-def test_reports_an_undone_load_of_many_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
-    """Reports an undone load of every second of many tensors."""
+def test_a_load_undone_by_the_optimizer_is_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any) -> None:
+    """If the optimizer overwrites every second loaded weight from hidden copies, the log says that the result is wrong.
+
+    An optimizer without such copies causes no warning.
+    """
     model = build(MANY)
     optimizer = make(model.parameters())
     world = World(tmp_path, build(MANY), "a", rounds=3, H=6, **HALF)

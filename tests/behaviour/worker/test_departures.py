@@ -47,7 +47,8 @@ HANGS_UP = "signal.raise_signal(signal.SIGHUP)"
 # -- processes that end, or hang, without leaving their run
 
 
-def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nursery) -> None:
+def test_a_site_that_ignores_sighup_trains_on(tmp_path: Path, nursery: Nursery) -> None:
+    """A script that ignores SIGHUP, as under nohup, trains to the end and leaves the run as usual."""
     with serve(tmp_path, **AT_ONCE) as server:
         script = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{JOINS.format(round=2, then=HANGS_UP)}"
         assert ForkedSite(nursery, tmp_path, server.url, "a", script).start().wait() == 0
@@ -55,8 +56,8 @@ def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nurs
 
 
 @pytest.mark.covers("L9", "P6")
-def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
-    """`atoll worker` takes the site out of the run when its script was killed."""
+def test_atoll_worker_leaves_for_a_killed_script(tmp_path: Path) -> None:
+    """If its script is killed, `atoll worker` takes the site out of the run. The other site's rounds go on."""
     with serve(tmp_path, **TWO) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
         with atoll_worker(tmp_path, server.url, JOINS.format(round=2, then=DIES)) as process:
@@ -70,7 +71,7 @@ def test_atoll_worker_takes_out_a_killed_script(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L13")
 def test_a_hanging_training_thread_is_reported(tmp_path: Path) -> None:
-    """A training thread that hangs while heartbeats go on is reported."""
+    """If a site's training hangs while its heartbeats go on, the status says that its training makes no step."""
     gate = Gate(3, "a")
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with serve(tmp_path, algorithm="diloco", H=2, **beats) as server:
@@ -87,8 +88,8 @@ def test_a_hanging_training_thread_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L9")
-def test_a_site_needs_no_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site takes part though its lease cannot be noted."""
+def test_a_site_trains_without_a_lease_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a site cannot write its lease to a file, it takes part in the run and leaves it as usual."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "file" / "leases"))
     with serve(tmp_path, **AT_ONCE) as server:
@@ -98,8 +99,8 @@ def test_a_site_needs_no_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.covers("L9")
-def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None:
-    """Heartbeats go on when a new lease cannot be noted."""
+def test_heartbeats_continue_without_a_lease_file(tmp_path: Path, nursery: Nursery) -> None:
+    """If a site cannot write its new lease to a file, its heartbeats continue under the new lease."""
     leases = tmp_path / "made" / "leases"
     leases.parent.mkdir()
     ages: list[float] = []
@@ -124,8 +125,10 @@ def test_heartbeats_need_no_lease_note(tmp_path: Path, nursery: Nursery) -> None
         site.wait()
 
 
-def test_lease_notes_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links in place of the note, of its incomplete file or of the folder: no file behind them is changed."""
+def test_lease_files_do_not_follow_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If links stand in place of a lease's file, its incomplete file or its folder, no file behind the links
+    changes.
+    """
     leases, victim = tmp_path / "leases", tmp_path / "victim"
     leases.mkdir()
     victim.write_text("mine")
@@ -142,12 +145,11 @@ def test_lease_notes_follow_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert victim.read_text() == "mine"
 
 
-def test_a_newer_process_keeps_its_lease_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An older one that leaves does not remove it.
+def test_an_older_process_leaves_a_newer_lease_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an older process leaves, it does not remove the lease file that a newer process of the same site name has
+    written.
 
-    Only the user can read the note.
-
-    The older one leaves the run of another server: both are of one script, under one name.
+    Only the user can read the file. The older process leaves the run of another server.
     """
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path))
     with serve(tmp_path, **AT_ONCE) as one, serve(tmp_path / "two", **AT_ONCE) as two:
@@ -162,8 +164,10 @@ def test_a_newer_process_keeps_its_lease_note(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.covers("L9", "P6")
-def test_a_signal_ends_restarts_and_the_lease(tmp_path: Path) -> None:
-    """The script was killed, and `atoll worker` takes its site out of the run."""
+def test_a_signal_ends_restarts_and_the_membership(tmp_path: Path) -> None:
+    """If `atoll worker` gets SIGTERM between two restarts of its killed script, it restarts no more and takes the site
+    out of the run.
+    """
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, JOINS.format(round=1, then=DIES), "--restarts", "9") as process:
             assert process.stderr is not None
@@ -176,6 +180,7 @@ def test_a_signal_ends_restarts_and_the_lease(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P6")
 def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
+    """If `atoll worker` is killed, its script leaves the run and the temporary folder is removed."""
     (tmp_path / "temporary").mkdir()
     with serve(tmp_path, **AT_ONCE) as server:
         script, temporary = JOINS.format(round=1, then=WAITS), {"TMPDIR": str(tmp_path / "temporary")}
@@ -187,8 +192,10 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4")
-def test_atoll_worker_removes_a_killed_lease(tmp_path: Path) -> None:
-    """Atoll worker removes the lease of a killed one. The earlier one was killed together with its script."""
+def test_atoll_worker_removes_files_of_killed_workers(tmp_path: Path) -> None:
+    """A new `atoll worker` removes the lease file of an earlier one that was killed together with its script. It keeps
+    those of active sites.
+    """
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     kills = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGKILL); {DIES}"
@@ -214,8 +221,12 @@ time.sleep(100)
 
 
 @pytest.mark.covers("P6")
-def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
-    """The command may go on for hours, and its exit code is not that of the process."""
+def test_a_child_of_the_script_leaves_by_itself(tmp_path: Path) -> None:
+    """If the script of `atoll worker` starts a process that joins and ends, the site leaves the run at the process's
+    end.
+
+    The script itself may go on for hours, and its exit code is not that of the process.
+    """
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll_worker(tmp_path, server.url, BEHIND) as process:
             assert process.stdout.readline() == "ended\n"
@@ -228,8 +239,8 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ["os.unlink(os.environ['ATOLL_TOKEN_FILE'])", "import shutil; shutil.rmtree(os.environ['ATOLL_LEASES'])"],
     ids=["token", "folder"],
 )
-def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
-    """The code is the script's also where `atoll worker` cannot leave the run in the script's place."""
+def test_atoll_worker_ends_with_its_scripts_exit_code(tmp_path: Path, loses: str) -> None:
+    """`atoll worker` ends with the exit code of its script, even if it cannot take the site out of the run."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)
@@ -252,8 +263,11 @@ def told(server: atoll.Server) -> tuple[str, str, int]:
 
 @pytest.mark.covers("L9", "F22")
 @pytest.mark.parametrize("action", ["reset", pytest.param("close", marks=pytest.mark.long)])
-def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, action: Literal["reset", "close"]) -> None:
-    """The next one does not wait for the interval, ten minutes here: the server may take the worker for dead before."""
+def test_an_unanswered_heartbeat_is_repeated_soon(tmp_path: Path, action: Literal["reset", "close"]) -> None:
+    """If a heartbeat gets no answer, the worker repeats it at once, not after the interval of ten minutes.
+
+    Until then, the server might take the worker for dead.
+    """
     with serve(tmp_path, **SILENT) as server, Proxy(server.port) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
         proxy.faults += faults
@@ -264,8 +278,8 @@ def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, act
 
 
 @pytest.mark.covers("L13")
-def test_a_new_state_is_told_at_once(tmp_path: Path) -> None:
-    """A change of state is told without waiting for the interval."""
+def test_a_changed_state_is_reported_at_once(tmp_path: Path) -> None:
+    """If a worker's state changes, it reports it to the server without waiting for the next heartbeat."""
     with serve(tmp_path, **SILENT) as server, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
         fl_round = worker.next_round()
         model = fl_round.load_into(build_model())
@@ -276,8 +290,11 @@ def test_a_new_state_is_told_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_last_figures_are_told_on_leaving(tmp_path: Path, fails: bool) -> None:
-    """Steps do not change the state, so they would wait for the next heartbeat: ten minutes."""
+def test_leaving_reports_the_last_figures(tmp_path: Path, fails: bool) -> None:
+    """When a worker leaves, also by an error, it reports its number of steps.
+
+    Steps alone do not change the state, so they would wait for the next heartbeat, here ten minutes.
+    """
     with serve(tmp_path, algorithm="diloco", H=100, **SILENT) as server:
         loop = diloco(server, tmp_path).start()
         wait_until(lambda: told(server)[1] == "training", "a heartbeat")

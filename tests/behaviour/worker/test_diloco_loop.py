@@ -33,7 +33,8 @@ def alive(server: atoll.Server) -> set[str]:
 
 @pytest.mark.covers("L2", "L20")
 @pytest.mark.parametrize("alone", [False, True])
-def test_refuses_to_be_entered_twice(tmp_path: Path, alone: bool) -> None:
+def test_a_diloco_loop_cannot_start_twice(tmp_path: Path, alone: bool) -> None:
+    """A DiLoCo loop that has started or ended cannot start again. The running loop goes on undisturbed."""
     with serve(tmp_path, **DILOCO) as server:
         loop = diloco("" if alone else server, tmp_path)
         with loop:
@@ -84,7 +85,9 @@ main(make(torch.optim.SGD(model.parameters(), lr=0.1)))
     ("script", "times"), [("drops", 1), ("stays", 1), ("error", 0), ("start", 0), ("constructor", 0)]
 )
 def test_warns_once_if_the_loop_never_started(nursery: Nursery, tmp_path: Path, script: str, times: int) -> None:
-    """A script that makes a DiLoCo and never enters it gets one line at its end; none if it failed or did start."""
+    """If a script makes a DiLoCo loop and never starts it, a line at its end says so. It says nothing if the script
+    failed or started the loop.
+    """
     (tmp_path / "train.py").write_text(UNSTARTED)
     ended = command(nursery, tmp_path, script, program=str(tmp_path / "train.py"))
     told = "atoll: atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().\n"
@@ -104,8 +107,10 @@ class HooksFail(SGD):
 
 
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
-def test_a_failed_start_leaves_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A start that fails after the join leaves the run."""
+def test_a_failed_start_ends_the_membership(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """If the start of a loop fails after it joined, its site leaves the run with the error. No round waits for it, and
+    the site can join again.
+    """
     model = build_model()
     optimizer = HooksFail(model.parameters(), lr=0.05)
     with serve(tmp_path, **DILOCO | settings | {"sites": 2}) as server:
@@ -128,8 +133,10 @@ def test_a_failed_start_leaves_the_run(tmp_path: Path, settings: dict[str, Any])
 
 @pytest.mark.covers("L2")
 @pytest.mark.parametrize("same", ["optimizer", "model"])
-def test_refuses_a_second_loop_over_training(tmp_path: Path, same: str) -> None:
-    """A loop may not train what an active one trains."""
+def test_two_loops_cannot_train_the_same_parameters(tmp_path: Path, same: str) -> None:
+    """While a loop trains a model or uses an optimizer, a second loop with the same one refuses to start. Afterwards,
+    it starts.
+    """
     model = build_model()
     optimizer = SGD(model.parameters(), lr=0.05)
     with serve(tmp_path, **DILOCO) as server:
@@ -143,6 +150,7 @@ def test_refuses_a_second_loop_over_training(tmp_path: Path, same: str) -> None:
 
 
 def test_loops_may_share_a_frozen_part(tmp_path: Path) -> None:
+    """Two active loops may share a layer that neither trains."""
     shared = nn.Linear(4, 4).requires_grad_(False)
 
     def loop(site: str) -> atoll.DiLoCo:
@@ -172,7 +180,7 @@ def train(loop: atoll.DiLoCo, steps: int) -> dict[str, Any]:
 
 
 def test_resumes_from_a_checkpoint_of_its_folder(tmp_path: Path) -> None:
-    """The folder has come as far as the checkpoint."""
+    """A DiLoCo loop resumes from a checkpoint whose version is not above that of its folder."""
     with serve(tmp_path, **RESUMED) as server:
         early, late = (train(diloco(server, tmp_path), 1) for _ in range(2))
         assert (early["versions"], late["versions"]) == ([1], [2])
@@ -184,7 +192,10 @@ def test_resumes_from_a_checkpoint_of_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> None:
+def test_a_checkpoint_must_match_the_workers_folder(tmp_path: Path) -> None:
+    """A DiLoCo loop refuses a checkpoint if its folder has no version or an older one, or if the run or site is
+    another.
+    """
     with serve(tmp_path, **RESUMED) as server:
         state = train(diloco(server, tmp_path), 2)
         for loop, changed, words in [
@@ -199,8 +210,10 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
         assert server.status().fragments[0].version == 2
 
 
-def test_refuses_what_is_no_state(tmp_path: Path) -> None:
-    """`load_state_dict` refuses other data, and a loop that has started. Without a server, the state is empty."""
+def test_load_state_dict_refuses_other_data(tmp_path: Path) -> None:
+    """`load_state_dict` refuses data that Atoll did not write, and a loop that has started. Without a server, the state
+    is empty.
+    """
     with serve(tmp_path, **RESUMED) as server:
         loop = diloco(server, tmp_path)
         with pytest.raises(UsageError, match="state_dict was not written by Atoll: it has the keys 'epoch'"):
@@ -229,9 +242,10 @@ def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
 def test_warns_once_of_an_outage(tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]) -> None:
-    """The warning counts every step since the last synchronisation that counted.
+    """If the server is lost for good, the log warns once of skipped synchronisations, and says how many steps since the
+    last synchronisation are lost.
 
-    Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too.
+    Fragments are taken after 2, 4, 6 and 8 steps, and that of step 8 is merged after 9.
     """
     loop = train_into_an_outage(tmp_path, 9, 40, **settings)
     assert loop.step == 40
@@ -241,10 +255,14 @@ def test_warns_once_of_an_outage(tmp_path: Path, warned: Callable[[], list[str]]
     assert len([line for line in lines if "skipped" in line]) == 1
 
 
-def test_warns_of_no_outage_without_skipped_turns(
+def test_an_outage_after_training_causes_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, warned: Callable[[], list[str]]
 ) -> None:
-    """Of 11 steps 8 are in two updates."""
+    """If the server is lost only after the last synchronisation of the training, the log says which steps only the
+    local model has. It does not warn.
+
+    Of 11 steps, 8 are in two updates.
+    """
     caplog.set_level("INFO", "atoll")
     train_into_an_outage(tmp_path, 11, 11)
     assert "a: only the local model has the last 3 steps, made after the last synchronisation" in caplog.text
@@ -258,7 +276,9 @@ def test_warns_of_no_outage_without_skipped_turns(
 def test_warns_of_training_without_a_synchronisation(
     tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any], first: int, of: str
 ) -> None:
-    """Where an error ended the training, there is no warning."""
+    """If a loop ends before its first synchronisation, the log warns that the worker never synchronised. If an error
+    ended the loop, it does not.
+    """
     with serve(tmp_path, **ENDLESS | settings) as server:
         failed = diloco(server, tmp_path).start()
         take_steps(failed, 1)
@@ -273,8 +293,10 @@ def test_warns_of_training_without_a_synchronisation(
 
 
 @pytest.mark.covers("X4")
-def test_an_update_that_fails_has_no_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An update that does not arrive has no rate. The line of a short transfer comes at DEBUG."""
+def test_a_failed_update_shows_no_transfer_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If an update does not arrive, the log has no line about its transfer. After a successful one, the line comes at
+    DEBUG.
+    """
     caplog.set_level("DEBUG", "atoll")
     with serve(tmp_path, **ENDLESS) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, max_sync_retries=0) as loop:
@@ -289,8 +311,11 @@ def test_an_update_that_fails_has_no_rate(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
-def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
-    """The weight of such a script would be a number of samples, that of the other workers 1."""
+def test_round_scripts_are_refused_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
+    """A script that trains round by round cannot join a DiLoCo run.
+
+    The weight of such a script would be a number of samples, while that of the other workers is 1.
+    """
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
         with pytest.raises(
             ConfigError, match=r"synchronises every 5 local steps.*Use atoll\.DiLoCo\(model, optimizer\)"
@@ -300,8 +325,10 @@ def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callabl
 
 
 @pytest.mark.covers("X3")
-def test_refuses_such_a_script_at_its_first_round(tmp_path: Path) -> None:
-    """Here it may answer tasks, so it may join."""
+def test_a_round_script_may_join_diloco_for_tasks(tmp_path: Path) -> None:
+    """In a DiLoCo run with tasks, a script that trains round by round may join to answer the tasks. It is refused at
+    its first round.
+    """
     steps = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
     settings = {"workflow.steps": steps, "rounds.total": 1, "rounds.sites": 1}
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", **settings) as server:
@@ -329,7 +356,8 @@ def test_refuses_arguments_of_another_type(given: dict[str, Any], told: str) -> 
 
 
 @pytest.mark.covers("X3")
-def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+def test_labels_must_be_texts(tmp_path: Path) -> None:
+    """A worker whose labels are not all texts is refused with the wrong label."""
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
         with pytest.raises(UsageError, match=r"labels is \{'gpu': 1\}: input should be a valid string"):
             atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"gpu": 1})
@@ -338,10 +366,14 @@ def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("interval_s", [0.0, 0.5])
 @pytest.mark.parametrize(("steps", "said"), [(0, "nothing was trained"), (1, "this worker never synchronised")])
-def test_status_names_training_outside_the_run(
+def test_training_that_never_synchronised_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, said: str, interval_s: float
 ) -> None:
-    """Status and log name training outside the run. With and without heartbeats."""
+    """If a loop ends without any training or any synchronisation, the status, the worker's log and the server's log say
+    so.
+
+    This holds with and without heartbeats.
+    """
     caplog.set_level(logging.WARNING)
     beats = {"network.heartbeat_interval_s": interval_s, "network.heartbeat_timeout_s": 100 * interval_s}
     with serve(tmp_path, **DILOCO, **beats) as server:

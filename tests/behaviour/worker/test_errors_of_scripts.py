@@ -56,7 +56,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=["join", "diloco", "tasks"],
 )
-def test_names_the_argument_that_overrules_the_command(
+def test_an_argument_that_overrides_the_command_is_reported(
     server: atoll.Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -64,7 +64,10 @@ def test_names_the_argument_that_overrules_the_command(
     join: Callable[[atoll.Server, Path], None],
     by_command: bool,
 ) -> None:
-    """Where the shell has set the variables, nothing is said: there an argument is meant to overrule them."""
+    """If a script's arguments override the server or site that `atoll worker` has set, the log says so.
+
+    If the shell has set the variables, the log says nothing, because the argument is meant to override them.
+    """
     if by_command:
         monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "leases"))
     monkeypatch.setenv("ATOLL_SERVER", f"{server.url}/")
@@ -118,9 +121,10 @@ CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
 @pytest.mark.covers("X3")
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(("script", "kind"), CASES)
-def test_a_caught_error_shows_no_atoll_frames(
+def test_error_tracebacks_hide_atoll_frames(
     server: atoll.Server, tmp_path: Path, script: Callable[..., object], kind: type[AtollError]
 ) -> None:
+    """The traceback of an error shows the user's line and what the user called, without Atoll's inner frames."""
     with pytest.raises(kind) as raised:
         script(server, tmp_path / "w")
     lines = traceback.format_exception(raised.value)
@@ -152,10 +156,13 @@ with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=add
         ("", 4, 1, "ValueError: this is the script's own error"),
     ],
 )
-def test_atoll_worker_ends_with_one_line(
+def test_atoll_worker_reports_its_scripts_error(
     server: atoll.Server, nursery: Nursery, tmp_path: Path, address: str, width: int, code: int, last: str
 ) -> None:
-    """The line and the exit code are those of the error that ended its script."""
+    """`atoll worker` ends with one line and the exit code of the error that ended its script.
+
+    Only an error of the script's own shows a traceback.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
     outcome = command(nursery, tmp_path, *words)
@@ -167,10 +174,10 @@ def test_atoll_worker_ends_with_one_line(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_error_in_a_hook_names_the_line(
+def test_an_error_in_hooks_shows_the_scripts_line(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The line that is named is one of the script, not of torch."""
+    """If a hook of Atoll in the optimizer raises, the error shows a line of the script, not one of torch."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=lambda: -1.0) as loop:
         with pytest.raises(UsageError, match="The weight is -1") as raised:
@@ -190,13 +197,13 @@ def test_an_error_in_a_hook_names_the_line(
     ],
     ids=["exit stack", "thread pool"],
 )
-def test_an_error_below_python_names_the_line(
+def test_an_error_behind_python_code_shows_the_line(
     tmp_path: Path,
     enter: Callable[[ExitStack, atoll.DiLoCo], object],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The line of the script, where Python's own code calls Atoll."""
+    """If Python's own code calls Atoll, as an exit stack or a thread pool does, the error shows the script's line."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     model = nn.Linear(8, 4)
     loop = atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), server=NO_SERVER, site="a", folder=tmp_path)
@@ -209,7 +216,10 @@ def test_an_error_below_python_names_the_line(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_calls_an_earlier_hook_for_all_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_excepthook_still_gets_all_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `sys.excepthook` that the program has set gets all errors, Atoll's and others. After an error of Atoll, the
+    script ends with its exit code.
+    """
     seen: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     for _ in range(2):  # installed once, or it would call itself
@@ -224,7 +234,8 @@ def test_calls_an_earlier_hook_for_all_errors(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("at_once")
-def test_an_error_ends_no_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_does_not_end_interactive_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an interactive session, Atoll does not replace `sys.excepthook`, so that an error does not end the session."""
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
     with pytest.raises(UsageError):
@@ -256,7 +267,10 @@ def address(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("address", ANSWERS, indirect=True)
-def test_scripts_name_an_address_without_a_server(address: str, tmp_path: Path) -> None:
+def test_scripts_report_an_address_without_atoll_server(address: str, tmp_path: Path) -> None:
+    """If the address belongs to another server than Atoll's, scripts and `status` raise an error that has the
+    address.
+    """
     for take_part in (
         lambda: atoll.join(address, site="a", folder=tmp_path),
         lambda: diloco(address, tmp_path).start(),
@@ -271,7 +285,10 @@ def test_scripts_name_an_address_without_a_server(address: str, tmp_path: Path) 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("address", ["not found"], indirect=True)
 @pytest.mark.parametrize("words", ["status", "worker -- touch begun"])
-def test_commands_name_an_address_without_a_server(nursery: Nursery, tmp_path: Path, address: str, words: str) -> None:
+def test_commands_report_a_wrong_address(nursery: Nursery, tmp_path: Path, address: str, words: str) -> None:
+    """If the address belongs to another server than Atoll's, a command ends with its error, and `atoll worker` does not
+    start its script.
+    """
     name, *script = words.split()
     ended = command(nursery, tmp_path, name, "--server", address, *script)
     assert ended.returncode == PeerError.exit_code
@@ -284,8 +301,8 @@ def test_commands_name_an_address_without_a_server(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
-def test_refuses_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
-    """The worker does not go on there."""
+def test_a_worker_refuses_another_run_at_its_address(tmp_path: Path, way: str) -> None:
+    """If a new run is served at the address of a worker's run, the worker ends with an error and does not join it."""
     settings: dict[str, Any] = {"sites": 1, "rounds": 1000, "codec": "none"}
     settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
     if way in ("diloco", "streaming"):
@@ -308,10 +325,10 @@ def test_refuses_another_run_at_the_same_address(tmp_path: Path, way: str) -> No
     assert raised.value.exit_code == 5
 
 
-def test_a_join_may_mean_one_run(server: atoll.Server) -> None:
-    """A server refuses a join that means another run.
+def test_a_join_for_another_run_is_refused(server: atoll.Server) -> None:
+    """The server refuses a join that names another run.
 
-    The run may change between the worker's question, which run there is, and its joining.
+    The run may change between a worker's question which run there is and its join.
     """
     code, reply = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "run": "0" * 32})
     assert (code, reply["code"]) == (409, "server_lost")
@@ -369,17 +386,23 @@ ALONE = [by_join, by_functions, by_diloco]
     ("misspelt", "meant"),
     [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
 )
-def test_a_misspelt_variable_names_the_nearest(
+def test_a_misspelt_variable_is_refused(
     monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str
 ) -> None:
+    """If an environment variable of Atoll is misspelt, the error suggests the nearest name, whichever way the script
+    joins.
+    """
     monkeypatch.setenv(misspelt, NO_SERVER)
     with pytest.raises(ConfigError, match=rf"{misspelt}.* {meant}\?"):
         take_part()
 
 
 @pytest.mark.parametrize("take_part", ALONE)
-def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
-    """Settings of the server are known variables, and those that only look like Atoll's are left alone."""
+def test_known_variables_allow_training_alone(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
+    """A script without a server trains alone if every variable of Atoll in its environment is known.
+
+    Settings of the server are known variables. Variables that only resemble Atoll's are ignored.
+    """
     for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
     take_part()
@@ -387,8 +410,8 @@ def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, ta
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("take_part", [*ALONE, by_lightning])
-def test_a_required_server_is_required(take_part: Callable[..., None]) -> None:
-    """A script that requires a server does not train alone."""
+def test_a_script_with_require_server_needs_one(take_part: Callable[..., None]) -> None:
+    """With `require_server=True`, a script without a server raises and does not train alone."""
     with pytest.raises(ConfigError, match="Set ATOLL_SERVER"):
         take_part(require_server=True)
 
@@ -408,8 +431,10 @@ SCRIPT_ALONE = "import atoll\nwith atoll.join():\n    print('trained alone')\n"
     ],
     ids=lambda words: words[0],
 )
-def test_a_wrong_setting_is_an_exit_code(nursery: Nursery, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """Scripts end with the exit code of a wrong setting, and `atoll worker` before it starts the script."""
+def test_a_wrong_setting_gives_its_exit_code(nursery: Nursery, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """With a misspelt variable, scripts and commands end with the exit code of a wrong setting. `atoll worker` then
+    does not start its script.
+    """
     program = "atoll"
     if words == ("train.py",):
         (tmp_path / "train.py").write_text(SCRIPT_ALONE)
@@ -452,6 +477,9 @@ LOG.warning("a warning")
     ids=["usual", "the level that the program has set stays"],
 )
 def test_loops_in_threads_print_lines_once(before: str, said: list[str]) -> None:
+    """If eight loops in threads of one process log, each line is printed once. A log level that the program has set
+    stays.
+    """
     program = EIGHT_LOOPS.format(before=before)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.partition(" atoll: ")[2] for line in done.stderr.splitlines()] == said
@@ -470,10 +498,10 @@ def test_loops_in_threads_print_lines_once(before: str, said: list[str]) -> None
     ],
     ids=["diloco", "fedavg", "evaluation"],
 )
-def test_a_diloco_loop_names_its_algorithm(
+def test_a_diloco_loop_warns_of_another_algorithm(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: list[str]
 ) -> None:
-    """A loop of DiLoCo warns where the run has another algorithm."""
+    """If a run's algorithm is not DiLoCo, a DiLoCo loop warns, in the log and in the status."""
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, **settings) as server, diloco(server, tmp_path, sync_every=500) as loop:
         assert f"joined run atoll ({settings['algorithm']}) at " in caplog.text

@@ -47,9 +47,9 @@ def sent(folder: Path, filters: Any, *states: State, **settings: Any) -> State:
 
 @pytest.mark.covers("T8")
 def test_a_dropped_tensor_stays_unchanged(tmp_path: Path) -> None:
-    """What is dropped stays as the version has it.
+    """A tensor that a filter drops keeps its value in the new version.
 
-    Also of a generator, which is read once: a second reading would find no filters.
+    The filters may come from a generator, which can be read only once.
     """
     filters = (each for each in [Drop("w", "*.running_mean", "n")])
     found = sent(tmp_path, filters, START, LOCAL | {"head": torch.tensor([0.5, 1.0])})
@@ -69,7 +69,10 @@ def test_a_dropped_tensor_stays_unchanged(tmp_path: Path) -> None:
         pytest.param([NormClip(6.5), Drop("bn.*")], [1.5, 2.0], 0.0, id="the buffer still counted"),
     ],
 )
-def test_the_norm_is_of_what_is_left(tmp_path: Path, filters: list[Filter], w: list[float], mean: float) -> None:
+def test_norm_clip_ignores_dropped_tensors(tmp_path: Path, filters: list[Filter], w: list[float], mean: float) -> None:
+    """`NormClip` clips by the norm of all parameters and floating-point buffers that the filters before it have
+    left.
+    """
     found = sent(tmp_path, filters)
     assert found["w"].tolist() == w
     assert (found["bn.running_mean"].item(), found["n"].item()) == (mean, 9)
@@ -84,8 +87,11 @@ def test_the_norm_is_of_what_is_left(tmp_path: Path, filters: list[Filter], w: l
         pytest.param([4.2e307, 5.6e307], [16.8e307], id="the norm itself overflows too"),
     ],
 )
-def test_clips_fp64_values_with_squares_that_overflow(tmp_path: Path, w: list[float], v: list[float]) -> None:
-    """In the proportion 3 : 4 : 12 the norm is 13 parts, here clipped to 6.5."""
+def test_norm_clip_handles_fp64_squares_that_overflow(tmp_path: Path, w: list[float], v: list[float]) -> None:
+    """`NormClip` clips fp64 values correctly even if their squares, the sum of the squares or the norm itself overflow.
+
+    In the proportion 3 : 4 : 12, the norm is 13 parts, here clipped to 6.5.
+    """
     local = {"w": torch.tensor(w, dtype=torch.float64), "v": torch.tensor(v, dtype=torch.float64)}
     start = {name: torch.zeros_like(values) for name, values in local.items()}
     found = sent(tmp_path, [NormClip(6.5)], start, local)
@@ -94,7 +100,9 @@ def test_clips_fp64_values_with_squares_that_overflow(tmp_path: Path, w: list[fl
 
 
 def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
-    """bfloat16 has 8 bits of significand: 1 + 2⁻⁹ becomes 1."""
+    """`Cast` rounds the values to bf16 and keeps the tensor's dtype. bf16 has 8 bits of significand, so 1 + 2⁻⁹ becomes
+    1.
+    """
     found = sent(tmp_path, [Cast("bf16")], START, LOCAL | {"w": torch.tensor([1.0 + 2.0**-9, 0.0])})
     assert found["w"].tolist() == [1.0, 0.0]
 
@@ -102,7 +110,11 @@ def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """Over small neighbours that are formed together, a tensor of several runs, and every kind of dtype."""
+    """A filter that returns every value unchanged does not change a bit of the update.
+
+    The update has small neighbouring tensors that are encoded together, a tensor of several chunks, and every kind of
+    dtype.
+    """
     generator = torch.Generator().manual_seed(0)
     start: dict[str, Tensor] = {f"s{index}": torch.randn(index + 1, generator=generator) for index in range(20)}
     start["large"] = torch.randn(2 * CHUNK_ELEMENTS + 5, generator=generator)
@@ -118,8 +130,8 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
 
 
 @pytest.mark.covers("T8")
-def test_every_element_passes_once(tmp_path: Path) -> None:
-    """Every element passes once and few at a time."""
+def test_a_filter_gets_every_element_once(tmp_path: Path) -> None:
+    """A filter gets each element of a large tensor once, in chunks of at most `CHUNK_ELEMENTS`."""
 
     class Spy(Filter):
         def __init__(self) -> None:
@@ -136,8 +148,10 @@ def test_every_element_passes_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_a_filter_may_ask_for_the_whole(tmp_path: Path) -> None:
-    """A filter may ask for the whole and its metadata."""
+def test_a_filter_may_read_the_whole_update(tmp_path: Path) -> None:
+    """Before a filter handles an update, it may read its whole tensors and its metadata. Dropped tensors are not among
+    them.
+    """
 
     class Curious(Filter):
         def begin(self, update: Outgoing) -> None:
@@ -153,10 +167,11 @@ def test_a_filter_may_ask_for_the_whole(tmp_path: Path) -> None:
     assert sorted(curious.runs) == [("bn.running_mean", 0, [-12.0]), ("head", 0, [0.0, 0.0]), ("w", 0, [-3.0, -4.0])]
 
 
-def test_noise_differs_by_place_and_round(tmp_path: Path) -> None:
-    """Noise has its size and is another in every place and round.
+def test_noise_differs_by_tensor_chunk_and_round(tmp_path: Path) -> None:
+    """The noise of `NormClip` has the expected size and differs between tensors, between chunks and between rounds. The
+    same seed gives the same noise.
 
-    z·C = 2 · 1.5 = 3; the standard deviation of so many draws is within 1 % of it (more than 6 standard errors).
+    The standard deviation is z·C = 2 · 1.5 = 3, here within 1 %, which is more than 6 standard errors.
     """
     numel = 2 * CHUNK_ELEMENTS  # two runs of each tensor
     start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
@@ -185,17 +200,20 @@ class Spoils(Filter):
         return values * math.nan if len(self.seen) == 1 else values
 
 
-def test_updates_of_a_round_share_no_noise(tmp_path: Path) -> None:
-    """The difference of both would show the change without any noise."""
+def test_two_updates_of_a_round_get_different_noise(tmp_path: Path) -> None:
+    """If a round's first update is refused and the site trains again, the second update gets other noise.
+
+    With equal noise, the difference of the two would show the change without noise.
+    """
     spoils = Spoils()
     assert len(versions(tmp_path, [NormClip(1.0, noise=1.0), spoils])) == 3  # the first round is given twice
     assert not torch.equal(*spoils.seen)
 
 
-def test_filters_without_a_seed_differ(tmp_path: Path) -> None:
-    """Two filters without a seed have noise of their own.
+def test_filters_without_a_seed_have_different_noise(tmp_path: Path) -> None:
+    """Two filters without a seed have different noise.
 
-    Two sites with the same noise could cancel it in each other's updates.
+    With equal noise, two sites could cancel it in each other's updates.
     """
     found = [sent(tmp_path / name, [NormClip(1.0, noise=1.0)])["w"] for name in ("a", "b")]
     assert not torch.equal(*found)
@@ -234,7 +252,12 @@ class Undecided(Filter):
     ],
     ids=["undecided", "shorter", "wider", "forgetful", "broken", "unknown name", "function", "alone"],
 )
-def test_a_filter_that_breaks_its_contract_is_named(tmp_path: Path, filters: Any, told: str) -> None:
+def test_a_filter_that_breaks_its_contract_is_refused(tmp_path: Path, filters: Any, told: str) -> None:
+    """If a filter raises, changes a tensor's shape or dtype, or names an unknown tensor, `submit` raises an error with
+    the filter's name.
+
+    An object that is no filter, or no list of filters, is refused too.
+    """
     with pytest.raises(UsageError, match=told):
         sent(tmp_path, filters)
 
@@ -250,13 +273,14 @@ def test_a_filter_that_breaks_its_contract_is_named(tmp_path: Path, filters: Any
     ],
     ids=["drop", "cast", "zero", "nan", "noise"],
 )
-def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None:
+def test_wrong_filter_options_are_refused_at_once(make, told: str) -> None:
+    """A filter with wrong options raises when it is created."""
     with pytest.raises(UsageError, match=told):
         make()
 
 
-def test_integers_may_be_kept(tmp_path: Path) -> None:
-    """Integers are kept or not and never asked for."""
+def test_a_filter_may_drop_integers(tmp_path: Path) -> None:
+    """A filter may drop an integer tensor from the update. It gets only floating-point values to change."""
 
     class OnlyFloats(Filter):
         def keeps(self, spec: Any) -> bool:

@@ -32,9 +32,11 @@ def step(loop: atoll.DiLoCo, site: str) -> None:
 
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_two_loops_in_a_thread_are_refused(tmp_path: Path, in_turns: bool) -> None:
-    """Two loops of one run in one thread are refused by name.
+    """If two DiLoCo loops of one run train in one thread, the error names both sites, as one would wait for the other
+    for ever.
 
-    In turns at the first step of the second; else where the first one would wait for the second to begin.
+    In turns, it comes at the first step of the second loop; otherwise, where the first loop would wait for the second
+    to start.
     """
     with serve(tmp_path, **DILOCO) as server, ExitStack() as opened:
         one, two = (opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab")
@@ -44,7 +46,7 @@ def test_two_loops_in_a_thread_are_refused(tmp_path: Path, in_turns: bool) -> No
 
 
 def test_loops_that_never_wait_take_turns(tmp_path: Path) -> None:
-    """Two loops in one thread take turns where none waits.
+    """Two loops of one run may take turns in one thread if neither waits for the other.
 
     With τ = 1, both updates are at the server before a result is merged.
     """
@@ -59,7 +61,7 @@ def test_loops_that_never_wait_take_turns(tmp_path: Path) -> None:
 
 
 def test_loops_of_two_runs_take_turns(tmp_path: Path) -> None:
-    """Loops of two runs in one thread take turns."""
+    """DiLoCo loops of two different runs may take turns in one thread."""
     folders = [tmp_path / "one", tmp_path / "two"]
     with ExitStack() as opened:
         servers = [opened.enter_context(serve(folder, **DILOCO | {"sites": 1})) for folder in folders]
@@ -73,7 +75,8 @@ def test_loops_of_two_runs_take_turns(tmp_path: Path) -> None:
     assert len({tensors_digest(exported(folder)) for folder in folders}) == 1
 
 
-def test_loops_that_one_thread_starts_train_in_others(tmp_path: Path) -> None:
+def test_loops_started_in_one_thread_train_in_others(tmp_path: Path) -> None:
+    """DiLoCo loops that one thread has started may train in other threads."""
     with serve(tmp_path, **DILOCO) as server, ExitStack() as opened:
         loops = {site: opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab"}
 
@@ -113,9 +116,10 @@ def refusal_of_a_fork(text: str, site: str = "a") -> bool:
 
 @pytest.mark.covers("L2")
 def test_a_fork_that_synchronises_is_refused(tmp_path: Path) -> None:
-    """A fork that steps through a synchronisation is refused by its pid.
+    """If a forked process steps through a synchronisation, it gets an error with its process id. Steps between
+    synchronisations are allowed.
 
-    The process that joined goes on, with the result of a run without a fork.
+    The process that joined goes on, with the same result as without a fork.
     """
 
     def forks(number: int) -> bool:
@@ -137,7 +141,9 @@ def test_a_fork_that_synchronises_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_fork_that_trains_is_refused(tmp_path: Path) -> None:
-    """A fork that trains a round is refused by its pid."""
+    """If a forked process asks for a round, loads or submits, it gets an error with its process id. The process that
+    joined trains on.
+    """
     model = build_model()
     with (
         plain_server(tmp_path, build_model(), sites=1, rounds=1) as server,
@@ -174,6 +180,7 @@ def formatted(text: str) -> str:
     ids=["error", "repr", "leave", "last words", "log", "message"],
 )
 def test_no_message_shows_the_secret_of_a_lease(shown: Callable[[str], str]) -> None:
+    """No error message, log line or representation shows the secret of a lease. Its place has `...`."""
     text = shown(f"Invalid header value b'{LEASE}'")
     assert "5e5e" not in text
     assert ":17:0123456789abcdef:..." in text

@@ -72,9 +72,10 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 @pytest.mark.covers("P15")
 def test_the_loop_runs_every_round(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop runs every round with settings from the environment.
+    """With settings from the environment, a loop of `receive` and `send` runs every round, with its weights and
+    metrics.
 
-    Each round adds 1 to what was received: 1, then 2, then 3 in the end.
+    Each round adds 1 to what was received: the values are 1, then 2, and 3 at the end.
     """
     monkeypatch.setenv("ATOLL_SERVER", server.url)
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
@@ -101,8 +102,10 @@ def test_the_loop_runs_every_round(server: atoll.Server, tmp_path: Path, monkeyp
 @pytest.mark.covers("P15", "P6", "T6")
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_sent_tensors_are_forgotten_on_request(take_part: Callable[..., None], clear_cache: bool) -> None:
-    """What was sent and received is forgotten on request."""
+def test_clear_cache_frees_the_rounds_tensors(take_part: Callable[..., None], clear_cache: bool) -> None:
+    """With `clear_cache=True`, `send` frees the sent and the received tensors. With `clear_cache=False`, it keeps
+    them.
+    """
     take_part()
     received = atoll.functional.receive()
     assert received is not None
@@ -121,10 +124,10 @@ def test_sent_tensors_are_forgotten_on_request(take_part: Callable[..., None], c
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("filters", [[], [Drop("bias")]], ids=["plain", "filtered"])
 @pytest.mark.parametrize("call", ["send", "submit"])
-def test_sent_memory_is_free_at_once(
+def test_sent_tensors_are_freed_at_once(
     server: atoll.Server, tmp_path: Path, request: pytest.FixtureRequest, call: str, filters: list[Drop]
 ) -> None:
-    """The memory itself: no view of it is left either."""
+    """After `send` or `submit`, Atoll keeps neither the sent tensors nor any view of their memory."""
     tensor, array = torch.full((2, 3), 2.0), np.full(2, 2.0, dtype=np.float32)
     seen = StorageWeakRef(tensor.untyped_storage()), weakref.ref(array)
     sent: dict[str, Any] = {"weight": tensor, "bias": array}
@@ -146,8 +149,8 @@ def test_sent_memory_is_free_at_once(
 
 
 @pytest.mark.covers("T8")
-def test_what_is_sent_passes_the_sites_filters(take_part: Callable[..., None]) -> None:
-    """The weights stay as they were, the biases become 6."""
+def test_send_applies_the_sites_filters(take_part: Callable[..., None]) -> None:
+    """`send` applies the site's filters: the dropped weights keep their value, and the biases become 6."""
     model = ones()
     take_part(filters=[Drop("weight")])
     atoll.functional.receive(into=model)
@@ -161,7 +164,7 @@ def test_what_is_sent_passes_the_sites_filters(take_part: Callable[..., None]) -
 
 @pytest.mark.covers("P15")
 def test_an_error_keeps_the_round(take_part: Callable[..., None]) -> None:
-    """An error keeps the round so that it can be sent again."""
+    """If `send` raises, the round stays open, and the model can be sent again."""
     take_part()
     received = atoll.functional.receive()
     with pytest.raises(UsageError, match="'weight' is of type str"):
@@ -175,8 +178,11 @@ def test_an_error_keeps_the_round(take_part: Callable[..., None]) -> None:
 @pytest.mark.covers("P15", "X3")
 @pytest.mark.usefixtures("to_the_end")
 @pytest.mark.parametrize("alone", [True, False])
-def test_names_a_loop_that_never_sends(request: pytest.FixtureRequest, alone: bool) -> None:
-    """In its first round. Also if it receives several times, and again after a `send` that failed."""
+def test_a_loop_that_never_sends_is_refused(request: pytest.FixtureRequest, alone: bool) -> None:
+    """If a loop receives a round and sends nothing, the next `is_running` raises an error that says so.
+
+    This also holds after several `receive` in the round, and after a `send` that failed.
+    """
     atoll.functional.init() if alone else request.getfixturevalue("take_part")()
     told = "Round 1 was received, but nothing was sent. Call atoll.functional.send(model) once in each round."
     for _ in range(2):
@@ -200,14 +206,16 @@ for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atol
 """
 
 
-def test_calls_before_init_say_what_to_call(nursery: Nursery, tmp_path: Path) -> None:
+def test_functional_calls_before_init_are_refused(nursery: Nursery, tmp_path: Path) -> None:
+    """If a script calls a function of `atoll.functional` before `init`, the error says to call `init` first."""
     (tmp_path / "script.py").write_text(BEFORE_INIT)
     ended = command(nursery, tmp_path, program=str(tmp_path / "script.py"))
     assert ended.returncode == 0
     assert ended.stdout.count("atoll.functional.init() first") == 3
 
 
-def test_calls_out_of_order_say_what_to_call(take_part: Callable[..., None]) -> None:
+def test_wrong_functional_calls_are_refused(take_part: Callable[..., None]) -> None:
+    """A second `init` and an unknown framework are refused with an error that says the mistake."""
     take_part()
     with pytest.raises(UsageError, match="twice"):
         take_part()
@@ -230,8 +238,10 @@ while atoll.functional.is_running():
 @pytest.mark.slow
 @pytest.mark.covers("P6", "P15")
 @pytest.mark.parametrize("last", ["", "raise ValueError('no more records')"], ids=["well", "fails"])
-def test_a_script_says_why_it_fails(server: atoll.Server, tmp_path: Path, last: str) -> None:
-    """A script under `atoll worker` says why it fails."""
+def test_a_failing_functional_script_reports_its_error(server: atoll.Server, tmp_path: Path, last: str) -> None:
+    """If a script under `atoll worker` fails, the status shows its error. A script that does not fail finishes all
+    rounds.
+    """
     with atoll_worker(tmp_path, server.url, SCRIPT.replace("LAST", last)) as process:
         out, said = process.communicate(timeout=100)
     assert process.returncode == bool(last), said
@@ -251,8 +261,10 @@ END = "training alone: nothing was sent or saved by Atoll; save the model in the
 
 @pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("P15")
-def test_without_a_server_there_is_one_round() -> None:
-    """The gradient of a weight is its input, 1."""
+def test_a_functional_script_alone_has_one_round() -> None:
+    """Without a server, a functional script trains one round with its own model. The gradient of a weight is its input,
+    1.
+    """
     atoll.functional.init()
     with pytest.raises(UsageError, match="there is no global model to use"):
         atoll.functional.receive()
@@ -270,10 +282,12 @@ def test_without_a_server_there_is_one_round() -> None:
 
 
 @pytest.mark.covers("P6")
-def test_join_alone_gives_one_round(
+def test_join_without_a_server_gives_one_round(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the end it says that nothing was sent."""
+    """Without a server, `join` gives one round. The log says at the end that nothing was sent, and no file is
+    written.
+    """
     caplog.set_level(logging.INFO, "atoll")
     monkeypatch.chdir(tmp_path)
     model, numbers = ones(), []
@@ -296,13 +310,14 @@ def test_join_alone_gives_one_round(
     [("north", "south", "north"), (None, "south", "south"), (None, None, "alone")],
     ids=["argument", "variable", "neither"],
 )
-def test_a_script_alone_has_its_sites_name(
+def test_a_script_alone_keeps_its_site_name(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     given: str | None,
     variable: str | None,
     site: str,
 ) -> None:
+    """Without a server, the site has the name of the argument, else that of `ATOLL_SITE`, else `alone`."""
     caplog.set_level(logging.INFO, "atoll")
     monkeypatch.setenv("ATOLL_SITE", variable or "")
     with atoll.join(site=given) as worker:
@@ -316,16 +331,17 @@ def test_a_script_alone_has_its_sites_name(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("start", [atoll.join, atoll.functional.init, lambda site: diloco("", Path(), site).start()])
-def test_alone_refuses_an_impossible_name(start: Callable[..., object]) -> None:
-    """A script alone is refused a name that no server accepts."""
+def test_training_alone_refuses_invalid_site_names(start: Callable[..., object]) -> None:
+    """A script without a server refuses a site name that no server accepts."""
     with pytest.raises(ConfigError, match="'ward 7' is not a site name"):
         start(site="ward 7")
 
 
-def test_alone_refuses_what_runs_refuse() -> None:
-    """A script that is tried alone is refused what a run refuses, and gives tied tensors.
+def test_training_alone_refuses_wrong_updates() -> None:
+    """A script without a server refuses wrong tensors and rounds without an update, as a run does, and gives tied
+    tensors under both names.
 
-    It does not fail only in its first run.
+    So the script does not fail for the first time in a run.
     """
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     model[1].weight = model[0].weight
@@ -365,10 +381,13 @@ SPOILT: dict[str, tuple[Callable[[nn.Linear, atoll.Round], object], type[AtollEr
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize(("spoil", "kind", "words"), SPOILT.values(), ids=SPOILT)
-def test_errors_of_a_run_come_alone_too(
+def test_errors_of_a_run_also_occur_alone(
     tmp_path: Path, spoil: Callable[..., object], kind: type[AtollError], words: str, alone: bool
 ) -> None:
-    """At a server, an update that is not finite is refused five times before the script ends."""
+    """A wrong update raises the same error without a server as with one.
+
+    A server refuses an update that is not finite five times before the script ends.
+    """
 
     def train(url: str) -> None:
         with atoll.join(url, "a", folder=tmp_path / "a") as worker:
@@ -379,23 +398,28 @@ def test_errors_of_a_run_come_alone_too(
         train("" if alone else server.url)
 
 
-def test_alone_needs_a_loaded_model() -> None:
-    """A model that was not loaded is refused alone too."""
+def test_training_alone_requires_a_loaded_model() -> None:
+    """A script without a server that submits before it loads the model is refused."""
     with atoll.join() as worker, pytest.raises(UsageError, match="The global model of round 1 was not downloaded"):
         next(iter(worker)).submit(ones())
 
 
 @pytest.mark.covers("L14")
-def test_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFixture) -> None:
-    """As in a run."""
+def test_training_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFixture) -> None:
+    """If a script without a server submits the model unchanged, the log warns of a zero pseudo-gradient, as in a
+    run.
+    """
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.submit(fl_round.load_into(ones()), steps=3)
     assert "alone: the pseudo-gradient is all zero after 3 steps. Check that the optimizer has this" in caplog.text
 
 
-def test_alone_loads_a_mapping_and_submits_a_module() -> None:
-    """A mapping does not say that `mask` is a buffer."""
+def test_training_alone_accepts_mappings_and_modules() -> None:
+    """A script without a server may load a mapping of tensors and submit a module, or the other way round.
+
+    A mapping does not say that `mask` is a buffer.
+    """
     model = ones()
     model.register_buffer("mask", torch.ones(2))
     with atoll.join() as worker:
@@ -410,7 +434,7 @@ def test_alone_loads_a_mapping_and_submits_a_module() -> None:
 
 @pytest.mark.covers("L14", "X3")
 def test_diloco_alone_refuses_broken_models(tmp_path: Path) -> None:
-    """DiLoCo alone refuses another optimizer and a model that is not finite."""
+    """A DiLoCo loop without a server refuses an optimizer of another model, and a model that becomes NaN."""
     model = ones()
     with pytest.raises(UsageError, match="holds none of the model's parameters"):
         atoll.DiLoCo(model, sgd(ones()), server="").start()
@@ -420,8 +444,10 @@ def test_diloco_alone_refuses_broken_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L14", "X3")
-def test_alone_refuses_an_initial_model_with_nan() -> None:
-    """Such a model is refused before the script trains."""
+def test_training_alone_refuses_an_initial_nan() -> None:
+    """A script without a server refuses an initial model with NaN before it trains. A constant mask with infinities is
+    accepted.
+    """
     model = ones()
     model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
     with atoll.join() as worker:  # a constant mask is only copied
@@ -435,8 +461,10 @@ def test_alone_refuses_an_initial_model_with_nan() -> None:
 
 
 @pytest.mark.covers("L2")
-def test_diloco_alone_changes_no_loop(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """DiLoCo alone leaves the loop as it is and says so."""
+def test_diloco_alone_leaves_the_loop_unchanged(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """A DiLoCo loop without a server changes nothing in the training. The log says so at its start and once at its
+    end.
+    """
     caplog.set_level(logging.INFO, "atoll")
     with diloco("", tmp_path) as loop:
         take_steps(loop, 1)
@@ -444,8 +472,8 @@ def test_diloco_alone_changes_no_loop(caplog: pytest.LogCaptureFixture, tmp_path
     assert logged(caplog) == [BEGIN, END]
 
 
-def test_an_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """A site that ends with an error logs no ending of its own."""
+def test_a_failed_script_alone_logs_no_ending(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """If a script without a server ends with an error, the log has no ending line."""
     caplog.set_level(logging.INFO, "atoll")
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:

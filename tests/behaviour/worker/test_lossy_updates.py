@@ -24,14 +24,15 @@ FOUR_ROUNDS: dict[str, Any] = {"rounds": 4, "codec": "int8"}
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["undisturbed", "a version is lost"])
-def test_small_changes_arrive_in_the_end(tmp_path: Path, loses: bool) -> None:
-    """What is too small for the scale arrives later.
+def test_small_changes_arrive_in_later_updates(tmp_path: Path, loses: bool) -> None:
+    """A change too small for the codec's scale is kept and arrives with a later update.
 
-    Each round moves by (127, 0.28), so the scale is 1, and 0.28 alone would be rounded to 0 for ever.
+    Each round moves by (127, 0.28), so the scale is 1 and 0.28 alone would always be rounded to 0.
 
-    With what was left over 0.28, 0.56, −0.16 and 0.12 are rounded: to 0, 1, 0 and 0. Where the server loses version 2
-    after its update had counted, the same bytes count again, and what they left stays: the third would be −0.6 or 0.28
-    with what was left twice, or not at all.
+    With the rests, 0.28, 0.56, −0.16 and 0.12 are rounded to 0, 1, 0 and 0.
+
+    If the server loses version 2, the same bytes count again and their rest stays. Otherwise, the third value would be
+    −0.6 or 0.28.
     """
     change = -torch.tensor([127.0, 0.28])
     with World(tmp_path, START, "a", **FOUR_ROUNDS) as world:
@@ -47,10 +48,11 @@ def test_small_changes_arrive_in_the_end(tmp_path: Path, loses: bool) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
-    """The tensors do not fill whole blocks or tiles, and one is of half precision.
+def test_everything_trained_arrives_in_the_end(tmp_path: Path, codec: str) -> None:
+    """With a lossy codec, everything that was trained arrives after enough rounds. Tensors may not fill blocks or
+    tiles, and one is of half precision.
 
-    Four rounds train; in ten more only what is left over is sent.
+    Four rounds train. In ten more, the site sends only what is left over.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (5000,), "b": (33, 9), "c": (1,)}
@@ -76,10 +78,10 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
         torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
 
 
-def test_a_refused_update_leaves_nothing(tmp_path: Path) -> None:
-    """What a refused update would have left is forgotten.
+def test_a_refused_update_leaves_no_rest(tmp_path: Path) -> None:
+    """If an update is refused, the site forgets the rounding error that this update would have left.
 
-    The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1.
+    The second update is refused. The third has 0.4 of the first: with 0.4 more, 0.8 is rounded to 1.
     """
     with World(tmp_path, START, "a", **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as world:
         world.move("a", 1, -torch.tensor([127.0, 0.4]))
@@ -141,8 +143,8 @@ def moved_by(model: dict[str, Tensor], change: dict[str, Tensor]) -> dict[str, T
 
 
 @pytest.mark.covers("L14")
-def test_a_too_small_change_is_warned_of(tmp_path: Path, warned: Warned) -> None:
-    """Warns once of a change too small for its codec."""
+def test_a_change_too_small_for_its_codec_warns(tmp_path: Path, warned: Warned) -> None:
+    """If a codec loses all of a site's change, the log warns once, and the status shows the warning until the end."""
     start = {"big": torch.zeros(9000), "still": torch.zeros(3)}
     change = {"big": torch.full((9000,), 1e-4), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)
@@ -155,8 +157,11 @@ def test_a_too_small_change_is_warned_of(tmp_path: Path, warned: Warned) -> None
 
 
 @pytest.mark.covers("L14")
-def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, warned: Warned) -> None:
-    """10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one."""
+def test_bf16_loses_very_small_changes(tmp_path: Path, warned: Warned) -> None:
+    """If all changes are smaller than the smallest number of bf16, the log warns that bf16 loses 100 % of the change.
+
+    10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one.
+    """
     start = {f"w{index:02}": torch.zeros(7) for index in range(40)}
     rounds_of(tmp_path, "bf16", start, [{name: torch.full((7,), 1e-42) for name in start}])
     (line,) = warned()
@@ -164,21 +169,20 @@ def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, warned: Warned) -> No
 
 
 @pytest.mark.covers("L14")
-def test_too_large_changes_are_not_called_lost(tmp_path: Path) -> None:
-    """A change that is too large for its codec is refused in another way.
-
-    Near the end of fp32, bf16 rounds to infinity: the server refuses it, and a larger rate is no remedy.
+def test_changes_too_large_are_not_reported_lost(tmp_path: Path) -> None:
+    """A change that becomes infinite in bf16 causes no warning of a lost change: the server refuses it for another
+    reason.
     """
     assert rounds_of(tmp_path, "bf16", {"w": torch.zeros(64)}, [{"w": torch.full((64,), 3.4e38)}]) == [[]]
 
 
 @pytest.mark.covers("L14")
-def test_a_lost_change_is_told(tmp_path: Path, warned: Warned) -> None:
-    """More than a hundredth arrives, or it is told.
+def test_a_change_lost_by_its_codec_is_reported(tmp_path: Path, warned: Warned) -> None:
+    """If less than a hundredth of the change arrives, counted over all tensors, the log says how much the codec loses.
 
-    One share over all tensors: of a hundred 0.0004 and one 0.0006, the last arrives, as 0.001.
+    Of a hundred values 0.0004 and one 0.0006, only the last arrives, as 0.001.
 
-    So √(101·16) of √(100·16 + 36) is lost, 99.4 %. The larger tensor is encoded in two pieces.
+    So √(101·16) of √(100·16 + 36) is lost, which is 99.4 %. The larger tensor is encoded in two pieces.
     """
     start, few = {"v": torch.zeros(300_000), "w": torch.zeros(101)}, torch.full((101,), 4e-4)
     few[100] = 6e-4
@@ -193,11 +197,11 @@ def test_a_lost_change_is_told(tmp_path: Path, warned: Warned) -> None:
 
 @pytest.mark.covers("L14")
 def test_feedback_warns_after_three_losses(tmp_path: Path, warned: Warned) -> None:
-    """With error feedback, nothing has arrived three times in a row.
+    """With error feedback, the log warns only if nothing has arrived three times in a row.
 
-    0.3, 0.6 and 0.9 thousandths: the second arrives. 0.1, 0.2, 0.3 and 0.4: nothing ever does.
+    Of 0.3, 0.6 and 0.9 thousandths, the second arrives. Of 0.1, 0.2, 0.3 and 0.4, none does.
 
-    If something of one tensor arrives, the site does not train for nothing.
+    If something of one tensor arrives, there is no warning.
     """
     start = {"w": torch.zeros(4), "v": torch.zeros(300_000)}
     soon = {"w": torch.full((4,), 3e-4), "v": torch.full((300_000,), 3e-4)}
@@ -214,8 +218,12 @@ def test_feedback_warns_after_three_losses(tmp_path: Path, warned: Warned) -> No
 
 @pytest.mark.covers("L14")
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
-def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, warned: Warned, codec: str) -> None:
-    """One value far above the others in its block; a tensor most of which stays; a single element; top-k's 98 %."""
+def test_usual_losses_of_codecs_cause_no_warning(tmp_path: Path, warned: Warned, codec: str) -> None:
+    """Losses that a codec has in normal training cause no warning.
+
+    There are a value far above its block, a tensor most of which stays, a single element, and the 98 % that top-k
+    leaves out.
+    """
     start = {"w": torch.ones(9000), "e": torch.ones(600_000), "s": torch.ones(()), "h": torch.ones(300).half()}
     generator = torch.Generator().manual_seed(0)
     change = {name: 1e-2 * torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
@@ -226,10 +234,10 @@ def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, warned: Warned, 
 
 
 @pytest.mark.covers("L14")
-def test_unmoved_weights_are_shown(tmp_path: Path, warned: Warned) -> None:
-    """Weights that steps do not move are shown until they move.
+def test_bf16_weights_that_do_not_move_are_reported(tmp_path: Path, warned: Warned) -> None:
+    """If a site's steps are too small to move bf16 weights, the status and the log say so, until the weights move.
 
-    1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256.
+    1 − 1/1000 is 1 in bf16, and the next smaller number is 1 − 1/256.
     """
     start = {"w": torch.ones(4, dtype=torch.bfloat16)}
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
@@ -249,7 +257,10 @@ class Silence(Filter):
 
 
 @pytest.mark.covers("L14")
-def test_filters_that_leave_nothing_are_named(tmp_path: Path, warned: Warned) -> None:
+def test_filters_that_leave_nothing_cause_a_warning(tmp_path: Path, warned: Warned) -> None:
+    """If a site's filters leave nothing of its change, the log warns that the pseudo-gradient is zero with the filters
+    applied.
+    """
     with World(tmp_path, START, "a", rounds=1) as world:
         world.join(filters=[Silence()])
         world.rounds(-1.0, 1)
@@ -275,7 +286,7 @@ class Noted(NoneCodec):
     ids=["text", "number"],
 )
 def test_a_codec_option_must_be_sendable(tmp_path: Path, note: Any, told: str) -> None:
-    """A codec option that sites cannot get is named."""
+    """The server refuses a codec option that it cannot send to sites, and names the option."""
     codec = {"path": f"{__name__}:Noted", "note": note}
     with pytest.raises(ConfigError, match=rf"^aggregation\.upload_codec\.note is .*, which sites cannot get: {told}"):
         World(tmp_path, START, "a", **{"aggregation.upload_codec": codec}).start()

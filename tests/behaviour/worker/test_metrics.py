@@ -48,9 +48,10 @@ def train(url: str, folder: Path, reports: dict[int, dict[str, float]], site: st
 def test_a_reported_value_counts_once(
     tmp_path: Path, streaming: dict[str, int], expected: list[dict[str, float]]
 ) -> None:
-    """Counts a reported value in one round.
+    """A value that a DiLoCo loop reports counts in one round. Of several reports before a synchronisation, the last
+    counts.
 
-    Of two reports before one synchronisation the last counts; what is reported later comes later.
+    With fragments, the value counts in the next fragment's round.
     """
     with serve(tmp_path, **DILOCO, **streaming) as server:
         train(server.url, tmp_path, {1: {"loss": 9.0, "acc": 0.5}, 2: {"loss": 5.0}, 3: {"loss": 4.0}})
@@ -61,9 +62,9 @@ def test_a_reported_value_counts_once(
 
 
 def test_a_value_counts_once_after_an_outage(tmp_path: Path) -> None:
-    """Counts a value once where the acknowledgement was lost.
+    """If the acknowledgement of an update is lost, its reported value still counts in one round only.
 
-    The worker does not hear that its first update is in, trains on, and finds out at its next turn.
+    The worker does not learn that its first update is in, trains on, and finds out at its next turn.
     """
     with serve(tmp_path, **DILOCO) as server, Proxy(server.port) as proxy:
         fault = Fault("PUT .*/parts/0 ", "down", at=BEFORE_HEADER, action="reset", wait=proxy.cut)
@@ -83,10 +84,9 @@ def test_a_value_counts_once_after_an_outage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("later", [{}, {"loss": 4.0}], ids=["alone", "and a newer one"])
-def test_a_refused_value_counts_later(tmp_path: Path, later: dict[str, float]) -> None:
-    """A reported value counts with the next update if the first was refused.
-
-    A newer report of the same name takes its place.
+def test_a_refused_updates_metrics_count_later(tmp_path: Path, later: dict[str, float]) -> None:
+    """If an update is refused, its reported values count with the next update. A newer report of the same name takes
+    its place.
     """
     with serve(tmp_path, **DILOCO | {"rounds": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
         with diloco(server, tmp_path) as loop:
@@ -99,9 +99,9 @@ def test_a_refused_value_counts_later(tmp_path: Path, later: dict[str, float]) -
 
 
 def test_a_round_averages_its_reports(tmp_path: Path) -> None:
-    """Averages a round over the sites that reported in it.
+    """A round's metric is the mean over the sites that reported it in this round.
 
-    Site a reports in the first round alone: from then on the mean is that of b.
+    Site `a` reports only in the first round. From then on, the mean is that of `b`.
     """
     reports = {"a": {1: {"loss": 1.0}}, "b": {1: {"loss": 3.0}, 3: {"loss": 3.0}}}
     with serve(tmp_path, **DILOCO | {"sites": 2, "rounds": 2}) as server:
@@ -111,10 +111,10 @@ def test_a_round_averages_its_reports(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L14")
-def test_warns_once_of_a_reported_loss_of_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The warning names the site, and the status no longer shows the loss.
+def test_a_reported_nan_loss_causes_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site reports a loss of NaN, the log warns once with the site, and the round has no loss.
 
-    Else the last finite loss would stand for an update with a loss of NaN: 0.75 counts nowhere.
+    Otherwise, the last finite loss would stand for the update: 0.75 counts in no round.
     """
     losses = [1.0, 0.5, 0.75, math.nan]
     with serve(tmp_path, **DILOCO | {"rounds": 2}) as server, diloco(server, tmp_path, "box-a") as loop:
@@ -135,10 +135,10 @@ class Strict(torch.Tensor):
 
 
 @pytest.mark.covers("L15")
-def test_leaves_out_metrics_that_are_not_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The site warns of them; the others are as the script has them.
+def test_metrics_that_are_not_finite_are_omitted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a metric of a site is not finite, the site warns and leaves it out. Its other metrics arrive.
 
-    Guards against a NaN that is passed on: the server refused the update for its loss.
+    Guards against a NaN that is passed on, for which the server refused the update.
     """
     loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
     assert loss.requires_grad
@@ -195,7 +195,9 @@ class Run:
     "settings", [{}, {"tau": 1, "alpha": 0.0}, {"tau": 1, "alpha": 0.5}], ids=["whole", "overlap", "mixed"]
 )
 def test_metrics_belong_to_the_measured_version(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """Metrics are credited to the version that was measured."""
+    """The metrics that a site measures belong to the version that it measured, so that the best version is the right
+    one.
+    """
     run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
     a, b = (run.seen[site] for site in SITES)
     assert a == b  # both saw the same global versions
@@ -208,11 +210,8 @@ def test_metrics_belong_to_the_measured_version(tmp_path: Path, settings: dict[s
     assert (best.version, best.value) == (values.index(max(values)), pytest.approx(max(values), rel=1e-12))
 
 
-def test_fragments_are_measured_globally(tmp_path: Path) -> None:
-    """Fragments are measured as the global model, and local progress stays.
-
-    With the hook the run comes to the bits that it has without.
-    """
+def test_metrics_with_fragments_measure_the_global_model(tmp_path: Path) -> None:
+    """In a run with fragments, a site measures the global model, and the measurement does not change the result."""
     settings: dict[str, Any] = {"K": 3, "tau": 0, "alpha": 0.5}
     run = Run(tmp_path / "measured", **settings)
     a, b = (run.seen[site] for site in SITES)
@@ -221,10 +220,9 @@ def test_fragments_are_measured_globally(tmp_path: Path) -> None:
     assert Run(tmp_path / "plain", measures=False, **settings).result == run.result
 
 
-def test_carried_progress_has_no_metric(tmp_path: Path) -> None:
-    """No metric travels where local progress was carried to another version.
-
-    A site that missed rounds never had the newer version alone: what it measured before is not of that one.
+def test_metrics_are_not_sent_with_carried_steps(tmp_path: Path) -> None:
+    """If a site's local steps are added to a newer version, its update has no metric, because the site never had that
+    version alone.
     """
     settings = DILOCO | {"sites": 2, "rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with serve(tmp_path, **settings) as server:

@@ -75,7 +75,10 @@ def trained(folder: Path, given: Callable[[list[Optimizer]], Any]) -> set[str]:
 
 
 @pytest.mark.covers("L2")
-def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, warned: Warned) -> None:
+def test_several_optimizers_act_like_one(tmp_path: Path, warned: Warned) -> None:
+    """A list or tuple of optimizers gives the same result as one optimizer that makes their steps, and causes no
+    warning.
+    """
     run = trained(tmp_path / "one", Both)
     assert len(run) == 1
     assert trained(tmp_path / "list", list) == run
@@ -84,17 +87,18 @@ def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, warne
 
 
 @pytest.mark.covers("X11")
-def test_the_last_optimizer_may_stand_first(tmp_path: Path) -> None:
-    """The loop synchronises after the last optimizer, whatever their order in the list."""
+def test_the_order_of_optimizers_does_not_matter(tmp_path: Path) -> None:
+    """The loop synchronises after the last optimizer has stepped, whatever the order of the optimizers in the list."""
     run = trained(tmp_path / "one", Both)
     assert trained(tmp_path / "reversed", lambda optimizers: optimizers[::-1]) == run
 
 
 @pytest.mark.covers("X11")
 def test_optimizers_may_step_in_the_backward_pass(tmp_path: Path) -> None:
-    """Synchronises optimizers of single parameters that step in the backward pass.
+    """Optimizers of single parameters may step in the backward pass, with the result of one optimizer that steps after
+    it.
 
-    The last parameter's optimizer steps first; the result is that of one optimizer that steps behind the pass.
+    The last parameter's optimizer steps first.
     """
 
     def run(folder: Path, *, in_hooks: bool) -> set[str]:
@@ -127,10 +131,11 @@ def test_optimizers_may_step_in_the_backward_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_the_rarer_of_two_optimizers_counts(tmp_path: Path) -> None:
-    """A local step is made when both have stepped.
+def test_local_steps_count_the_slowest_optimizer(tmp_path: Path) -> None:
+    """If two optimizers step at different rates, a local step has ended when both have stepped.
 
-    Two steps of one before each of the other, with H = 2: 12 steps of the first are the 6 local steps of the run.
+    One optimizer makes two steps before each step of the other. With H = 2, its 12 steps are the 6 local steps of the
+    run.
     """
     for order in (1, -1):
         model, made = build_model(), []
@@ -156,8 +161,10 @@ PART = r"only 2 of the model's 6 trainable parameters; for example, '0.bias'.*re
 
 
 @pytest.mark.covers("X11")
-def test_refuses_a_part_of_the_parameters(tmp_path: Path) -> None:
-    """Refuses optimizers that hold a part of the parameters unless told."""
+def test_optimizers_must_hold_all_trainable_parameters(tmp_path: Path) -> None:
+    """A DiLoCo loop refuses an optimizer that holds only a part of the trainable parameters, unless `allow_partial` is
+    true.
+    """
     model = build_model()
     with serve(tmp_path, **DILOCO) as server:
         with pytest.raises(UsageError, match=PART):
@@ -174,7 +181,9 @@ def test_refuses_a_part_of_the_parameters(tmp_path: Path) -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(("algorithm", "corrects"), [("fedprox", True), ("scaffold", True), ("fedavg", False)])
 def test_a_correction_needs_all_parameters(tmp_path: Path, algorithm: str, corrects: bool) -> None:
-    """A correction that misses a part of the parameters is refused."""
+    """`fl_round.correct` refuses an optimizer that holds only a part of the parameters, if the algorithm corrects
+    gradients and `allow_partial` is not set.
+    """
     model = build_model()
     with (
         plain_server(tmp_path, build_model(), algorithm=algorithm, sites=1, rounds=1) as server,
@@ -194,14 +203,15 @@ def test_a_correction_needs_all_parameters(tmp_path: Path, algorithm: str, corre
 
 
 @pytest.mark.parametrize("given", [[], [1], "sgd", {}, "twice"], ids=str)
-def test_refuses_what_is_no_optimizer_or_given_twice(given: Any) -> None:
+def test_wrong_or_repeated_optimizers_are_refused(given: Any) -> None:
+    """A DiLoCo loop refuses an object that is no optimizer, an empty list, and an optimizer given twice."""
     model = build_model()
     with pytest.raises(UsageError):
         atoll.DiLoCo(model, 2 * [SGD(model.parameters(), lr=0.1)] if given == "twice" else given)
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """Refuses one of several optimizers that trains another model."""
+    """If one of several optimizers trains another model, the DiLoCo loop refuses it."""
     model = build_model()
     of_another = SGD(build_model().parameters(), lr=0.1)
     with serve(tmp_path, **DILOCO) as server:
@@ -263,10 +273,12 @@ def changed(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -
         (shrink, "2.bias"),
     ],
 )
-def test_refuses_tensors_that_are_not_trained(
+def test_changed_parameters_of_the_model_are_refused(
     tmp_path: Path, settings: dict[str, Any], change: Callable[[Any], None], named: str
 ) -> None:
-    """Refuses a model with tensors that are no longer trained."""
+    """If the model's tensors are replaced, added, removed or changed in dtype during a DiLoCo loop, it raises an error
+    that names the tensor.
+    """
     with serve(tmp_path, **DILOCO | settings) as server:
         with pytest.raises(UsageError, match=named):
             changed(server, tmp_path, change)
@@ -274,7 +286,8 @@ def test_refuses_tensors_that_are_not_trained(
 
 
 @pytest.mark.parametrize("change", [move_parameters, replace_buffers])
-def test_goes_on_with_moved_parameters_and_new_buffers(tmp_path: Path, change: Callable[[Any], None]) -> None:
+def test_moved_parameters_and_new_buffers_are_accepted(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    """A DiLoCo loop goes on if the model's parameters are moved or its buffers are replaced."""
     with serve(tmp_path, **DILOCO) as server:
         model = changed(server, tmp_path, change)
         server.run()
@@ -313,7 +326,10 @@ def shown(server: atoll.Server) -> list[str]:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_names_moments_at_the_first_refusal(tmp_path: Path, caplog: pytest.LogCaptureFixture, fragments: int) -> None:
+def test_nan_moments_are_reported_at_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture, fragments: int) -> None:
+    """If an optimizer's moments became NaN, the log and the status say so at the first refused update, since every
+    further one is refused too.
+    """
     warned = []
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
@@ -332,8 +348,8 @@ def test_names_moments_at_the_first_refusal(tmp_path: Path, caplog: pytest.LogCa
 
 
 @pytest.mark.covers("X3")
-def test_takes_the_warning_of_moments_back(tmp_path: Path) -> None:
-    """When the state is cleared and an update counts."""
+def test_the_warning_about_nan_moments_ends(tmp_path: Path) -> None:
+    """The warning about NaN in the optimizer's moments ends when its state is cleared and an update counts."""
     warned: list[list[str]] = []
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
@@ -351,8 +367,10 @@ def test_takes_the_warning_of_moments_back(tmp_path: Path) -> None:
     assert warned
 
 
-def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where only the parameters broke, the site goes on from the global model."""
+def test_finite_moments_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If only the parameters became NaN, the log says nothing of moments, and the site goes on from the global
+    model.
+    """
 
     def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
         local_step(model, optimizer, site, number)
@@ -367,7 +385,8 @@ def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.covers("X3")
-def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_moments_in_a_round_are_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If an optimizer in `fl_round.correct` has moments with NaN, the log says so once, at the first refused update."""
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with serve(tmp_path, sites=1) as server, contextlib.suppress(UpdateRefused):

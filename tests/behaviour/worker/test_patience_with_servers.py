@@ -205,8 +205,8 @@ LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_a_lying_server_costs_a_sites_patience(lying: LyingServer, tmp_path: Path, case: str) -> None:
-    """A server that never answers well ends the site."""
+def test_a_site_gives_up_on_bad_servers(lying: LyingServer, tmp_path: Path, case: str) -> None:
+    """If a server always answers wrongly, the site ends with the right error after a limited number of requests."""
     lying.lie, kind, text = LIES[case]
     with pytest.raises(AtollError, match=text) as caught:
         train(lying.url, tmp_path / "site")
@@ -228,9 +228,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("error", [ServerFailed, Superseded, ServerLost], ids=lambda error: error.code)
 def test_any_answer_may_end_a_site(lying: LyingServer, tmp_path: Path, way: str, error: type[AtollError]) -> None:
-    """An answer that ends a site counts whichever request gets it.
-
-    One answer says so, and all others are good: each later call raises the error, and asks no more.
+    """An answer that ends the site counts, whichever request gets it. Each later call raises the same error and sends
+    no request.
     """
     told = threading.Event()
 
@@ -258,6 +257,7 @@ def test_any_answer_may_end_a_site(lying: LyingServer, tmp_path: Path, way: str,
 )
 @pytest.mark.parametrize("damage", ["first line", "body"])
 def test_one_damaged_answer_costs_one_more_request(lying: LyingServer, tmp_path: Path, path: str, damage: str) -> None:
+    """If one answer of the server is damaged, the site sends the request again and finishes as usual."""
     once = [True]
 
     def lie(connection: Connection, request: Request, answer: Answer) -> Answer | None:
@@ -274,7 +274,10 @@ def test_one_damaged_answer_costs_one_more_request(lying: LyingServer, tmp_path:
 
 
 def test_eight_damaged_answers_end_a_site(lying: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has answered well before, and the site's patience would last for a minute."""
+    """A site ends with an error after eight damaged answers to one request, although it may wait for a minute.
+
+    The server has answered well before.
+    """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "60")
     monkeypatch.setattr(session, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(session, "LONGEST_BACKOFF_S", 0.01)
@@ -292,8 +295,8 @@ def test_eight_damaged_answers_end_a_site(lying: LyingServer, tmp_path: Path, mo
     assert lying.count("/v1/tickets") == 8
 
 
-def test_a_status_needs_fragments(lying: LyingServer, tmp_path: Path) -> None:
-    """A status without fragments ends a site by its patience."""
+def test_a_status_without_fragments_ends_a_site(lying: LyingServer, tmp_path: Path) -> None:
+    """If the server's status has no fragments, the site gives up after a limited number of requests."""
     lying.lie = changed("/v1/status", fragments=[])
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         with pytest.raises(ServerLost, match=r"could not pull a version, although .* does not have fragment 0"):
@@ -301,15 +304,18 @@ def test_a_status_needs_fragments(lying: LyingServer, tmp_path: Path) -> None:
     assert lying.count("/v1/status") < MOST_REQUESTS
 
 
-def test_pauses_where_a_server_says_wait_at_once(lying: LyingServer, tmp_path: Path) -> None:
+def test_a_site_pauses_if_told_to_wait(lying: LyingServer, tmp_path: Path) -> None:
+    """If a server answers `wait` at once each time, the site pauses between its requests."""
     lying.lie = changed("/v1/tickets", status="wait", ticket=None)
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         assert worker.next_round(wait_s=2.0) is None
     assert 2 <= lying.count("/v1/tickets") < 12
 
 
-def test_pauses_where_a_task_comes_again(lying: LyingServer) -> None:
-    """The server takes each answer, and sends the same task again."""
+def test_a_site_gives_up_on_a_repeated_task(lying: LyingServer) -> None:
+    """If a server accepts each answer but always sends the same task again, the site pauses between its requests and
+    then gives up.
+    """
     body = {"plain": "null", "object": None}
     sizes = {"streamed": False, "tensor_chunk_bytes": 0, "np_chunk_bytes": 0}
     reply = {"status": "task", "task": {"task": "0" * 32, "name": "echo", "body": body} | sizes}
@@ -328,7 +334,8 @@ def test_pauses_where_a_task_comes_again(lying: LyingServer) -> None:
 
 
 @pytest.mark.parametrize("status", ["wait", "rounds"])
-def test_servers_without_tasks_are_asked_seldom(lying: LyingServer, tmp_path: Path, status: str) -> None:
+def test_a_site_without_tasks_asks_rarely(lying: LyingServer, tmp_path: Path, status: str) -> None:
+    """If the server has no task or runs rounds, a site for tasks asks a few times only."""
     calls = 0
 
     def lie(_: Connection, request: Request, answer: Answer) -> Answer:
@@ -365,7 +372,9 @@ FIRST_LINES = {
 def test_a_command_ends_with_one_line(
     command: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command ends with one line and its code."""
+    """If a server's answer is not HTTP, or is wrong, `atoll status` and `atoll export` end with one line and an exit
+    code.
+    """
     line, code = FIRST_LINES[case]
 
     def serve(connection: Connection) -> None:

@@ -74,9 +74,9 @@ def parts_in(lines: list[str]) -> set[str]:
 def test_a_proxy_gets_its_password(
     tmp_path: Path, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Messages and parts go through the proxy with its password.
+    """Messages and parts go through the proxy, with its password. The log shows the proxy's address once.
 
-    The address of the proxy is in the site's log once; the password is nowhere, and the server does not get it.
+    The password is neither in the log nor sent to the server.
     """
     caplog.set_level(logging.INFO, "atoll")
     with one_round(tmp_path) as server, HttpProxy(server.port, login="me@here:p/ss") as proxy:
@@ -89,8 +89,8 @@ def test_a_proxy_gets_its_password(
     assert not any("p%2Fss" in each or "p/ss" in each for each in caplog.messages)
 
 
-def test_tunnels_hide_the_token(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
-    """A server with TLS is reached through tunnels."""
+def test_a_tls_server_is_reached_through_tunnels(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """A server with TLS is reached through tunnels of the proxy, which see no token."""
     tls = write_certificate(tmp_path, "fl.example")
     environment.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
     with one_round(tmp_path, **tls) as server, HttpProxy(server.port, login="me:secret") as proxy:
@@ -102,6 +102,7 @@ def test_tunnels_hide_the_token(tmp_path: Path, environment: pytest.MonkeyPatch)
 
 
 def test_objects_travel_through_the_proxy(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """Publishing, fetching and withdrawing an object goes through the proxy."""
     with one_round(tmp_path) as server, HttpProxy(server.port) as proxy:
         environment.setenv("ALL_PROXY", proxy.url)
         ref = atoll.objects.publish({"w": torch.arange(50_000.0)}, server="http://fl.example", chunk_bytes=2**16)
@@ -124,7 +125,10 @@ NOT_EXEMPT = ["", "xample", "l.example", "fl.example:1", "fl.example.org", "10.0
 def test_no_proxy_exempts_names_domains_and_ports(
     environment: pytest.MonkeyPatch, no_proxy: str, *, exempt: bool
 ) -> None:
-    """The proxy refuses with 403; past it, the name is unknown."""
+    """If `NO_PROXY` has a name, a domain or a port that fits the server, requests do not go through the proxy.
+
+    The proxy refuses with 403. Without the proxy, the name of the server is unknown.
+    """
     port = free_port()
     with HttpProxy(port, refuses=403) as proxy:
         environment.setenv("HTTP_PROXY", proxy.url)
@@ -150,13 +154,14 @@ def test_no_proxy_exempts_names_domains_and_ports(
 def test_no_proxy_exempts_addresses_and_networks(
     environment: pytest.MonkeyPatch, host: str, no_proxy: str, *, exempt: bool
 ) -> None:
+    """`no_proxy` exempts IP addresses and networks, IPv6 in any spelling, and a name in any case."""
     environment.setenv("http_proxy", "http://proxy.example:3128")
     environment.setenv("no_proxy", no_proxy)
     assert (Http(f"http://{host}:8512").proxy is None) is exempt
 
 
-def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
-    """The password of the proxy is sent to it, but not shown."""
+def test_a_proxy_without_a_port_uses_port_80(environment: pytest.MonkeyPatch) -> None:
+    """A proxy address without a port means port 80. The proxy's password is sent to it, but not shown."""
     environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
     proxy = Http("http://fl.example:8512").proxy
     assert proxy.headers == {"Proxy-Authorization": "Basic bWU6cC9zcw=="}  # me:p/ss
@@ -164,8 +169,12 @@ def test_a_proxy_without_a_port_has_80(environment: pytest.MonkeyPatch) -> None:
     assert "bWU6cC9zcw" not in repr(proxy)
 
 
-def test_lower_case_variables_come_first(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
-    """Lower case comes first and this machine is never behind a proxy."""
+def test_lower_case_proxy_variables_take_precedence(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """Proxy variables in lower case take precedence over those in upper case. This machine's own addresses need no
+    proxy.
+
+    An empty variable takes the proxy of `HTTP_PROXY` away, as with curl.
+    """
     away = f"http://127.0.0.1:{free_port()}"
     with one_round(tmp_path) as server, HttpProxy(server.port) as proxy:
         for name in VARIABLES[:3]:
@@ -201,9 +210,12 @@ REFUSALS = [
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 @pytest.mark.parametrize(("refuses", "login", "said", "remedy"), REFUSALS)
-def test_a_refusing_proxy_is_named(
+def test_a_proxy_that_refuses_is_reported(
     environment: pytest.MonkeyPatch, scheme: str, refuses: int, login: str, said: str, remedy: str
 ) -> None:
+    """If a proxy refuses a request, the error names the proxy and its variable and says what to do, without the
+    password.
+    """
     name = f"{scheme.upper()}_PROXY"
     with HttpProxy(free_port(), refuses=refuses) as proxy:
         environment.setenv(name, f"http://{login}127.0.0.1:{proxy.port}")
@@ -215,10 +227,9 @@ def test_a_refusing_proxy_is_named(
 
 
 @pytest.mark.parametrize("refuses", [403, 407, 502])
-def test_a_site_names_its_proxy_in_a_line(tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int) -> None:
-    """A site ends with one line that names the proxy.
-
-    At once where waiting does not help; else within its own patience.
+def test_a_site_reports_its_proxy_in_one_line(tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int) -> None:
+    """If a proxy refuses, a site ends with one line that names the proxy: at once where waiting does not help,
+    otherwise after its patience.
     """
     environment.setenv("ATOLL_GIVE_UP_S", "0.5")
     with HttpProxy(free_port(), refuses=refuses) as proxy:
@@ -229,10 +240,10 @@ def test_a_site_names_its_proxy_in_a_line(tmp_path: Path, environment: pytest.Mo
     assert "\n" not in str(refused.value)
 
 
-def test_giving_up_repeats_the_last_cause(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
-    """A site that gives up repeats the last cause and its remedy.
+def test_a_site_that_gives_up_reports_the_cause(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
+    """If a site gives up, its error repeats the last cause and its remedy.
 
-    Behind a proxy that is away, to start the server does not help.
+    With a proxy that is away, it does not say to start the server, as that would not help.
     """
     environment.setenv("ATOLL_GIVE_UP_S", "0.2")
     proxy = f"http://127.0.0.1:{free_port()}"
@@ -247,8 +258,10 @@ def test_giving_up_repeats_the_last_cause(tmp_path: Path, environment: pytest.Mo
 
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
-def test_a_broken_proxy_is_named(environment: pytest.MonkeyPatch, scheme: str) -> None:
-    """A proxy that is away, cuts connections or speaks no HTTP is named."""
+def test_a_broken_proxy_is_reported(environment: pytest.MonkeyPatch, scheme: str) -> None:
+    """If a proxy is away, cuts the connection, speaks no HTTP or redirects, the error names the proxy and its
+    variable.
+    """
     name = f"{scheme.upper()}_PROXY"
 
     def said(port: int) -> str:
@@ -285,6 +298,9 @@ def _say(sock: socket.socket, answer: bytes) -> None:
     ],
 )
 def test_an_unusable_proxy_is_refused(environment: pytest.MonkeyPatch, proxy: str, said: str) -> None:
+    """A proxy address with an unsupported scheme, a wrong port or a path is refused. The error does not show its
+    password.
+    """
     environment.setenv("HTTPS_PROXY", proxy)
     with pytest.raises(ConfigError, match=f"HTTPS_PROXY {said}") as refused:
         status("https://fl.example")
@@ -296,9 +312,8 @@ def test_an_unusable_proxy_is_refused(environment: pytest.MonkeyPatch, proxy: st
 
 
 def test_a_gateway_keeps_the_path(tmp_path: Path) -> None:
-    """A run behind a gateway keeps the path of the address.
-
-    Messages, all parts of the update, objects and their references.
+    """Behind a gateway, the path of the server's address is kept in all requests: messages, parts, objects and their
+    references.
     """
     with one_round(tmp_path) as server, HttpProxy(server.port, prefix=PREFIX) as gateway:
         url = f"{gateway.url}{PREFIX}"
@@ -313,10 +328,12 @@ def test_a_gateway_keeps_the_path(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["proxy", "gateway"])
-def test_commands_go_the_way_of_sites(
+def test_commands_use_proxies_and_gateways_too(
     tmp_path: Path, environment: pytest.MonkeyPatch, nursery: Nursery, way: str
 ) -> None:
-    """`atoll worker` with its script, `atoll status` and `atoll export`."""
+    """`atoll worker` with its script, `atoll status` and `atoll export` reach the server through a proxy or under a
+    gateway's path.
+    """
     prefix = PREFIX if way == "gateway" else None
     with one_round(tmp_path) as server, HttpProxy(server.port, prefix=prefix) as proxy:
         url = "http://fl.example" if prefix is None else f"{proxy.url}{prefix}/"
@@ -362,6 +379,9 @@ def test_commands_go_the_way_of_sites(
     ],
 )
 def test_refuses_impossible_addresses(tmp_path: Path, address: str, said: str) -> None:
+    """A server address with a query, a user name, an invalid path or an invalid port is refused. The error shows no
+    password.
+    """
     for ask in (status, lambda url: atoll.join(url, site="a", folder=tmp_path)):
         with pytest.raises(UsageError, match=said) as refused:
             ask(address)
