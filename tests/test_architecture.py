@@ -426,6 +426,7 @@ def plant(folder: Path, name: str, text: str) -> Path:
 
 
 def test_imports_point_one_way() -> None:
+    """Each folder of the package imports only folders in the rows above its own in `LAYERS`."""
     assert wrong_imports(PACKAGE) == []
 
 
@@ -467,12 +468,13 @@ def test_imports_point_one_way() -> None:
     ],
 )
 def test_a_wrong_import_is_found(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    """The check reports an import that `LAYERS` does not allow, and a folder without a row in `LAYERS`."""
     (complaint,) = wrong_imports(plant(tmp_path, name, text))
     assert complaint.startswith(f"{name}:")
     assert expected in complaint
 
 
-def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
+def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
     plant(tmp_path, "__init__.py", "from atoll.cli import main")
     plant(
         tmp_path,
@@ -483,7 +485,10 @@ def test_a_right_import_is_not_complained_of(tmp_path: Path) -> None:
     assert wrong_imports(tmp_path) == []
 
 
-def test_no_import_crosses_a_border() -> None:
+def test_the_package_has_no_forbidden_imports() -> None:
+    """Only `transport` and `server/http` import HTTP libraries. No file imports a private name of another file, or a
+    module that its folder must not import.
+    """
     assert forbidden_imports(PACKAGE) == []
 
 
@@ -497,13 +502,19 @@ def test_no_import_crosses_a_border() -> None:
         ("store/store.py", "from atoll.tensors.layout import _offset", "atoll.tensors.layout._offset is private"),
     ],
 )
-def test_an_import_across_a_border_is_found(tmp_path: Path, name: str, text: str, expected: str) -> None:
+def test_a_forbidden_import_is_found(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    """The check reports an HTTP library in a wrong folder, a module that a folder must not import, and a private
+    name.
+    """
     (complaint,) = forbidden_imports(plant(tmp_path, name, text))
     assert complaint.startswith(f"{name}:")
     assert expected in complaint
 
 
 def test_no_two_files_share_a_name(tmp_path: Path) -> None:
+    """No two files of the package have the same name, except `base.py` and `__init__.py`. The check reports a planted
+    pair.
+    """
     assert shared_file_names(PACKAGE) == []
     plant(tmp_path, "codecs/base.py", "")
     plant(tmp_path, "reducers/base.py", "")
@@ -517,14 +528,19 @@ def articles_of_types(package: Path) -> list[str]:
     return [f"{path}: {found}" for path, text in sources(package) for found in before_type.findall(text)]
 
 
-def test_no_article_stands_before_the_name_of_a_type(tmp_path: Path) -> None:
-    """Types have names with any first letter, so messages say "of type int"."""
+def test_messages_have_no_article_before_type_names(tmp_path: Path) -> None:
+    """No message has an article before the name of a type. Type names have any first letter, so messages say "of type
+    int".
+    """
     assert articles_of_types(PACKAGE) == []
     plant(tmp_path, "a.py", 'f"{x!r} is a {type(x).__name__}."\n')
     assert articles_of_types(tmp_path) == ["a.py: a {type(x).__name__}"]
 
 
-def test_each_folder_keeps_its_budget_of_lines(tmp_path: Path) -> None:
+def test_each_folder_stays_within_its_line_budget(tmp_path: Path) -> None:
+    """No folder has more lines of code than its budget in `LINES`. Docstrings, comments and empty lines do not
+    count.
+    """
     lines, _ = sizes(PACKAGE, depth=2)
     assert set(LINES) == set(lines)
     assert [f"{folder}: {lines[folder]} of {most}" for folder, most in LINES.items() if lines[folder] > most] == []
@@ -533,10 +549,12 @@ def test_each_folder_keeps_its_budget_of_lines(tmp_path: Path) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
+    """No modules of the package import each other in a circle."""
     assert circles(import_edges(PACKAGE)) == []
 
 
-def test_a_circle_through_a_lazy_and_a_type_checking_import_is_found(tmp_path: Path) -> None:
+def test_a_circle_of_module_imports_is_found(tmp_path: Path) -> None:
+    """The check finds a circle of modules, even through an import inside a function and an import for type checkers."""
     plant(tmp_path, "store/a.py", "def f():\n    from .b import g")
     plant(
         tmp_path, "store/b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from atoll.rounds.c import d"
@@ -547,14 +565,17 @@ def test_a_circle_through_a_lazy_and_a_type_checking_import_is_found(tmp_path: P
 
 
 def test_the_coordinator_imports_few_files() -> None:
+    """The coordinator imports at most `COORDINATOR_IMPORTS` files of the package."""
     assert len(import_edges(PACKAGE)[COORDINATOR]) <= COORDINATOR_IMPORTS
 
 
 def test_no_folders_import_each_other() -> None:
+    """No folders of the package import each other in a circle."""
     assert circles(room_edges(PACKAGE)) == []
 
 
-def test_a_circle_of_folders_through_a_lazy_import_is_found(tmp_path: Path) -> None:
+def test_a_circle_of_folder_imports_is_found(tmp_path: Path) -> None:
+    """The check finds a circle of folders, even through an import inside a function."""
     plant(tmp_path, "worker/exchange/a.py", "from atoll.worker.session import b")
     plant(tmp_path, "worker/session/b.py", "from atoll.worker.peer import c")
     plant(tmp_path, "worker/peer/d.py", "def f():\n    from ..exchange.e import g")
@@ -562,7 +583,8 @@ def test_a_circle_of_folders_through_a_lazy_import_is_found(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("X2", "L11")
-def test_nothing_in_the_package_can_run_code_from_data() -> None:
+def test_the_package_runs_no_code_from_data() -> None:
+    """The package uses nothing that can run code from received data, such as `pickle`, `eval` or `torch.load`."""
     assert dangerous_calls(PACKAGE) == []
 
 
@@ -580,14 +602,18 @@ def test_nothing_in_the_package_can_run_code_from_data() -> None:
         ("numpy.load(path, allow_pickle=True)", "allow_pickle"),
     ],
 )
-def test_a_planted_way_to_run_code_is_found(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_planted_unsafe_call_is_found(tmp_path: Path, text: str, expected: str) -> None:
+    """The check reports an import or a call that can run code from data."""
     complaints = dangerous_calls(plant(tmp_path, "store/x.py", text))
     assert complaints
     assert all(complaint.endswith(f": {expected}") for complaint in complaints)
 
 
 @pytest.mark.covers("X8")
-def test_names_that_may_be_imported_are_made_from_settings_and_calls_alone() -> None:
+def test_only_listed_files_import_by_name() -> None:
+    """Only the files in `LOADERS` import modules by a name. They take this name from settings or from a call of the
+    user.
+    """
     assert loading_calls(PACKAGE) == []
 
 
@@ -601,26 +627,33 @@ def test_names_that_may_be_imported_are_made_from_settings_and_calls_alone() -> 
         ("__import__(name)", "__import__"),
     ],
 )
-def test_finds_code_that_imports_by_a_received_name(tmp_path: Path, text: str, expected: str) -> None:
-    """The check of the sources reports each such call in a file written for the test."""
+def test_code_that_imports_received_names_is_found(tmp_path: Path, text: str, expected: str) -> None:
+    """The check of the sources reports a call that imports by a received name. The test plants each such call in a
+    file.
+    """
     (complaint,) = loading_calls(plant(tmp_path, "worker/x.py", text))
     assert complaint.endswith(f": {expected}")
 
 
-def test_evaluation_mode_of_a_model_is_no_eval(tmp_path: Path) -> None:
+def test_model_eval_is_not_reported_as_unsafe(tmp_path: Path) -> None:
+    """The check for unsafe calls does not report `model.eval()`, which sets the mode of a model."""
     assert dangerous_calls(plant(tmp_path, "worker/x.py", "model.eval()\ntorch.manual_seed(0)")) == []
 
 
 @pytest.mark.parametrize("module", LIGHT)
 @pytest.mark.usefixtures("fresh_processes")
 def test_what_a_quick_command_imports_is_light(module: str) -> None:
+    """A module that a quick command needs does not import heavy libraries, such as torch."""
     script = f"import sys, {module}; print(*sys.modules)"
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert set(outcome.stdout.split()) & LIGHT[module] == set()
 
 
-def test_the_layout_page_lists_every_file_and_names_only_what_exists(tmp_path: Path) -> None:
+def test_the_layout_page_lists_exactly_the_files(tmp_path: Path) -> None:
+    """The layout page has one line for each file of the package, and each path or name on the page exists. The check
+    reports planted mistakes.
+    """
     assert wrong_list(PACKAGE, LAYOUT) == []
     assert wrong_names(LAYOUT) == []
     plant(tmp_path, "errors.py", "")
@@ -637,7 +670,8 @@ def test_the_layout_page_lists_every_file_and_names_only_what_exists(tmp_path: P
     assert wrong_names("`rounds/leasing`, `rounds/leases` (`loud`)") == ["rounds/leasing", "rounds/leases: loud"]
 
 
-def test_the_layout_page_has_the_folders_in_the_order_of_their_imports() -> None:
+def test_the_layout_page_orders_folders_by_imports() -> None:
+    """On the layout page, each folder comes after the folders that it imports, in the list as in the table."""
     headings = re.findall(r"^\*\*`(.+)/`\*\*$", LAYOUT, re.MULTILINE)
     assert headings == re.findall(r"^\| `(.+)/` \|", LAYOUT, re.MULTILINE)
     assert headings[0] == "atoll"
@@ -646,7 +680,10 @@ def test_the_layout_page_has_the_folders_in_the_order_of_their_imports() -> None
     assert levels == sorted(levels)
 
 
-def test_the_diagram_of_the_layout_page_shows_every_import(tmp_path: Path) -> None:
+def test_the_layout_diagram_shows_every_import(tmp_path: Path) -> None:
+    """The diagram on the layout page shows exactly the imports between folders. The check reports a missing folder, a
+    missing arrow and an arrow without an import.
+    """
     assert wrong_diagram(PACKAGE, LAYOUT) == []
     plant(tmp_path, "store/journal.py", "from atoll.rounds import state")
     page = LAYOUT.replace(" & objects", "")

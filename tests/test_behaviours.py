@@ -56,7 +56,8 @@ def shown(root: Path) -> dict[str, list[str]]:
     return result
 
 
-def test_behaviours_without_a_test_come_first_and_the_others_list_theirs(tmp_path: Path) -> None:
+def test_behaviours_without_tests_are_listed_first(tmp_path: Path) -> None:
+    """The page lists the behaviours without a test first. Each other behaviour has the list of its tests."""
     source = """
         @pytest.mark.covers("F1", "D1")
         def test_one(): ...
@@ -115,7 +116,8 @@ def test_behaviours_without_a_test_come_first_and_the_others_list_theirs(tmp_pat
         ),
     ],
 )
-def test_a_mark_is_read_wherever_pytest_takes_one(tmp_path: Path, source: str, expected: dict[str, list[str]]) -> None:
+def test_marks_are_read_where_pytest_allows_them(tmp_path: Path, source: str, expected: dict[str, list[str]]) -> None:
+    """The tool reads marks of modules, classes, tests and parameters, and the marks of an inherited contract suite."""
     outcome = run_tool(tmp_path, source)
     assert outcome.returncode == 0, outcome.stderr
     assert {name: tests for name, tests in shown(tmp_path).items() if tests} == expected
@@ -132,9 +134,10 @@ def test_a_mark_is_read_wherever_pytest_takes_one(tmp_path: Path, source: str, e
         ('@pytest.mark.covers("D1")\ndef helper(): ...', "test_it.py:1: this mark belongs to no test"),
     ],
 )
-def test_a_mark_that_shows_nothing_is_refused_and_nothing_is_written(
-    tmp_path: Path, source: str, complaint: str
-) -> None:
+def test_an_invalid_mark_is_refused(tmp_path: Path, source: str, complaint: str) -> None:
+    """If a mark has an unknown behaviour, has no plain string or belongs to no test, the tool fails and writes no
+    page.
+    """
     outcome = run_tool(tmp_path, source)
     assert outcome.returncode == 1
     assert complaint in outcome.stderr

@@ -60,7 +60,10 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.covers("X3")
-def test_every_public_function_lets_errors_out_with_their_exit_code() -> None:
+def test_every_public_function_sets_exit_codes() -> None:
+    """Every public function is declared as public API, so that an uncaught error of it ends a script with the error's
+    exit code.
+    """
     functions = dict(public())
     assert len(functions) > 100
     assert [name for name, function in functions.items() if not is_public_api(function)] == []
@@ -87,7 +90,8 @@ atoll.Server(torch.nn.Linear(2, 2), {"algorithm.name": "fedavgg", "network.port"
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_a_script_that_leaves_an_error_uncaught_ends_with_its_code(tmp_path: Path) -> None:
+def test_an_uncaught_error_sets_the_exit_code(tmp_path: Path) -> None:
+    """If a script does not catch an error of Atoll, the script ends with the exit code of this error, here 2."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
     started = {
         what: subprocess.Popen([sys.executable, "-c", text], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)

@@ -30,7 +30,8 @@ with atoll.join() as worker:
 """
 
 
-def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nursery: Nursery) -> None:
+def test_threads_and_forked_processes_give_equal_results(tmp_path: Path, nursery: Nursery) -> None:
+    """A run with sites in threads exports the same bits as a run with sites in forked processes."""
     threads, forked = tmp_path / "threads", tmp_path / "forked"
     forked.mkdir()
     with serve(threads) as server:
@@ -45,7 +46,8 @@ def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nurser
     assert tensors_digest(exported(threads)) == tensors_digest(exported(forked))
 
 
-def test_a_world_runs_to_its_end_and_is_looked_at(tmp_path: Path) -> None:
+def test_a_finished_world_can_be_inspected(tmp_path: Path) -> None:
+    """After `World.run`, a test can read the counted updates, the trained rounds, the result and the log."""
     world = World(tmp_path, build_model(), "ab", rounds=2)
     sites = world.run()
     assert world.counted == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
@@ -54,7 +56,8 @@ def test_a_world_runs_to_its_end_and_is_looked_at(tmp_path: Path) -> None:
     assert "the run is finished at version 2" in world.text
 
 
-def test_diloco_sites_end_with_the_models_of_the_run(tmp_path: Path) -> None:
+def test_diloco_sites_end_with_the_exported_model(tmp_path: Path) -> None:
+    """After a DiLoCo run, the models of all sites have the parameters of the exported model."""
     with serve(
         tmp_path,
         **{
@@ -74,6 +77,9 @@ def test_diloco_sites_end_with_the_models_of_the_run(tmp_path: Path) -> None:
 
 
 def test_a_digest_covers_names_dtypes_shapes_and_bytes() -> None:
+    """The digest of tensors differs if a name, dtype, shape or value differs. The order of the tensors does not
+    matter.
+    """
     plain = {"w": torch.tensor([[1.0, 2.0]])}
     others = [
         {"v": plain["w"]},
@@ -88,7 +94,8 @@ def test_a_digest_covers_names_dtypes_shapes_and_bytes() -> None:
     )
 
 
-def test_a_copied_folder_has_the_same_bytes_and_keeps_holes(tmp_path: Path) -> None:
+def test_a_copied_folder_keeps_bytes_and_holes(tmp_path: Path) -> None:
+    """A copy of a folder has the bytes of the original, and its sparse files stay sparse."""
     source = tmp_path / "source"
     (source / "slots").mkdir(parents=True)
     with (source / "slots" / "sparse").open("wb") as file:
@@ -102,8 +109,11 @@ def test_a_copied_folder_has_the_same_bytes_and_keeps_holes(tmp_path: Path) -> N
     assert os.stat(copy / "slots" / "sparse").st_blocks < 2**20 // 512
 
 
-def test_a_site_on_the_wire_trains_as_one_that_has_joined(tmp_path: Path) -> None:
-    """Several parts and an integer buffer: the same bits as `submit` leaves."""
+def test_a_wire_site_matches_a_joined_site(tmp_path: Path) -> None:
+    """A site that sends plain HTTP requests gives the same bits as a site that joins and calls `submit`.
+
+    The model has several parts and an integer buffer.
+    """
 
     def add_(tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -82,18 +82,25 @@ def test_every_mutant_applies_and_its_tests_exist() -> None:
     ],
     ids=str,
 )
-def test_a_mutant_that_does_not_apply_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+def test_an_invalid_mutant_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+    """The tool fails and names a mutant that does not fit its file, changes no code, has no existing test, or has an
+    unknown key.
+    """
     done = run_tool(planted(tmp_path, MUTANT | change), "--check")
     assert (done.returncode, "minus" in done.stdout) == (2, True), done.stdout
 
 
-def test_an_id_is_there_once(tmp_path: Path) -> None:
+def test_mutant_ids_must_be_unique(tmp_path: Path) -> None:
+    """The tool fails if two mutants have the same id, or if `--only` has an unknown id."""
     assert run_tool(planted(tmp_path, MUTANT, MUTANT), "--check").returncode == 2
     assert run_tool(planted(tmp_path, MUTANT, MUTANT | {"id": "other"}), "--check").returncode == 0
     assert run_tool(tmp_path, "--check", "--only", "none").returncode == 2
 
 
-def test_each_mutant_is_run_and_one_that_no_test_notices_is_an_error(tmp_path: Path) -> None:
+def test_an_unnoticed_mutant_is_an_error(tmp_path: Path) -> None:
+    """The tool runs the tests of each mutant. If no test notices a mutant, the tool fails and reports it. The sources
+    stay unchanged.
+    """
     blind = MUTANT | {"id": "blind", "tests": ["tests/test_sums.py::test_zero"]}
     planted(tmp_path, MUTANT, blind)
     source = (tmp_path / "src/atoll/sums.py").read_text()
@@ -107,7 +114,8 @@ def test_each_mutant_is_run_and_one_that_no_test_notices_is_an_error(tmp_path: P
     assert (tmp_path / "src/atoll/sums.py").read_text() == source
 
 
-def test_the_named_tests_have_to_pass_without_a_fault(tmp_path: Path) -> None:
+def test_mutant_tests_must_pass_without_the_mutant(tmp_path: Path) -> None:
+    """If a mutant's tests fail without the mutant, the tool fails and does not report the mutant as noticed."""
     planted(tmp_path, MUTANT)
     (tmp_path / "src/atoll/sums.py").write_text("def add(a, b):\n    return a + b + 1\n")
     done = run_tool(tmp_path)

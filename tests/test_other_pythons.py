@@ -83,7 +83,8 @@ def with_packages(version: str) -> Path:
 
 
 @pytest.mark.covers("X6")
-def test_nothing_is_newer_than_3_11_or_gone_in_3_13() -> None:
+def test_sources_fit_python_3_11_to_3_13() -> None:
+    """No source has syntax newer than Python 3.11, or imports a module that Python 3.13 no longer has."""
     for path in SOURCES:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 11))
         for node in ast.walk(tree):
@@ -103,8 +104,11 @@ def test_all_code_compiles_without_a_warning(version: str) -> None:
 
 
 @pytest.mark.covers("X6")
-def test_the_parts_without_torch_are_the_same_here() -> None:
-    """By this Python: where another one is missing, the lists cannot rot unseen."""
+def test_the_torch_free_lists_are_right() -> None:
+    """With this Python, the modules in `TORCH_FREE` import no torch, and pytest collects `PURE_TESTS` without torch.
+
+    So the lists stay right where no other Python is installed.
+    """
     assert int(run(Path(sys.executable), "-c", IMPORTS, *TORCH_FREE)) > 70
     run(Path(sys.executable), "-c", COLLECTS, *PURE_TESTS)
 
@@ -112,7 +116,8 @@ def test_the_parts_without_torch_are_the_same_here() -> None:
 @pytest.mark.slow
 @pytest.mark.covers("X6")
 @pytest.mark.parametrize("version", pythons.VERSIONS)
-def test_the_parts_without_torch_are_imported(version: str) -> None:
+def test_torch_free_modules_import_without_torch(version: str) -> None:
+    """Each other Python imports the modules in `TORCH_FREE` without torch."""
     assert int(run(with_packages(version), "-c", IMPORTS, *TORCH_FREE)) > 70
 
 
@@ -120,7 +125,9 @@ def test_the_parts_without_torch_are_imported(version: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.covers("X6")
 @pytest.mark.parametrize("version", pythons.VERSIONS)
-def test_the_parts_without_torch_pass_their_tests(version: str) -> None:
-    """In an environment that has no torch: rounds, store, settings, processes, and which file imports which."""
+def test_torch_free_modules_pass_their_tests(version: str) -> None:
+    """In an environment without torch, the tests of rounds, store, settings, processes and imports between files
+    pass.
+    """
     python = with_packages(version)
     run(python, "-m", "pytest", "-p", "no:cacheprovider", f"--deselect={WITH_TORCH}", *PURE_TESTS)

@@ -10,7 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 import plain_words
 
 
-def test_finds_each_place_of_a_planted_word(tmp_path: Path) -> None:
+def test_each_planted_word_for_people_is_found(tmp_path: Path) -> None:
+    """The tool finds each word for people in comments, strings, test names and documents, with its file and line."""
     for name, text in {
         "src/atoll/a.py": 'x = "fine"  # for whoever waits\nwhose = 1\nMESSAGE = f"""\n{x} Nobody answers."""\n',
         "tests/test_a.py": 'def test_who_leaves_is_told() -> None:\n    """Who may stand here."""\n',

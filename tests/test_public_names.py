@@ -26,13 +26,14 @@ PUBLIC = [
 
 
 def test_exactly_these_names_are_public() -> None:
+    """The package has exactly the public names in `PUBLIC`."""
     assert sorted(atoll.__all__) == PUBLIC
     assert set(PUBLIC) <= set(dir(atoll))
 
 
 @pytest.mark.covers("X5")
 @pytest.mark.parametrize("name", [name for name in PUBLIC if not name.startswith("__")])
-def test_a_public_name_and_its_public_methods_have_docstrings(name: str) -> None:
+def test_public_names_and_methods_have_docstrings(name: str) -> None:
     value = getattr(atoll, name)
     assert inspect.getdoc(value), f"atoll.{name} has no docstring"
     if inspect.isclass(value) and value.__module__.startswith("atoll."):
@@ -78,27 +79,32 @@ ONE_LEVEL_DOWN = {
 
 
 @pytest.mark.parametrize("module", ONE_LEVEL_DOWN)
-def test_exactly_these_names_are_public_one_level_down(module: str) -> None:
+def test_public_modules_export_exactly_these_names(module: str) -> None:
+    """Each public module exports exactly the names in `ONE_LEVEL_DOWN`. Its classes and functions have docstrings."""
     names = getattr(atoll, module).__all__
     assert sorted(names) == ONE_LEVEL_DOWN[module]
     values = [getattr(getattr(atoll, module), name) for name in names]
     assert all(inspect.getdoc(value) for value in values if inspect.isclass(value) or inspect.isroutine(value))
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
+def test_the_version_matches_the_installed_package() -> None:
     from importlib.metadata import version
 
     assert atoll.__version__ == version("atoll")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
+    """An unknown name of the package, such as the misspelt `DiLoco`, raises an `AttributeError` with the name."""
     with pytest.raises(AttributeError, match="DiLoco"):
         atoll.DiLoco  # noqa: B018
 
 
 @pytest.mark.usefixtures("fresh_processes")
 def test_the_public_names_do_not_import_torchs_compiler() -> None:
-    """The import takes seconds, and each process of a run would spend them at its start."""
+    """Access to every public name does not import torch's compiler.
+
+    The import of the compiler takes seconds, and each process of a run would spend them at its start.
+    """
     script = "import sys, atoll; print([getattr(atoll, each) for each in atoll.__all__], *sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "atoll.worker.training.diloco_loop" in done.stdout

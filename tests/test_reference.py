@@ -28,7 +28,8 @@ def rows(page: Path) -> dict[str, list[str]]:
     return {cells[0].strip("`"): [cell.strip("`") for cell in cells] for cells in table}
 
 
-def test_every_setting_has_its_type_and_default(pages: Path) -> None:
+def test_the_reference_lists_every_setting(pages: Path) -> None:
+    """The reference page of settings has every setting and variable, with its type and default."""
     found = rows(pages / "settings.md")
     assert set(FIELDS) <= set(found)
     assert found["diloco.sync_every"][1:3] == ["integer ≥ 1, ≤ 1000000000000", "500"]
@@ -38,8 +39,11 @@ def test_every_setting_has_its_type_and_default(pages: Path) -> None:
     assert set(NOT_SETTINGS) - {"ATOLL_FAILPOINTS", "ATOLL_LEASES"} <= set(found)
 
 
-def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -> None:
-    """`tests/behaviour/server/test_changed_settings.py` shows some of each kind."""
+def test_the_reference_says_how_settings_may_change(pages: Path) -> None:
+    """The reference page says for each setting whether a run accepts a change of it.
+
+    `tests/behaviour/server/test_changed_settings.py` shows some settings of each kind.
+    """
     kinds = (settings.FROZEN, settings.FROZEN_OUTER, settings.AT_THE_BEGINNING, settings.FOR_SITES)
     named = [key for kind in kinds for key in kind]
     assert len(set(named)) == len(named)
@@ -56,15 +60,20 @@ def test_every_setting_says_what_becomes_of_it_when_it_is_changed(pages: Path) -
     assert [found[key][4] for key in keys] == ["no", "no", "not read", "sites: later", "yes", "another run"]
 
 
-def test_what_sites_are_told_when_they_join_does_not_change_below_them() -> None:
-    """`rounds` comes with every reply that counts them; of the other two the server alone makes use."""
+def test_settings_sent_to_sites_do_not_change() -> None:
+    """The settings that sites get when they join do not change during a run, except `heartbeat_timeout_s` and `name`.
+    Only the server uses these two.
+
+    `rounds` comes with every reply that counts rounds.
+    """
     lasting = {key.rpartition(".")[2] for key in (*settings.FROZEN, *settings.AT_THE_BEGINNING, *settings.FOR_SITES)}
     told = set(RunInfo.model_fields) & {key.rpartition(".")[2] for key in FIELDS}
     assert told - lasting == {"heartbeat_timeout_s", "name"}
 
 
 @pytest.mark.covers("X3")
-def test_every_error_has_its_exit_code(pages: Path) -> None:
+def test_the_reference_lists_every_error(pages: Path) -> None:
+    """The reference page of exit codes has every error, with its class, base class, exit code and meaning."""
     found = rows(pages / "exit-codes.md")
     for code, kind in BY_CODE.items():
         assert kind.__name__ in found[str(kind.exit_code)][2].replace("`", "").split(", ")

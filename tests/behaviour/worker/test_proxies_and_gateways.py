@@ -388,15 +388,18 @@ def test_refuses_impossible_addresses(tmp_path: Path, address: str, said: str) -
         assert "secret" not in str(refused.value)
 
 
-def test_a_gateway_that_redirects_says_where_to(tmp_path: Path) -> None:
+def test_a_redirecting_gateway_is_reported(tmp_path: Path) -> None:
+    """If a gateway redirects a request, a status request and `atoll.join` raise an error with the gateway's address and
+    the target of the redirect.
+    """
     with HttpProxy(free_port(), prefix=PREFIX, redirects="/fl/run1/login?next=x") as gateway:
         for ask in (status, lambda url: atoll.join(url, site="a", folder=tmp_path)):
             with pytest.raises(AtollError, match=rf"{gateway.url}{PREFIX} redirects to '/fl/run1/login\?next=x'"):
                 ask(f"{gateway.url}{PREFIX}")
 
 
-def test_a_wrong_path_has_its_address() -> None:
-    """A wrong path is named with the whole address."""
+def test_a_wrong_server_path_is_reported() -> None:
+    """If the path of a server's address is wrong, the error shows the whole address and the HTTP status 404."""
     with HttpProxy(free_port(), prefix=PREFIX) as gateway, pytest.raises(AtollError) as refused:
         status(f"{gateway.url}/fl/run2")
     assert f"There is no Atoll server at {gateway.url}/fl/run2: " in str(refused.value)

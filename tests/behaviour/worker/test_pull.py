@@ -46,8 +46,10 @@ def pulled_once(world: World) -> Path:
 
 
 @pytest.mark.covers("F1", "P8")
-def test_a_resumed_pull_fills_the_model_too(world: World, tmp_path: Path) -> None:
-    """Parts that were there before the pull was interrupted reach the model, too."""
+def test_a_resumed_pull_fills_the_whole_model(world: World, tmp_path: Path) -> None:
+    """A resumed pull loads the whole model, including the parts that were downloaded before the interruption. Only the
+    damaged part is downloaded again.
+    """
     base = pulled_once(world)
     rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
     with base.open("r+b") as file:
@@ -71,9 +73,10 @@ class HalfFrozen(nn.Module):
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
 @pytest.mark.usefixtures("pulled_apart")
 def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
-    """An unchanged part is loaded into a new model.
+    """A pull loads an unchanged tensor into a new model, even if the download breaks off once.
 
-    The base file has it of the version before, so a look at the file would leave it out behind a broken attempt.
+    The base file has the unchanged part from the version before. Guards against a second attempt that finds this part
+    in the file and does not load it.
     """
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
@@ -92,9 +95,9 @@ def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.covers("P8")
 def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
-    """A pull fills large, small and transposed tensors alike.
+    """A pull loads large, small and transposed tensors. The second pull takes all of them from the base file.
 
-    Parts of 1 MiB; `large` (1.2 MB) is received where it is, the others are not.
+    Parts have 1 MiB. `large` (1.2 MB) is received directly into its memory, the other tensors are not.
     """
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
@@ -110,10 +113,14 @@ def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
     [(1, 1, 0.5, 0, 7.0), (300, 2, 1.0, 1, 4.0)],  # 8 − 0.5·2, and 8 − 2 − 2: the second model has six parts
     ids=["of the result", "in the middle"],
 )
-def test_a_pull_begins_anew_after_gone(
+def test_a_pull_starts_again_after_a_gone_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
-    """No local step is lost. DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
+    """If a pull fails with `Gone`, the DiLoCo loop pulls again and loses no local step.
+
+    With H = 2, all weights start at 8, and each inner step subtracts 1. One round with an outer rate of 0.5 leaves 8 −
+    0.5·2 = 7. Two rounds with a rate of 1 leave 8 − 2 − 2 = 4.
+    """
     pull, broken = HttpTransfer.pull, [True]
 
     def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:
@@ -171,7 +178,11 @@ DAMAGES = [(nothing, []), (Path.unlink, [0, 1, 2]), (shorten, [0, 1, 2]), (zero,
 def test_a_damaged_base_is_pulled_again(
     world: World, tmp_path: Path, damage: Callable[[Path], None], parts: list[int], warned: Callable[[], list[str]]
 ) -> None:
-    """A base that is not what its note says is pulled again."""
+    """If a site's base file is missing, too short, all zeros or damaged in one part, the next pull downloads the wrong
+    parts again. An intact base file is not downloaded.
+
+    Damage in a file of the right length causes one warning.
+    """
     base = pulled_once(world)
     content = base.read_bytes()
     damage(base)
@@ -191,8 +202,12 @@ def test_a_damaged_base_is_pulled_again(
 
 @pytest.mark.covers("F41", "P6")
 @pytest.mark.parametrize("changed", [{}, {"complete": False}, {"digest": "0" * 64}], ids=["bytes", "part", "other"])
-def test_forms_no_update_against_another_base(world: World, tmp_path: Path, changed: dict[str, object]) -> None:
-    """A training loop may have loaded the model in another way than `load_into`."""
+def test_submit_requires_an_intact_base_file(world: World, tmp_path: Path, changed: dict[str, object]) -> None:
+    """If the site's base file is damaged, incomplete or of another version, `submit` is refused until `load_into` has
+    downloaded the version.
+
+    A training loop may have loaded the model in another way than with `load_into`.
+    """
     base = pulled_once(world)
     if changed:
         rewrite_note(base.with_suffix(".json"), **changed)
@@ -207,12 +222,13 @@ def test_forms_no_update_against_another_base(world: World, tmp_path: Path, chan
 
 @pytest.mark.covers("F41", "F3")
 @pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[1:]])
-def test_a_damaged_outbox_is_trained_again(
+def test_a_site_retrains_after_its_outbox_is_damaged(
     world: World, tmp_path: Path, damage: Callable[[Path], None], warned: Callable[[], list[str]]
 ) -> None:
-    """A damaged outbox is said once and the round is trained again.
+    """If a site's outbox file is damaged or missing, the restarted site warns once, discards the outbox, and trains the
+    round again.
 
-    Guards against an outbox with parts that the server refuses at every start of the worker, for ever.
+    Guards against an outbox with parts that the server refuses at every start of the worker.
     """
     with Proxy(world.server.port) as proxy, world.worker(server=proxy.url) as worker:
         proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
@@ -249,10 +265,10 @@ class Fails(Filter):
 
 
 @pytest.mark.covers("F3")
-def test_forming_an_update_removes_its_note(world: World, tmp_path: Path) -> None:
-    """While an update is formed, no note names the one before.
+def test_forming_an_update_removes_the_old_note(world: World, tmp_path: Path) -> None:
+    """Before a site forms an update, it removes the note file of the update before.
 
-    Guards against a kill in the middle that leaves half of a new update under an old note.
+    Guards against a process that is killed half-way and leaves half of a new update beside an old note.
     """
     with world.worker(filters=[Fails()]) as worker:
         fl_round = worker.next_round()
@@ -266,10 +282,11 @@ def test_forming_an_update_removes_its_note(world: World, tmp_path: Path) -> Non
 
 
 @pytest.mark.covers("P8", "F41")
-def test_a_version_must_have_its_parts(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of other parts than its digest says is refused.
+def test_a_version_must_match_its_digest(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the parts that a server sends do not make up the announced version, `load_into` and the export refuse the
+    version. No file is exported.
 
-    The manifest names the announced version, but lists the parts of another one, which arrive intact.
+    The manifest names the announced version, but lists the parts of another version, which arrive intact.
     """
     (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
     content = bytearray(slot.read_bytes())
@@ -290,8 +307,12 @@ def test_a_version_must_have_its_parts(world: World, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.covers("F42")
-def test_says_that_a_server_went_back(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
+def test_a_server_that_went_back_is_reported(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the server's version is older than the version that a site has trained from, the site's log says that the
+    server went back.
+
+    The server is at version 0, and the site has trained from version 5 of the same run.
+    """
     rewrite_note(pulled_once(world).with_suffix(".json"), version=5, digest="0" * 64)
     with world.worker() as worker:
         worker.next_round().load_into(model())

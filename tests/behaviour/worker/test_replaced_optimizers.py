@@ -106,6 +106,9 @@ REPLACEMENTS = [new, shallow, recreated, of_new_parameters, of_one_parameter, of
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("replace", REPLACEMENTS)
 def test_diloco_refuses_an_optimizer_that_replaces_another(tmp_path: Path, replace: Any) -> None:
+    """If another optimizer takes the place of the one that a DiLoCo loop follows, its first step raises an error and
+    changes no weight.
+    """
     model = two()
     with pytest.raises(UsageError, match=NOT_FOLLOWED), diloco(tmp_path, model, optimizer := sgd(model)):
         step(model, replace(model, optimizer))
@@ -113,7 +116,8 @@ def test_diloco_refuses_an_optimizer_that_replaces_another(tmp_path: Path, repla
 
 
 @pytest.mark.covers("X11")
-def test_a_refused_optimizer_is_named_at_the_server(tmp_path: Path) -> None:
+def test_a_refused_optimizer_fails_the_site(tmp_path: Path) -> None:
+    """If a DiLoCo loop refuses an optimizer, the server's status shows the site as `failed`."""
     model = two()
     with World(tmp_path, two(), "a", rounds=1, H=2, **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match=NOT_FOLLOWED), world.diloco(model, sgd(model)):
@@ -122,7 +126,8 @@ def test_a_refused_optimizer_is_named_at_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_diloco_refuses_one_of_several_that_was_replaced(tmp_path: Path) -> None:
+def test_diloco_refuses_replacing_one_of_several_optimizers(tmp_path: Path) -> None:
+    """If one of several optimizers of a DiLoCo loop is replaced, the step of the new optimizer is refused."""
     model = two()
     first, second = SGD([model.w], lr=1.0), SGD([model.b], lr=1.0)
     with World(tmp_path, two(), "a", rounds=3, **PLAIN_DILOCO) as world, world.diloco(model, [first, second]):
@@ -132,10 +137,11 @@ def test_diloco_refuses_one_of_several_that_was_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("X11")
-def test_diloco_follows_a_given_replacement(tmp_path: Path) -> None:
-    """DiLoCo goes on with an optimizer that `follow` gets.
+def test_diloco_follows_an_optimizer_passed_to_follow(tmp_path: Path) -> None:
+    """A DiLoCo loop goes on with an optimizer that is passed to its method `follow`.
 
-    3 rounds of 2 steps of 1: the step of the first optimizer counts, too.
+    3 rounds of 2 steps, each of 1, make 6, including the first optimizer's step. After the run, the first optimizer may
+    step.
     """
     model = two()
     with diloco(tmp_path, model, first := sgd(model)) as loop:
@@ -158,6 +164,7 @@ class Wrapper:
 
 @pytest.mark.covers("X11")
 def test_diloco_refuses_a_replacement_in_a_wrapper(tmp_path: Path) -> None:
+    """If a script replaces the optimizer inside a wrapper, the next step of the wrapper is refused."""
     model = two()
     with diloco(tmp_path, model, wrapper := Wrapper(sgd(model))):
         wrapper.optimizer = sgd(model)
@@ -170,8 +177,10 @@ def masters(model: nn.Module) -> Outside:
 
 
 @pytest.mark.covers("X11")
-def test_diloco_refuses_replaced_copies(tmp_path: Path) -> None:
-    """DiLoCo refuses an optimizer of copies that replaces another."""
+def test_diloco_refuses_replaced_optimizers_of_master_weights(tmp_path: Path) -> None:
+    """If an optimizer that steps master copies of the weights is replaced by another such optimizer, its step is
+    refused.
+    """
     model = two()
     nn.init.ones_(model.w)  # zeros alone are not taken for copies
     with diloco(tmp_path, model, masters(model)):
@@ -180,8 +189,10 @@ def test_diloco_refuses_replaced_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_a_partial_diloco_lets_the_rest_train(tmp_path: Path) -> None:
-    """A partial DiLoCo refuses a replacement and not what trains the rest."""
+def test_a_partial_loop_lets_other_parameters_train(tmp_path: Path) -> None:
+    """With `allow_partial`, another optimizer may train the parameters that the DiLoCo loop does not train. An
+    optimizer that also steps the loop's own parameters is refused.
+    """
     model = two()
     with diloco(tmp_path, model, SGD([model.w], lr=1.0), allow_partial=True):
         step(model, SGD([model.b], lr=1.0))
@@ -194,12 +205,13 @@ def test_a_partial_diloco_lets_the_rest_train(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "told"), [("fedprox", NOT_CORRECTED), ("scaffold", NOT_CORRECTED), ("fednova", NOT_COUNTED)]
 )
-def test_a_round_refuses_an_optimizer_unknown_to_correct(
+def test_a_round_refuses_optimizers_not_passed_to_correct(
     tmp_path: Path, algorithm: str, told: str, replace: Any
 ) -> None:
-    """A step of a replaced optimizer is an error until `correct` is called with it.
+    """In FedProx, SCAFFOLD and FedNova, a step of an optimizer that was not passed to `correct` raises an error.
 
-    Then the round goes on and counts both steps.
+    After `correct` gets this optimizer, the round goes on and counts the steps of both optimizers. After `submit`, any
+    optimizer may step.
     """
     model = two()
     with federated(tmp_path, model, algorithm) as fl_round:
@@ -216,8 +228,11 @@ def test_a_round_refuses_an_optimizer_unknown_to_correct(
 
 
 @pytest.mark.covers("X11")
-def test_fedprox_corrects_a_replacement_that_correct_gets() -> None:
-    """μ = 1/2: the second step has the gradient −1 + 1/2·1, whichever optimizer makes it."""
+def test_fedprox_corrects_a_newly_attached_optimizer() -> None:
+    """FedProx refuses a step of a second optimizer until this optimizer is attached, and then corrects its steps.
+
+    With μ = 1/2, the second step has the gradient −1 + 1/2·1, so the weights become 1 + 1/2.
+    """
     model = two()
     prox = fedprox(model, mu=0.5)
     with prox.attach(optimizer := sgd(model)):
@@ -231,7 +246,12 @@ def test_fedprox_corrects_a_replacement_that_correct_gets() -> None:
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("told_to_optimizer", [True, False])
-def test_a_round_refuses_a_parameter_that_was_replaced(tmp_path: Path, told_to_optimizer: bool) -> None:
+def test_a_round_refuses_a_replaced_parameter(tmp_path: Path, told_to_optimizer: bool) -> None:
+    """If a script replaces a parameter of the model during a round, an error names the parameter.
+
+    If the optimizer holds the new parameter, its next step raises the error. If the optimizer does not hold it,
+    `submit` raises the error.
+    """
     model = two()
     with federated(tmp_path, model) as fl_round, fl_round.correct(model, optimizer := sgd(model)):
         step(model, optimizer)
@@ -356,10 +376,12 @@ RIGHT = [
 
 @pytest.mark.parametrize("change", RIGHT)
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold"])
-def test_lets_other_optimizers_train_on(tmp_path: Path, kind: str, change: Any) -> None:
-    """Goes on with an optimizer that is not replaced.
+def test_optimizers_that_replace_nothing_are_accepted(tmp_path: Path, kind: str, change: Any) -> None:
+    """DiLoCo, FedProx and SCAFFOLD accept a wrapped, scheduled, scaled or reloaded optimizer, and a second optimizer
+    that does not train the model.
 
-    By hand, μ = 1/2: the weights are 1, 1.5, 1.75 after the steps; DiLoCo and SCAFFOLD without controls add 1.
+    With μ = 1/2, FedProx makes the weights 1, 1.5 and 1.75. In DiLoCo and in SCAFFOLD without controls, each step adds
+    1.
     """
     model = two()
     if kind == "diloco":
@@ -381,8 +403,8 @@ def test_lets_other_optimizers_train_on(tmp_path: Path, kind: str, change: Any) 
     step(model, sgd(model))  # the block has ended
 
 
-def test_a_site_that_has_left_is_free(tmp_path: Path) -> None:
-    """A federated site that has left trains on with any optimizer."""
+def test_any_optimizer_may_step_after_leaving(tmp_path: Path) -> None:
+    """Before a script calls `correct`, and after the site has left, any optimizer may train the model."""
     model = two()
     with federated(tmp_path, model) as fl_round:
         step(model, sgd(model))  # before correct()
@@ -392,7 +414,10 @@ def test_a_site_that_has_left_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fednova"])
-def test_without_a_correction_other_parameters_have_any_optimizer(tmp_path: Path, algorithm: str) -> None:
+def test_uncorrected_parameters_may_have_any_optimizer(tmp_path: Path, algorithm: str) -> None:
+    """In FedAvg and FedNova, another optimizer may train the parameters that the corrected optimizer does not hold. In
+    FedAvg, another optimizer may train all parameters.
+    """
     model = two()
     with federated(tmp_path, model, algorithm) as fl_round, fl_round.correct(model, first := SGD([model.w], lr=1.0)):
         step(model, first)
@@ -415,12 +440,13 @@ class Watched(nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", ["diloco", "fedavg"])
-def test_no_thread_reads_anothers_gradients(tmp_path: Path, kind: str) -> None:
-    """No thread reads gradients of a model that another one trains.
+def test_a_step_reads_no_other_threads_gradients(tmp_path: Path, kind: str) -> None:
+    """An optimizer step in one thread does not read the gradients of a model that another thread trains.
 
-    A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process.
+    A backward pass replaces gradients without the GIL, so a read at that moment corrupts the memory of the process.
 
-    The other thread trains an equal model with masters in fp64, which only gradients tell from those of this model.
+    The other thread trains an equal model with master weights in fp64. Only gradients could tell to which model these
+    belong.
     """
     model = two()
     model.w, model.b = (Watched(value.data + 1) for value in (model.w, model.b))
@@ -438,8 +464,11 @@ def test_no_thread_reads_anothers_gradients(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_masters_of_two_equal_models_are_not_confused(tmp_path: Path) -> None:
-    """The second model begins as the first one is after a step, and both have the same gradients."""
+def test_master_weights_of_equal_models_are_not_confused(tmp_path: Path) -> None:
+    """Two DiLoCo loops in one process do not confuse the master weights of two models with equal values.
+
+    The second model starts with the values that the first model has after a step, and both models have equal gradients.
+    """
     model = two()
     nn.init.ones_(model.w)
     with diloco(tmp_path / "one", model, masters(model)):
@@ -466,8 +495,11 @@ class ZeroOrder(Optimizer):
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
-def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, kind: str) -> None:
-    """Such an optimizer has no gradients: its first step shows that it trains the model, its second one is refused."""
+def test_a_replacing_zero_order_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
+    """If an optimizer without gradients takes the place of another optimizer, its second step is refused.
+
+    Its first step passes, since only that step shows that the optimizer trains the model.
+    """
     model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
     with contextlib.ExitStack() as stack:
@@ -482,8 +514,11 @@ def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, ki
             optimizer.step()
 
 
-def test_lets_steps_without_gradients_pass_that_move_nothing(tmp_path: Path) -> None:
-    """The other optimizer makes a step between the followed ones, which move the weights: 3 rounds of 2."""
+def test_gradient_free_steps_that_move_nothing_are_accepted(tmp_path: Path) -> None:
+    """A step without gradients by a second optimizer is accepted if it does not move the weights.
+
+    3 rounds of 2 steps of the followed optimizer, each of 1, make 6.
+    """
     model = two()
     with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
         still = ZeroOrder(model)

@@ -73,7 +73,11 @@ class ByDLPack(Foreign):
 @pytest.mark.parametrize("wrap", [np.asarray, ByArray, ByDLPack], ids=["numpy", "__array__", "dlpack"])
 @pytest.mark.parametrize("tied", [("wide", "twin"), ("wide",)], ids=["both", "one"])
 def test_a_worker_receives_and_submits_arrays(client: ManualSite, wrap: Any, tied: tuple[str, ...]) -> None:
-    """wide + 1, count + 1, small doubled: each exact in its dtype, so the next version has exactly these."""
+    """A site can receive the model as NumPy arrays and submit arrays, also as objects with `__array__` or DLPack.
+
+    The site adds 1 to `wide` and `count` and doubles `small`. The results are exact in each dtype, so the next version
+    has exactly these values.
+    """
     arrays, tensors = client.pull(framework="numpy"), client.pull()
     for name, array in arrays.items():
         assert torch.equal(torch.from_numpy(array).to(tensors[name].dtype), tensors[name])
@@ -102,7 +106,8 @@ def test_a_worker_receives_and_submits_arrays(client: ManualSite, wrap: Any, tie
     ],
     ids=["reversed", "big-endian", "transposed", "read-only", "scalar"],
 )
-def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recwarn: pytest.WarningsRecorder) -> None:
+def test_arrays_of_any_layout_keep_their_values(tmp_path: Path, array: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """Reversed, big-endian, transposed, read-only and scalar arrays arrive with their values and cause no warning."""
     with World(tmp_path, {"x": torch.zeros(array.shape)}, "a", rounds=1) as world:
         world.rounds(lambda *_: {"x": array}, 1)
         assert world.sites["a"].next_round() is None
@@ -124,7 +129,10 @@ def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recw
     ],
     ids=["str", "list", "texts", "objects", "masked"],
 )
-def test_what_is_no_array_is_refused_by_name(round_of: Any, entry: Any, words: str) -> None:
+def test_submitted_values_must_be_plain_number_arrays(round_of: Any, entry: Any, words: str) -> None:
+    """If a submitted value is not a plain array of numbers, the error names the entry and its type. The round can still
+    be submitted.
+    """
     state = round_of.state_dict("numpy")
     with pytest.raises(UsageError, match=words):
         round_of.submit({**state, "small": entry})
@@ -132,8 +140,10 @@ def test_what_is_no_array_is_refused_by_name(round_of: Any, entry: Any, words: s
 
 
 @pytest.mark.covers("P16")
-def test_another_dtype_or_shape_is_named(round_of: Any) -> None:
-    """Another dtype or shape is refused with both named."""
+def test_a_wrong_dtype_or_shape_is_refused(round_of: Any) -> None:
+    """If a submitted array has a wrong dtype or shape, the error names the tensor. An unknown framework is refused by
+    its name. The round can still be submitted.
+    """
     state = round_of.state_dict("numpy")
     for spoilt in (state["wide"].astype(np.float64), state["wide"][:1]):
         with pytest.raises(SchemaMismatch, match="wide"):
@@ -174,8 +184,10 @@ def test_another_dtype_or_shape_is_named(round_of: Any) -> None:
     ],
     ids=str,
 )
-def test_refuses_impossible_numbers_beside_an_update(tmp_path: Path, told: dict[str, Any], words: str) -> None:
-    """The round can still be submitted with right numbers."""
+def test_impossible_weights_steps_and_metrics_are_refused(tmp_path: Path, told: dict[str, Any], words: str) -> None:
+    """`submit` refuses an impossible weight, number of steps or metric before it forms the update. The round can still
+    be submitted with valid numbers.
+    """
     with World(tmp_path, nn.Linear(2, 1), "a", rounds=1) as world:
         world.pull()
         with pytest.raises(UsageError, match=words):
@@ -188,7 +200,10 @@ def test_refuses_impossible_numbers_beside_an_update(tmp_path: Path, told: dict[
 
 
 @pytest.mark.covers("X3")
-def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
+def test_an_object_that_is_no_model_is_refused(tmp_path: Path, round_of: Any) -> None:
+    """If a function gets an object that is no model, such as a class, an optimizer or a list, the error names its type.
+    The round can still be submitted.
+    """
     with pytest.raises(UsageError, match="The model is the class Linear"):
         World(tmp_path / "other", nn.Linear).start()
     model = round_of.load_into(Mixed())
@@ -220,6 +235,7 @@ LATER: dict[str, Callable[[Any], object]] = {
     ("join", "call"), [*(("join", call) for call in LATER), *(("tasks", call) for call in ("enter", "run", "tasks"))]
 )
 def test_a_worker_that_left_refuses_calls(tmp_path: Path, join: str, call: str) -> None:
+    """After a worker has left, its calls raise a usage error. A new worker of the same site can join."""
     how = {"folder": tmp_path / "workers"} if join == "join" else {}
     with World(tmp_path, build_model(), "a") as world:
         with getattr(atoll, join)(world.url, site="a", **how) as worker:
@@ -232,7 +248,7 @@ def test_a_worker_that_left_refuses_calls(tmp_path: Path, join: str, call: str) 
 
 @pytest.mark.parametrize("call", ["load_into", "submit", "state_dict"])
 def test_a_round_refuses_calls_after_leaving(client: ManualSite, round_of: Any, call: str) -> None:
-    """Refuses the round of a worker that has left."""
+    """After a worker has left, calls of its round raise a usage error."""
     model = round_of.load_into(Mixed())
     client.close()
     with pytest.raises(UsageError):
@@ -242,10 +258,12 @@ def test_a_round_refuses_calls_after_leaving(client: ManualSite, round_of: Any, 
 # -- missed rounds
 
 
-def test_a_late_site_goes_on(tmp_path: Path) -> None:
-    """A late site may look at the newest model and goes on.
+def test_a_late_site_may_continue(tmp_path: Path) -> None:
+    """A site that is still training when its round closes may load the newest model, submit its update, and go on in a
+    later round.
 
-    Site b trains in round 1 while two rounds are closed without it.
+    Site `b` trains in round 1 while two rounds close without it. Loading the newest model does not change the model
+    that `b` trains.
     """
     settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
     model, seen = build_model(), build_model()
@@ -267,7 +285,9 @@ def test_a_late_site_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_restarted_site_knows_its_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A restarted site knows that the server has its update."""
+    """If a restarted site finds that the server already has its update, the log says that an earlier process sent this
+    update.
+    """
     caplog.set_level("INFO", "atoll")
     with World(tmp_path, build_model(), "a", rounds=2) as world:
         for number in (1, 2):
@@ -278,7 +298,7 @@ def test_a_restarted_site_knows_its_update(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_round_can_start_from_the_newest_model(tmp_path: Path) -> None:
-    """`worker.load_into` loads the version that the round starts from."""
+    """A site may load the model of its round with `worker.load_into` and submit it after training."""
     model = build_model()
     with World(tmp_path, build_model(), "a", rounds=2) as world:
         with world.worker() as worker:
@@ -289,11 +309,8 @@ def test_a_round_can_start_from_the_newest_model(tmp_path: Path) -> None:
         world.server.run()
 
 
-def test_an_unformed_update_is_not_missed(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
-    """Does not warn about an update that was never formed.
-
-    Site b left a round without an update: nothing did not count.
-    """
+def test_a_round_left_without_update_causes_no_warning(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
+    """If a site leaves a round before it forms an update, it does not warn of a lost update when it joins again."""
     with World(tmp_path, build_model(), **{"rounds.min_sites": 1}) as world:
         world.ask(number=1)
         world.sites.pop("b").close()  # as a script that breaks off while it trains
@@ -306,9 +323,9 @@ def test_an_unformed_update_is_not_missed(tmp_path: Path, warned: Callable[[], l
 
 
 def test_a_site_draws_no_random_numbers(tmp_path: Path) -> None:
-    """A site's calls and heartbeats draw no random numbers.
+    """A site's calls and heartbeats draw no random numbers from PyTorch, NumPy or Python.
 
-    A script that seeds gets the same numbers with a server as alone.
+    So a script with fixed seeds gets the same numbers with a server as without one.
     """
 
     def await_a_heartbeat() -> None:

@@ -88,9 +88,9 @@ assert handlers() == before
 
 
 def test_signals_are_restored_after_leaving(start: Start) -> None:
-    """Signals do what they did before, once all workers have left.
+    """When all workers of a process have left, its signal handlers are the same as before the first one joined.
 
-    In a process of its own: other tests may have workers in this one.
+    The script runs in a process of its own, because other tests may have workers in this one.
     """
     script = start(LEAVES)
     assert script.wait(60) == 0, script.output()
@@ -98,6 +98,10 @@ def test_signals_are_restored_after_leaving(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, number: signal.Signals) -> None:
+    """If a script has its own handler for SIGTERM or SIGHUP, this handler stays while the worker is joined and after it
+    has left.
+    """
+
     def own(*_: object) -> None: ...
 
     before = signal.signal(number, own)
@@ -121,8 +125,10 @@ def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, numbe
     ],
     ids=["sigterm", "exit", "end of the block", "error in the block", "DiLoCo", "tasks"],
 )
-def test_a_forked_child_leaves_nothing(server: atoll.Server, start: Start, join: str, child: str, code: int) -> None:
-    """When it ends, it does not leave in its parent's name."""
+def test_a_forked_child_does_not_leave(server: atoll.Server, start: Start, join: str, child: str, code: int) -> None:
+    """If a forked child of a site's process ends, the site's worker does not leave, and the server shows the site as
+    `alive`.
+    """
     site = start(FORKS.format(join=join, child=child))
     wait_until(lambda: f"\n{code}\n" in site.output(), "the child's end")
     assert state_of(server) == "alive"
@@ -137,7 +143,11 @@ def test_a_forked_child_leaves_nothing(server: atoll.Server, start: Start, join:
 def test_a_worker_leaves_despite_late_signals(
     server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
-    """The signal comes while Python ends."""
+    """If SIGTERM arrives while Python exits, the worker still completes its leaving.
+
+    A signal in an exit handler before the leaving makes the site's state `failed`. A signal during the leaving does
+    not: the state is `left`.
+    """
     script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
     own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
     ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
@@ -196,10 +206,12 @@ def require_one_line(process: Process) -> None:
     [(WAITING, 2, "waiting"), (FUNCTIONS, 2, "waiting"), (DILOCO, 2, "waiting"), (TRAINING, 1, "training")],
     ids=["rounds", "functions", "diloco", "training"],
 )
-def test_waiting_scripts_end_with_one_line(
+def test_interrupted_scripts_end_with_one_line(
     nursery: Nursery, tmp_path: Path, script: str, sites: int, doing: str
 ) -> None:
-    """A script that waits for others or trains ends with one line."""
+    """If Ctrl-C interrupts a script that waits for other sites or trains, the script ends with one line and no
+    traceback. Its site leaves the run.
+    """
     with serve(tmp_path, algorithm="diloco" if script == DILOCO else "fedavg", H=2, sites=sites) as server:
         process = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
         wait_until(lambda: any(doing in each.doing for each in server.status().workers), f"that it is {doing}")
@@ -208,8 +220,8 @@ def test_waiting_scripts_end_with_one_line(
 
 
 @pytest.mark.covers("X3")
-def test_a_serverless_script_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    """A script that waits for its server ends with one line."""
+def test_an_interrupted_script_without_server_prints_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    """If Ctrl-C interrupts a script that waits for its server, the script ends with one line and no traceback."""
     url = f"http://127.0.0.1:{free_port()}"
     process = ForkedSite(nursery, tmp_path, url, "a", "import atoll; atoll.join()").start()
     wait_until(lambda: "does not answer" in process.output(), "it to wait")
@@ -217,8 +229,10 @@ def test_a_serverless_script_ends_with_one_line(nursery: Nursery, tmp_path: Path
 
 
 @pytest.mark.covers("X3")
-def test_a_waiting_worker_ends_with_130(nursery: Nursery, tmp_path: Path) -> None:
-    """The worker command ends with 130 while it waits for its server."""
+def test_an_interrupted_worker_command_exits_with_130(nursery: Nursery, tmp_path: Path) -> None:
+    """If Ctrl-C interrupts `atoll worker` while it waits for its server, the command exits with 130 and shows no
+    traceback.
+    """
     argv = ("atoll", "worker", "--server", f"http://127.0.0.1:{free_port()}", "--", "true")
     command = nursery.start(*argv, cwd=tmp_path)
     wait_until(lambda: "waiting" in command.output(), "the command to wait")
@@ -265,12 +279,12 @@ def train(worker):
     [(LOCAL, TRAINING, "out/site-2.log"), (SIMULATED, VIRTUAL, "trains")],
     ids=["local environment", "simulation"],
 )
-def test_other_processes_end_with_one_line(
+def test_interrupted_scripts_with_subprocesses_print_one_line(
     nursery: Nursery, tmp_path: Path, script: str, client: str, file: str
 ) -> None:
-    """A script that trains in other processes ends with one line, and so do these.
+    """If Ctrl-C interrupts a script that trains in other processes, the script ends with one line and no traceback.
 
-    The file says `ready` once one of them trains.
+    The file says `ready` once one of these processes trains.
     """
     (tmp_path / "client.py").write_text(client)
     (tmp_path / "script.py").write_text(script)
@@ -281,8 +295,12 @@ def test_other_processes_end_with_one_line(
 
 @pytest.mark.covers("X3")
 @pytest.mark.timeout(400)
-def test_a_simulation_ends_with_130(nursery: Nursery, tmp_path: Path) -> None:
-    """The simulate command ends with 130 and no traceback. A terminal interrupts the processes that train, too."""
+def test_an_interrupted_simulate_command_exits_with_130(nursery: Nursery, tmp_path: Path) -> None:
+    """If Ctrl-C interrupts `atoll simulate`, the command exits with 130. It prints one line that it is stopping, and no
+    traceback.
+
+    As in a terminal, the signal interrupts the training processes too.
+    """
     (tmp_path / "client.py").write_text(VIRTUAL)
     write_run_file(tmp_path, **{"model.source": "client:Model", "run.script": "client.py:train"})
     process = nursery.start("atoll", "simulate", "run.toml", "--processes", "1", cwd=tmp_path)

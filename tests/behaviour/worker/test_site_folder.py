@@ -55,6 +55,9 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
 def test_joining_removes_files_of_finished_runs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str, settings: dict[str, Any]
 ) -> None:
+    """When a site joins a new run, it removes its folder of a finished run. The log says once how much space this has
+    freed.
+    """
     caplog.set_level(logging.INFO, "atoll")
     first = one_run(tmp_path, "first", **settings)
     assert (first / kept).exists()
@@ -66,10 +69,10 @@ def test_joining_removes_files_of_finished_runs(
 
 
 @pytest.mark.covers("D4", "X3")
-def test_changed_folders_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that changes the current folder does no harm.
+def test_changing_the_current_folder_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If training code changes the current folder, the server and the site still use the folders in which they started.
 
-    Both folders are relative to the one that the processes were started in.
+    Both folders are given relative to the folder in which the processes were started.
     """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
@@ -104,7 +107,10 @@ def not_a_workers_folder(folder: Path) -> None:
     "change", [unsent, note_of_another_version_of_atoll, damaged_note, a_file_of_the_user, not_a_workers_folder]
 )
 def test_needed_and_foreign_files_stay(tmp_path: Path, change: Callable[[Path], None]) -> None:
-    """What may still be needed, or is not Atoll's, stays."""
+    """When a site joins a new run, it keeps an earlier folder that may still be needed or may not be Atoll's.
+
+    Such a folder has an unsent update, an unreadable note, a file of the user, or no lock.
+    """
     first = one_run(tmp_path, "first")
     change(first)
     before = sorted(first.iterdir())
@@ -123,9 +129,10 @@ def moved_away(folder: Path) -> Path:
 @pytest.mark.covers("D4")
 @pytest.mark.parametrize("name", ["", "lock", "base.safetensors", "outbox.json"])
 def test_nothing_is_changed_through_a_link(tmp_path: Path, name: str) -> None:
-    """Nothing is removed or written by way of a link.
+    """A site removes and writes nothing through a symbolic link, neither in place of its folder nor in place of a file
+    there.
 
-    Guards against a link to a folder, or in one: its target was emptied: it is not in the site's folder.
+    Guards against emptying the target of such a link, which is outside the site's folder.
     """
     first = one_run(tmp_path, "first")
     target = moved_away(first / name) if name else moved_away(first)
@@ -137,7 +144,7 @@ def test_nothing_is_changed_through_a_link(tmp_path: Path, name: str) -> None:
 
 
 def test_a_linked_lock_is_refused(tmp_path: Path) -> None:
-    """A link in place of one's own lock is refused."""
+    """If a site's lock file is a symbolic link, `join` is refused, and the target of the link stays unchanged."""
     (tmp_path / "other.csv").write_text("a row")
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         folder = tmp_path / "w" / "a" / server.status().run
@@ -149,8 +156,8 @@ def test_a_linked_lock_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_an_impossible_folder_is_named(tmp_path: Path) -> None:
-    """A folder that cannot be made is named with the remedy."""
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    """If the site's folder cannot be created, the error names the folder and says to set `ATOLL_DIR`."""
     (tmp_path / "w").write_text("a file, in which no folder can be made")
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         folder = tmp_path / "w" / "a" / server.status().run
@@ -162,10 +169,10 @@ def test_an_impossible_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
-def test_refuses_run_ids_that_lead_out(tmp_path: Path, run: str) -> None:
-    """A run id that leads out of the site's folder is refused.
+def test_run_ids_that_leave_the_folder_are_refused(tmp_path: Path, run: str) -> None:
+    """A site refuses a run id that leads out of the site's folder, and creates no folder.
 
-    The id comes from the server, and names the folder beside which others are removed.
+    The run id comes from the server and names the folder. The site removes other folders beside this one.
     """
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         answers = {path: get(server.url, path)[1] for path in ("/v1/run", "/v1/schema")}
@@ -183,6 +190,9 @@ def test_refuses_run_ids_that_lead_out(tmp_path: Path, run: str) -> None:
 
 @pytest.mark.covers("D4")
 def test_a_folder_in_use_stays(tmp_path: Path) -> None:
+    """If another process holds the lock of an earlier run's folder, a joining site keeps this folder. The next time it
+    joins, the lock is free, and it removes the folder.
+    """
     first = one_run(tmp_path, "first")
     with (first / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -194,8 +204,10 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_a_folder_has_one_process(tmp_path: Path, lock: str) -> None:
-    """Refuses a second process of a site on its folder."""
+def test_a_second_process_on_a_folder_is_refused(tmp_path: Path, lock: str) -> None:
+    """A second worker of a site on the same folder is refused, even if the lock file was removed or replaced. After the
+    first worker has left, the site can join again.
+    """
     where = tmp_path / "workers"
     with serve(tmp_path) as server:
         with atoll.join(server.url, site="a", folder=where):
@@ -221,7 +233,10 @@ with atoll.join() as worker:
 
 
 def test_a_site_joins_beside_an_orphan(tmp_path: Path, nursery: Nursery) -> None:
-    """A site joins again beside a child of its killed script. The child, which the script has forked, still runs."""
+    """After a site's script was killed, the site can join again while a child that the script has forked still runs.
+
+    While the script itself runs, the folder is locked.
+    """
     with serve(tmp_path) as server:
         script = ForkedSite(nursery, tmp_path, server.url, "a", FORKS).start()
         child = int(wait_for_words(script, r"child (\d+)")[1])
@@ -236,7 +251,11 @@ def test_a_site_joins_beside_an_orphan(tmp_path: Path, nursery: Nursery) -> None
 
 
 def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
-    """a's folder is a copy of b's: b's update must not count once more as a's."""
+    """A site does not send an outbox that belongs to another site.
+
+    The folder of `a` is a copy of the folder of `b`. The update of `b` must not count again as that of `a`: (2 + 4)/2 =
+    3.
+    """
     with World(tmp_path, {"w": torch.zeros(1)}, rounds=2) as world:
         world.pull(number=1)
         world.submit("b", 2.0)

@@ -48,8 +48,12 @@ def kinds(proxy: Proxy) -> list[str]:
 
 
 @pytest.mark.covers("L9")
-def test_a_round_of_a_small_model_is_two_exchanges(tmp_path: Path) -> None:
-    """A site also asks for its ticket's state if it does not know yet whether its last update is safe on disk."""
+def test_a_small_models_round_takes_two_requests(tmp_path: Path) -> None:
+    """In a run of a small model, a round takes two requests: one gets the ticket with the version, the other sends the
+    update.
+
+    A third request asks for the ticket's state, if the site does not know yet whether its last update is safe on disk.
+    """
     with World(tmp_path, ones(), "a", rounds=3) as world, Proxy(world.server.port) as proxy:
         up, _ = add_one(world, proxy.url)
         assert world.finish()["w"].unique().tolist() == [4.0]
@@ -67,8 +71,10 @@ def test_a_round_of_a_small_model_is_two_exchanges(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F17", "L10")
-def test_an_update_is_not_sent_again_if_only_the_receipt_is_lost(tmp_path: Path) -> None:
-    """The site asks what the server has, and completes the update with a message alone."""
+def test_a_lost_receipt_does_not_resend_the_update(tmp_path: Path) -> None:
+    """If only the server's receipt is lost, the site asks what the server has. It then completes the update with a
+    message alone.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world, Proxy(world.server.port) as proxy:
         proxy.faults.append(Fault("PUT .*/parts/0 ", "down", at=BEFORE_HEADER, action="reset"))
         up, _ = add_one(world, proxy.url)
@@ -81,7 +87,10 @@ def test_an_update_is_not_sent_again_if_only_the_receipt_is_lost(tmp_path: Path)
 @pytest.mark.parametrize("at", [0, NBYTES - 1, NBYTES + 31, NBYTES + 40], ids=["begin", "end", "digest", "message"])
 @pytest.mark.covers("F14", "F17")
 def test_an_update_that_breaks_off_is_sent_again(tmp_path: Path, at: int) -> None:
-    """The server records nothing of it before its last byte."""
+    """If the request with an update breaks off, the site sends the update again, and the update counts once.
+
+    The server records nothing of an update before its last byte.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world, Proxy(world.server.port) as proxy:
         proxy.faults.append(Fault("PUT .*/parts/0 ", "up", at=at, action="reset"))
         add_one(world, proxy.url)
@@ -91,8 +100,11 @@ def test_an_update_that_breaks_off_is_sent_again(tmp_path: Path, at: int) -> Non
 
 
 @pytest.mark.covers("F15", "F16")
-def test_a_version_that_arrives_damaged_with_its_ticket_is_downloaded(tmp_path: Path) -> None:
-    """The damage is in the last byte of the tensor, so only the part's digest shows it."""
+def test_a_damaged_version_with_a_ticket_is_downloaded(tmp_path: Path) -> None:
+    """If the version that comes with a ticket is damaged, the site downloads the version in a separate request.
+
+    The damage is in the last byte of the tensor, so only the digest of the part shows it.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world, Proxy(world.server.port) as proxy:
         lease = WireSite(world.server.url, "a").lease
         answered = len(framed_answer(world.server.url, lease))
@@ -111,8 +123,11 @@ def framed_answer(url: str, lease: str, holds: str = "") -> bytes:
         return bytes(reply.read())
 
 
-def test_a_ticket_comes_with_the_version_that_the_site_lacks(tmp_path: Path) -> None:
-    """A site that has the version gets its ticket alone; one that does not say what it has gets plain JSON."""
+def test_a_ticket_includes_a_version_the_site_lacks(tmp_path: Path) -> None:
+    """If a site lacks the round's version, the answer with its ticket includes the version.
+
+    A site that has the version gets the ticket alone. A site that does not say which version it has gets plain JSON.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         site = WireSite(world.server.url, "a")
         reply, data = read_framed(messages.TicketReply, framed_answer(world.server.url, site.lease))
@@ -135,8 +150,12 @@ def test_a_ticket_comes_with_the_version_that_the_site_lacks(tmp_path: Path) -> 
     ],
     ids=["above 1 MiB", "with differences"],
 )
-def test_only_the_manifest_of_another_version_comes(tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
-    """A header stands before the tensors, so 2^18 elements take more than 1 MiB."""
+def test_other_versions_come_as_a_manifest_only(tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
+    """If a version has more than 1 MiB or is sent as a difference, only its manifest comes with the ticket. The site
+    downloads the parts.
+
+    A header precedes the tensors, so 2^18 elements take more than 1 MiB.
+    """
     with (
         World(tmp_path, {"w": torch.ones(size)}, "a", rounds=2, **settings) as world,
         Proxy(world.server.port) as proxy,
@@ -163,7 +182,9 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.covers("X9")
 def test_a_wrong_version_with_a_ticket_harms_no_site(tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The site downloads the version, or ends with an error: it never trains from the wrong bytes."""
+    """If a ticket comes with wrong bytes, the site downloads the version or ends with an error. It never trains from
+    the wrong bytes.
+    """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "2")
 
     def told(_: Connection, request: Request, answer: Answer) -> Answer:
@@ -194,8 +215,10 @@ BODIES = {
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.covers("X2")
-def test_refuses_a_malformed_message_after_a_part(tmp_path: Path, body: str) -> None:
-    """Nothing of the part is recorded, and the update counts when it comes as it should."""
+def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) -> None:
+    """If the message behind a part is malformed, the server answers 400 and records nothing of the part. A correct
+    request later counts.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
         path = f"/v1/tickets/{update.ticket}"
@@ -210,8 +233,11 @@ def test_refuses_a_malformed_message_after_a_part(tmp_path: Path, body: str) -> 
         assert world.finish()["w"].unique().tolist() == [2.0]
 
 
-def test_a_digest_that_is_not_of_the_part_is_a_conflict(tmp_path: Path) -> None:
-    """The part is on disk, so the right message alone completes the update."""
+def test_a_wrong_update_digest_is_a_conflict(tmp_path: Path) -> None:
+    """If the message behind a part has a wrong digest, the server answers 409.
+
+    The part is on disk, so the right message alone completes the update.
+    """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
         wrong = framed_text(json.dumps(update.message | {"digest": "0" * 64}).encode())
@@ -224,7 +250,11 @@ def test_a_digest_that_is_not_of_the_part_is_a_conflict(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mib", "parts"), [(0.5, 1), (3.9, 1), (4.1, SHARES), (40, SHARES), (63, SHARES), (100, 7)])
 @pytest.mark.covers("P8")
 def test_several_connections_share_a_file_above_4_mib(mib: float, parts: int) -> None:
-    """Up to 64 MiB, the parts are equal but for less than a tile of each."""
+    """The file of a version is one part up to 4 MiB, and several parts above it, so that several connections can share
+    the file.
+
+    Up to 64 MiB, there are as many parts as connections, and their sizes differ by less than 256 KiB.
+    """
     elements = int(mib * 2**20 / 40)
     layout = version_layout(Schema(tuple(TensorSpec(f"t{i}", "F32", (elements,), "params") for i in range(10))))
     sizes = [part.nbytes for part in layout.all_parts]

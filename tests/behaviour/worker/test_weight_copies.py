@@ -108,14 +108,19 @@ def plain(parameters: Any) -> Any:
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
 )
-def test_masters_of_the_weights_follow_each_synchronisation(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
-    """An optimizer with its own full-precision copies of the weights gives the result of one without."""
+def test_master_weights_follow_each_synchronisation(tmp_path: Path, kind: Any, dtype: torch.dtype) -> None:
+    """If an optimizer steps its own full-precision copies of the weights, a DiLoCo run has the same result as without
+    copies.
+    """
     assert run(tmp_path, kind, dtype=dtype) == RESULT
 
 
 @pytest.mark.covers("X11")
-def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None:
-    """A buffer of the same shape stands between parameters, one of which has no full-precision copy."""
+def test_master_weights_follow_beside_equal_shaped_buffers(tmp_path: Path) -> None:
+    """Master weights follow each synchronisation, even if a buffer of the same shape stands between the parameters.
+
+    One of the parameters has no full-precision copy. 3 rounds that each add half of 2 make 3.
+    """
 
     def build() -> nn.Module:
         model = nn.ModuleList([two(torch.bfloat16), two(torch.bfloat16)])
@@ -132,7 +137,9 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
-    """Such an optimizer's parameters may equal those of the run's model: both models were built alike."""
+    """A DiLoCo loop refuses an optimizer of another model, even if both models were built alike and have equal
+    parameters.
+    """
     model = two()
     with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
@@ -150,15 +157,18 @@ def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_masters_follow_merges_and_fragments(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_master_weights_follow_fragments_and_merges(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """With fragments, delays and partial merges, optimizers with copies of the weights give the same result as an
+    optimizer without.
+    """
     in_state, in_list, without = (run(tmp_path / kind.__name__, kind, **settings) for kind in (InState, InList, plain))
     assert in_state == in_list == without
 
 
-def test_another_model_is_no_copy(tmp_path: Path) -> None:
-    """Another model in the same optimizer is not taken for a copy.
+def test_another_model_is_not_treated_as_copy(tmp_path: Path) -> None:
+    """If an optimizer also trains a second model, Atoll does not treat the second model as a copy of the weights.
 
-    It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2.
+    The second model starts with the values of the first, as a copy would. Its 6 steps of 2 make 12.
     """
     model, other = two(), two()
     optimizer = plain([*model.parameters(), *other.parameters()])
@@ -173,8 +183,8 @@ def test_another_model_is_no_copy(tmp_path: Path) -> None:
     assert values(dict(other.named_parameters())) == {"w": 12.0, "b": 13.0}
 
 
-def test_moments_stay_as_they_are(tmp_path: Path) -> None:
-    """A moment that is zero is not taken for a copy of weights that are zero."""
+def test_zero_moments_are_not_treated_as_copies(tmp_path: Path) -> None:
+    """A moment that is zero is not treated as a copy of weights that are zero: it stays zero."""
     moments: list[Tensor] = []
     model = two()
     model.b.requires_grad_(False)
@@ -222,8 +232,12 @@ class WithAverage(SGD):
 
 
 @pytest.mark.covers("X11")
-def test_slow_weights_follow_where_they_equal_the_weights(tmp_path: Path) -> None:
-    """k = H = 2: the sites add half of 2 and 6 in a round, so the model gains 1."""
+def test_slow_weights_equal_to_the_weights_follow(tmp_path: Path) -> None:
+    """The slow weights of Lookahead follow a synchronisation if they equal the weights there.
+
+    k = H = 2: the sites add half of 2 and half of 6 in a round. The outer step takes half of their mean of 2, so the
+    model gains 1.
+    """
     assert run(tmp_path, lambda parameters: Lookahead(parameters, k=2)) == {"w": 3.0, "b": 4.0}
 
 
@@ -237,8 +251,12 @@ def test_slow_weights_follow_where_they_equal_the_weights(tmp_path: Path) -> Non
     ],
     ids=["lookahead", "lookahead-from-step-1", "schedule-free"],
 )
-def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
-    """H = 4: the copies have followed the weights before; at the synchronisation they differ. The remedy fits them."""
+def test_copies_that_differ_from_weights_are_refused(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
+    """If an optimizer's copy of the weights differs from the weights at a synchronisation, the error names the copy and
+    a remedy that fits it.
+
+    With H = 4, these copies have equalled the weights at an earlier step.
+    """
     model = two()
     optimizer = make(model.parameters())
     with World(tmp_path, two(), "a", rounds=2, H=4, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
@@ -261,10 +279,11 @@ class WithPlainName(SGD):
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("make", [ScheduleFree, WithPlainName], ids=["schedule-free", "average"])
-def test_refuses_a_used_schedule_free_optimizer(tmp_path: Path, make: Any) -> None:
-    """Refuses a schedule free optimizer that has stepped before.
+def test_a_used_schedule_free_optimizer_is_refused(tmp_path: Path, make: Any) -> None:
+    """A DiLoCo loop refuses a schedule-free optimizer that has stepped before the run. An optimizer that keeps only an
+    average is accepted.
 
-    Its z does not equal the weights at any step of the run. An average is no such case.
+    After earlier steps, the `z` of a schedule-free optimizer does not equal the weights at any step of the run.
     """
 
     def build() -> nn.Module:
@@ -287,8 +306,11 @@ def test_refuses_a_used_schedule_free_optimizer(tmp_path: Path, make: Any) -> No
                 train()
 
 
-def test_an_average_of_weights_stays(tmp_path: Path) -> None:
-    """One site: its steps from 0 give 1, 2, 3, 4; the average 1, 1.5, 2.25, 3.125, whatever is loaded in between."""
+def test_synchronisations_keep_an_average_of_the_weights(tmp_path: Path) -> None:
+    """A synchronisation does not change an average of the weights that the optimizer keeps.
+
+    With one site, the steps from 0 give 1, 2, 3 and 4. The average is 1, 1.5, 2.25 and 3.125.
+    """
     model = two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
     world = World(tmp_path, two(), "a", rounds=2, H=2, **PLAIN_DILOCO)
@@ -325,10 +347,12 @@ def late_lookahead(parameters: Any) -> Any:
     ],
     ids=["minus", "lookahead"],
 )
-def test_reports_undone_synchronisations(
+def test_undone_synchronisations_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Any], Any], every: int, told: str
 ) -> None:
-    """Reports a synchronisation that was undone at both sides."""
+    """If an optimizer's copies of the weights undo a synchronisation, the site's log, the server's log and the status
+    say that the result is wrong.
+    """
     caplog.set_level(logging.WARNING)
 
     def warned() -> bool:
@@ -367,12 +391,13 @@ class PartlyHidden(Hidden):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(("make", "is_undone"), [(PartlyHidden, True), (plain, False)])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
-def test_reports_partly_undone_synchronisations(
+def test_partly_undone_synchronisations_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, is_undone: bool, noise: float
 ) -> None:
-    """Reports that some weights were undone among others.
+    """If an optimizer undoes a synchronisation for some weights only, the log says that the result is wrong. A plain
+    optimizer causes no warning.
 
-    The biases, of which there are as many as weights, follow. The gradients may be noisy.
+    The biases, of which there are as many as weights, follow the synchronisation. The gradients may be noisy.
     """
 
     def build() -> nn.Module:
@@ -391,8 +416,11 @@ def test_reports_partly_undone_synchronisations(
 
 
 @pytest.mark.covers("X11")
-def test_says_nothing_of_optimizers_that_step_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A step of 1 is as long as the way back, half of 2. The other optimizer's step shows nothing of such a step."""
+def test_optimizers_that_step_in_turn_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If each parameter has its own optimizer, the log does not say that a synchronisation was undone.
+
+    Each step of 1 is as long as the step that would undo a synchronisation, which is half of 2.
+    """
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.zeros(8), torch.zeros(8)])
@@ -431,10 +459,12 @@ def with_another_site(world: World, model: Any, train: Callable[[Any], None]) ->
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("corrects", [False, True], ids=["unknown", "hooked"])
 @pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup, ReshapedInState, Flat])
-def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any, corrects: bool) -> None:
-    """A second site submits the model plus 10: with 2 steps at this one, the model gains 6 in a round, three times.
+def test_master_weights_follow_federated_rounds(tmp_path: Path, kind: Any, corrects: bool) -> None:
+    """In a federated run, an optimizer's copies of the weights follow the model that each round loads.
 
-    The first model to load is another one than that which the optimizer was made for.
+    This site's 2 steps add 2 and the other site adds 10, so the model gains 6 in each of 3 rounds.
+
+    The values in the first loaded model differ from those for which the optimizer was made.
     """
     model = two()
     nn.init.constant_(model.w, -5.0)
@@ -452,11 +482,12 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
 
 @pytest.mark.covers("X11")
-def test_masters_in_wrappers_follow_rounds(tmp_path: Path) -> None:
-    """An optimizer in a wrapper has its own copies of the weights, and they follow each round.
+def test_master_weights_in_wrappers_follow_rounds(tmp_path: Path) -> None:
+    """If a wrapper contains an optimizer with its own copies of the weights, these copies follow each round.
 
-    Atoll knows neither the wrapper nor its optimizer; the gradients show to which weights the copies belong. The steps
-    add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
+    Atoll knows neither the wrapper nor its optimizer. The gradients show to which weights the copies belong.
+
+    The steps add 2 in a round, and the server keeps half of the change, so the model gains 1 in each of 3 rounds.
     """
     model, optimizers = two(torch.bfloat16), list[Outside]()
 
@@ -472,10 +503,11 @@ def test_masters_in_wrappers_follow_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_masters_of_two_sites_differ(tmp_path: Path) -> None:
-    """The optimizers' copies of the weights of two sites in one process are not confused.
+def test_master_weights_of_two_sites_are_not_confused(tmp_path: Path) -> None:
+    """If two sites in one process have optimizers of the same class, Atoll does not confuse their copies of the
+    weights.
 
-    They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins.
+    The sites add 2 and 6 in a round, so the model gains 4. The last round starts from 8 and 9.
     """
     models = {site: two() for site in GRADIENTS}
     optimizers = {site: InList(model.parameters()) for site, model in models.items()}
@@ -494,8 +526,12 @@ def test_masters_of_two_sites_differ(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", [InList, Outside])
-def test_an_optimizer_of_another_model_keeps_its_masters(tmp_path: Path, kind: Any) -> None:
-    """A personal model begins as this site's and takes steps of 2, 6 in all; the run's model gains 2 in a round."""
+def test_a_personal_model_keeps_its_master_weights(tmp_path: Path, kind: Any) -> None:
+    """If a site also trains a personal model, the rounds do not change the master weights of that model.
+
+    The personal model starts with the values of this site's model and makes 6 steps of 2. The run's model gains 2 in
+    each of 3 rounds.
+    """
     model, shared = two(torch.bfloat16), two(torch.bfloat16)
     personal = deepcopy(model)
     nn.init.constant_(shared.w, 10.0)
@@ -524,10 +560,11 @@ class WithNumbers(SGD):
 
 
 @pytest.mark.covers("X11")
-def test_zeros_and_numbers_are_no_copies() -> None:
-    """The state's numbers equal a weight that is zero, and one of a single element that is one.
+def test_velocities_and_counts_are_not_treated_as_copies() -> None:
+    """A velocity or a count in an optimizer's state is not treated as a copy of a weight with an equal value.
 
-    5 is loaded into both weights.
+    The velocity equals a weight of zeros, and the count equals a weight with the single element 1. A load of 5 changes
+    the weights only.
     """
     model = nn.ParameterDict({"zero": torch.zeros(3), "one": torch.ones(1)})
     weights, copies = dict(model.named_parameters()), WeightCopies(pytest.fail)
@@ -544,10 +581,11 @@ def test_zeros_and_numbers_are_no_copies() -> None:
 
 
 @pytest.mark.covers("X11")
-def test_a_load_follows_the_masters_step() -> None:
-    """A load begins with the step that only the optimizer's copies of the weights have made.
+def test_a_load_keeps_a_step_of_master_weights() -> None:
+    """If only the optimizer's copies of the weights have made a step, the next load adds to the weights after this
+    step.
 
-    The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that.
+    5 is loaded, the step adds 1, and the next load adds 10, which makes 16.
     """
     model = two()
     masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
@@ -566,10 +604,11 @@ def test_a_load_follows_the_masters_step() -> None:
 
 
 @pytest.mark.covers("X11")
-def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights that begin at zero have nothing to undo.
+def test_master_weights_from_zero_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the weights start at zero, an optimizer with copies of the weights causes no warning of an undone
+    synchronisation.
 
-    Nothing was loaded at first that a step could undo. The site adds 2 in each of 3 rounds.
+    The first load changes nothing that a step could undo. The site adds 2 in each of 3 rounds.
     """
 
     def zeros() -> nn.Module:
@@ -588,10 +627,12 @@ def test_masters_from_zero_are_no_warning(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("passes", ["nothing", "the inner one"])
-def test_unknown_slow_weights_are_not_undone(tmp_path: Path, passes: str) -> None:
-    """Slow weights in a wrapper that Atoll does not know are not undone: the submit is refused.
+def test_slow_weights_in_unknown_wrappers_are_refused(tmp_path: Path, passes: str) -> None:
+    """If slow weights in an unknown wrapper differ from the weights at the end of a round, the site gets an error that
+    names them.
 
-    Lookahead is not a torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ.
+    This Lookahead is not a torch optimizer. With k = 2, its slow weights differ from the weights after a round of 3
+    steps.
     """
     model = two()
     lookahead = Lookahead(model.parameters(), k=2)
@@ -658,10 +699,12 @@ def shifted() -> nn.Module:
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
-def test_reports_handwritten_optimizers_with_copies(
+def test_handwritten_optimizers_with_copies_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
 ) -> None:
-    """Reports loads that a handwritten optimizer undoes."""
+    """If a handwritten optimizer with copies of the weights undoes the loads, the site's log and the status warn of a
+    wrong result.
+    """
     model, optimizers = two(), list[Handwritten]()
 
     def train(_: Any) -> None:
@@ -681,12 +724,11 @@ def test_reports_handwritten_optimizers_with_copies(
     ("gradients", "steps"),
     [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
 )
-def test_trusts_handwritten_optimizers_without_copies(
+def test_handwritten_optimizers_without_copies_cause_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
 ) -> None:
-    """Says nothing of a handwritten optimizer without copies.
-
-    A round that ends at the site's own optimum each time has undone nothing.
+    """A handwritten optimizer without copies of the weights causes no warning, even if each round ends at the site's
+    own optimum.
     """
     model = two()
 

@@ -136,15 +136,18 @@ RIGHT = [0.5, 0.75, 0.875, 0.9375, 0.9375]
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("step", [plainly, by_closure], ids=["plain", "closure"])
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_sends_the_change_of_whole_steps(
+def test_updates_include_the_whole_optimizer_step(
     tmp_path: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]
 ) -> None:
+    """An update includes all that an optimizer's step changes, even if a derived class or a wrapper changes the weights
+    after the step of torch.
+    """
     assert trained(tmp_path, make, step) == RIGHT
 
 
 @pytest.mark.covers("X11")
-def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
-    """Another program has kept the bound method."""
+def test_a_step_called_through_a_reference_counts(tmp_path: Path) -> None:
+    """A DiLoCo loop follows steps that are called through a bound method which was stored before the loop began."""
     kept: list[Any] = []
 
     def make(model: nn.Module) -> Any:
@@ -160,8 +163,10 @@ def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_sends_steps_of_a_later_schedule(tmp_path: Path) -> None:
-    """The change of a step is sent under a schedule that began later, and under a compiled one."""
+def test_steps_under_a_later_schedule_are_sent(tmp_path: Path) -> None:
+    """If a script adds a learning rate schedule and compiles the step after the loop has begun, the update still has
+    the change of whole steps.
+    """
     compiled: list[Any] = []
 
     def step(model: Any, optimizer: Any) -> None:
@@ -175,10 +180,11 @@ def test_sends_steps_of_a_later_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X11")
-def test_a_step_that_fails_is_none(tmp_path: Path) -> None:
-    """A step that raises an error after its parent's step is not counted.
+def test_a_failed_step_does_not_count(tmp_path: Path) -> None:
+    """If an optimizer's step raises an error after the step of its parent class, this step does not count as a local
+    step.
 
-    The weight becomes 1 and stays there; then (1 + 1)/2 = 1.
+    The failed step makes the weight 1. Each later step keeps the weight: (1 + 1)/2 = 1.
     """
 
     class Fails(Derived):
@@ -203,7 +209,10 @@ def test_a_step_that_fails_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L2")
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
-def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
+def test_diloco_restores_the_optimizer_afterwards(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
+    """A DiLoCo loop replaces the optimizer's `step` while it runs. After the loop, all attributes of the optimizer are
+    as before.
+    """
     model = one()
     optimizer = make(model)
     before = dict(vars(optimizer))
@@ -215,7 +224,10 @@ def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Modul
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_steps_of_a_frozen_optimizer_do_not_count(tmp_path: Path, is_first: bool) -> None:
-    """Two optimizers step in turn, and one has no trained parameters: with H = 2, two turns are a round."""
+    """Steps of an optimizer without trained parameters do not count as local steps.
+
+    Two optimizers step in turn, and one of them has frozen parameters only. With H = 2, two turns make a round.
+    """
     model = Weights(w=torch.zeros(3), frozen=torch.ones(2))
     trained, frozen = SGD([model.w], lr=1.0), SGD([model.frozen.requires_grad_(False)], lr=1.0)
     turn = [frozen, trained] if is_first else [trained, frozen]
@@ -263,12 +275,13 @@ class Sharpness(SGD):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("kind", ["diloco", "fedprox"])
-def test_counts_steps_of_inner_optimizers(tmp_path: Path, kind: str, in_two_calls: bool) -> None:
-    """Counts steps of an optimizer inside that other methods step.
+def test_steps_of_inner_optimizers_count(tmp_path: Path, kind: str, in_two_calls: bool) -> None:
+    """DiLoCo and FedProx count the steps of an optimizer that is inside the script's optimizer, as with SAM.
 
-    The gradient is −1. By hand, FedProx with μ = 1/2 goes to 1, 3/2, 7/4, 15/8; without it 4 steps add 4.
+    The gradient is −1, so four steps add 4. FedProx with μ = 1/2 makes the weights 1, 3/2, 7/4 and 15/8.
 
-    In one call, the closure's gradient is corrected where it was formed, at one more than w: by μ·1 more.
+    In one call, FedProx corrects the gradient where the closure forms it, at w + 1. This adds μ·1, which makes the
+    weights 1/2, 3/4, 7/8 and 15/16.
     """
     model = one()
     optimizer = Sharpness(model)

@@ -118,6 +118,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("build", [build_checkpointed, build_compiled, build_with_compiled_blocks])
 def test_wrapped_models_train_to_the_same_bits(tmp_path: Path, plain: Callable[[str], str], build: Build) -> None:
+    """A checkpointed or compiled model gives the same result, bit for bit, as the plain model."""
     assert result(tmp_path / "both", "diloco", build, build) == plain("diloco")
     assert result(tmp_path / "sites", "diloco", build) == plain("diloco")
 
@@ -133,6 +134,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("build", [build_compiled_in_ddp, build_compiled_ddp])
 def test_compiled_ddp_models_train_to_the_same_bits(tmp_path: Path, plain: Callable[[str], str], build: Build) -> None:
+    """A compiled model in DDP and a compiled DDP model give the same result, bit for bit, as the plain model."""
     assert result(tmp_path / "ddp", "diloco", build) == plain("diloco")
 
 
@@ -141,10 +143,12 @@ def test_compiled_ddp_models_train_to_the_same_bits(tmp_path: Path, plain: Calla
     [(name, inner) for name in ("diloco", "scaffold") for inner in (compiled, accelerated)]
     + [("diloco", compiled_around)],
 )
-def test_follows_wrapped_steps(
+def test_compiled_and_wrapped_steps_are_followed(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, inner: Callable[[nn.Module], Any]
 ) -> None:
-    """Follows compiled and wrapped steps."""
+    """If a script compiles an optimizer's step or wraps the optimizer with Accelerate, the result has the same bits as
+    with a plain optimizer.
+    """
     assert result(tmp_path, algorithm, inner=inner) == plain(algorithm)
 
 
@@ -153,12 +157,14 @@ def test_follows_wrapped_steps(
 def test_corrections_follow_wrapped_parameters(
     tmp_path: Path, plain: Callable[[str], str], algorithm: str, build: Build
 ) -> None:
-    """Corrections follow wrapped parameters."""
+    """FedProx and SCAFFOLD give the same bits with a checkpointed or compiled model as with the plain model."""
     assert result(tmp_path, algorithm, build, build) == plain(algorithm)
 
 
-def test_published_names_are_not_the_wrappers(tmp_path: Path) -> None:
-    """Names of tensors are those of the model that is not compiled."""
+def test_published_tensors_have_unwrapped_names(tmp_path: Path) -> None:
+    """`publish` gives the tensors of a compiled model the names of the model without the wrapper. `fetch` can load such
+    tensors into a compiled model.
+    """
     names = set(build_model().state_dict())
     compiled = build_with_compiled_blocks()
     with serve(tmp_path) as server:
@@ -179,12 +185,18 @@ def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
     return kind()
 
 
-def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) -> None:
+def test_parameters_detached_in_the_state_are_trained(tmp_path: Path) -> None:
+    """If a model's `state_dict` returns detached tensors, the model's parameters still count as parameters, and the
+    result is the same as without detaching.
+    """
     plain, detached = (partial(seeded, partial(kind, 4, 5)) for kind in (nn.Linear, Detached))
     assert result(tmp_path / "detached", "diloco", detached, detached) == result(tmp_path, "diloco", plain, plain)
 
 
-def test_a_submodule_keeps_a_wrappers_name(tmp_path: Path) -> None:
+def test_a_submodule_may_have_a_wrappers_name(tmp_path: Path) -> None:
+    """If a submodule has the name `_orig_mod`, like the wrapper of a compiled model, the exported tensors keep this
+    name.
+    """
     build = partial(seeded, lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)}))
     result(tmp_path, "diloco", build, build)
     assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
@@ -211,10 +223,14 @@ STATES = {
 
 @pytest.mark.parametrize("given", ["mapping", "file", "function"])
 @pytest.mark.parametrize("wrapper", list(STATES))
-def test_a_server_takes_wrapped_names(
+def test_a_server_accepts_names_with_wrappers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: str, given: str
 ) -> None:
-    """A server takes tensors that are named by a wrapper."""
+    """If the initial tensors have the names of a compiled or checkpointed model, the server takes the wrapper out of
+    these names.
+
+    The tensors come from a mapping, a file or a function.
+    """
     state, name = STATES[wrapper]
     tensors = state()
     assert any(name in each for each in tensors)
@@ -233,8 +249,8 @@ def test_a_server_takes_wrapped_names(
     assert tensors_digest(loaded) == tensors_digest(build_model().state_dict())
 
 
-def test_a_site_submits_wrapped_names(tmp_path: Path) -> None:
-    """A site submits tensors that are named by a wrapper."""
+def test_a_site_may_submit_names_with_wrappers(tmp_path: Path) -> None:
+    """If a site submits tensors with the names of a compiled model, the result has the names without the wrapper."""
     with plain_server(tmp_path, build_model(), sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
@@ -246,7 +262,8 @@ def test_a_site_submits_wrapped_names(tmp_path: Path) -> None:
     assert all(torch.allclose(each.double(), torch.ones((), dtype=torch.float64)) for each in result.values())
 
 
-def test_refuses_tensors_with_one_name_without_the_wrapper(tmp_path: Path) -> None:
+def test_equal_names_without_wrapper_are_refused(tmp_path: Path) -> None:
+    """If two initial tensors have the same name without the wrapper, the server refuses them and names one of them."""
     tensors = {"0.weight": torch.zeros(2), "_orig_mod.0.weight": torch.ones(2)}
     with pytest.raises(UsageError, match=r"'_orig_mod\.0\.weight'"):
         plain_server(tmp_path, tensors, algorithm="diloco").start()

@@ -166,9 +166,9 @@ BOTH = [["1", "2"]] * 2
 
 @pytest.mark.covers("P12", "T14")
 def test_tasks_and_rounds_reach_the_same_processes(nursery: Nursery, tmp_path: Path) -> None:
-    """Tasks before and behind the rounds reach the same processes.
+    """Tasks before and after the training reach the same site processes as its rounds.
 
-    Two rounds, each of which adds 1 to a model of 0; what a task is answered tells how many the site has had.
+    Each of two rounds adds 1 to a model of 0. A task's answer tells how many rounds the site has had.
     """
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     server, sites = run.start_server(), run.start_sites()
@@ -182,7 +182,7 @@ def test_tasks_and_rounds_reach_the_same_processes(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("P12", "T14")
 def test_a_loop_over_tasks_may_follow_rounds(nursery: Nursery, tmp_path: Path) -> None:
-    """A loop of one's own over tasks may follow that over rounds."""
+    """A script may run its own loop over tasks after its loop over rounds."""
     run = Run(nursery, tmp_path, TRAIN, step("ask"))
     server, sites = run.start_server(), run.start_sites("by hand")
     require_end(server)
@@ -192,7 +192,11 @@ def test_a_loop_over_tasks_may_follow_rounds(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.covers("P12")
 def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> None:
-    """Tasks first: the rounds have not begun, and no site is awaited for them."""
+    """While a workflow of tasks runs before the training, the status shows this workflow as `running` and the training
+    as `to come`.
+
+    The rounds have not begun, and no site is awaited for them.
+    """
     run = Run(nursery, tmp_path, step("hold", name="first"), TRAIN)
     server, sites = run.start_server(), run.start_sites()
     run.until_held()
@@ -214,9 +218,10 @@ def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> N
 @pytest.mark.covers("P12")
 @pytest.mark.parametrize("point", ["head.after", "workflow.ended"])
 def test_a_killed_server_continues_its_workflow(nursery: Nursery, tmp_path: Path, point: str) -> None:
-    """A server that is killed goes on with the workflow that it was at.
+    """A restarted server continues with the workflow in which it was killed. It does not repeat a workflow that has
+    ended.
 
-    Killed behind the first version, and between two workflows: nothing that has ended is done again.
+    The server is killed after its first trained version, or between two workflows.
     """
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     # head.after: the first is that of the initial model, the second that of round 1
@@ -230,7 +235,9 @@ def test_a_killed_server_continues_its_workflow(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.covers("P12")
 def test_an_interrupted_workflow_begins_again(nursery: Nursery, tmp_path: Path) -> None:
-    """A workflow of tasks that is interrupted begins again and those before it do not."""
+    """If a server is killed during a workflow of tasks, the restarted server begins this workflow again. It does not
+    repeat the workflows before.
+    """
     run = Run(nursery, tmp_path, BEFORE, TRAIN, step("hold"))
     server, sites = run.start_server(), run.start_sites()
     run.until_held()
@@ -247,8 +254,10 @@ def test_an_interrupted_workflow_begins_again(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.covers("P12")
-def test_more_rounds_repeat_what_follows(nursery: Nursery, tmp_path: Path) -> None:
-    """More rounds are trained and what comes behind is done again."""
+def test_more_rounds_repeat_the_later_workflows(nursery: Nursery, tmp_path: Path) -> None:
+    """If a finished run gets more rounds, the server trains them and then repeats the workflows that follow the
+    training.
+    """
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     server, sites = run.start_server(), run.start_sites()
     require_end(server)
@@ -266,9 +275,10 @@ def test_more_rounds_repeat_what_follows(nursery: Nursery, tmp_path: Path) -> No
 
 @pytest.mark.covers("P12")
 def test_a_site_without_handlers_trains(nursery: Nursery, tmp_path: Path) -> None:
-    """A site without handlers trains and leaves and says why.
+    """A site without task handlers trains, then leaves and says why.
 
-    Before the rounds it answers that it has none; an evaluation of another site finds none in its time.
+    Before the rounds, the site answers a task with the error that it has no handler. After them, an evaluation waits
+    for another site in vain, and the run fails.
     """
     evaluation = {"kind": "cross_site_evaluation", "sites": ["c"], "start_timeout_s": 1}
     run = Run(nursery, tmp_path, step("ask", name="before"), TRAIN, evaluation)
@@ -284,10 +294,11 @@ def test_a_site_without_handlers_trains(nursery: Nursery, tmp_path: Path) -> Non
 
 
 @pytest.mark.covers("P12")
-def test_components_are_made_once(nursery: Nursery, tmp_path: Path) -> None:
-    """Components are made once and referred to by id.
+def test_components_are_created_once(nursery: Nursery, tmp_path: Path) -> None:
+    """A component is created once, even if another component and a workflow refer to its id. A component without a
+    reference is not created.
 
-    `long` has `short` in it, and so has the workflow: it is made once. `@@` stands for an @.
+    The component `long` and the second workflow refer to `short`. In an argument, `@@` stands for the character `@`.
     """
     components = [
         {"id": "short", "path": "flow.py:Schedule", "args": {"first": 0.1}},
@@ -308,8 +319,8 @@ def test_components_are_made_once(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12", "X3")
-def test_a_failed_workflow_is_done_again(nursery: Nursery, tmp_path: Path) -> None:
-    """A workflow that raises ends the run and is all that is done again."""
+def test_only_a_failed_workflow_runs_again(nursery: Nursery, tmp_path: Path) -> None:
+    """If a workflow raises an error, the run ends. After a restart, only this workflow runs again."""
     run = Run(nursery, tmp_path, TRAIN, step("fail"))
     server, sites = run.start_server(), run.start_sites()
     said = require_end(server, RunFailed.exit_code)
@@ -326,7 +337,9 @@ def test_a_failed_workflow_is_done_again(nursery: Nursery, tmp_path: Path) -> No
     ("asked", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)], ids=["interrupted", "terminated"]
 )
 def test_an_endless_workflow_can_be_stopped(nursery: Nursery, tmp_path: Path, asked: signal.Signals, code: int) -> None:
-    """A workflow that never returns is shown and can be stopped."""
+    """The status shows a workflow that never returns. SIGINT ends the server with exit status 130, and SIGTERM with
+    0.
+    """
     run = Run(nursery, tmp_path, step("never"), **{"rounds.total": None})
     server = run.start_server()
     url_of(server)
@@ -338,10 +351,11 @@ def test_an_endless_workflow_can_be_stopped(nursery: Nursery, tmp_path: Path, as
 
 
 @pytest.mark.covers("P12")
-def test_notes_are_progress(nursery: Nursery, tmp_path: Path) -> None:
-    """A progress limit ends a workflow and notes are progress.
+def test_notes_count_as_progress(nursery: Nursery, tmp_path: Path) -> None:
+    """A workflow without progress fails after its limit. A workflow that writes notes does not, because notes count as
+    progress.
 
-    `noted` takes two seconds, and says something every quarter of one.
+    `noted` takes two seconds and writes a note every quarter of a second. The limit is one second.
     """
     limit = {"progress_timeout_s": 1}
     run = Run(nursery, tmp_path, step("noted", **limit), step("never", **limit), **{"rounds.total": None})
@@ -359,8 +373,8 @@ def test_training_without_sites_fails(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_refuses_other_workflows_after_the_first(nursery: Nursery, tmp_path: Path) -> None:
-    """Other workflows than those that have ended are refused."""
+def test_a_finished_workflow_must_not_be_replaced(nursery: Nursery, tmp_path: Path) -> None:
+    """If a restart has another workflow in place of one that has ended, the server refuses to start and names both."""
     run = Run(nursery, tmp_path, step("quick"), **{"rounds.total": None})
     require_end(run.start_server())
     run.write(step("never"), **{"rounds.total": None})
@@ -372,8 +386,8 @@ def test_refuses_other_workflows_after_the_first(nursery: Nursery, tmp_path: Pat
 
 
 @pytest.mark.covers("P12")
-def test_training_that_stands_still_fails(tmp_path: Path) -> None:
-    """Training in which nothing moves fails after its limit."""
+def test_training_without_progress_fails(tmp_path: Path) -> None:
+    """Training without progress fails after `progress_timeout_s`, and the status shows the reason."""
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 1}], "rounds.total": 1}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings, **{"network.heartbeat_interval_s": 0.2})
     with server, ManualSite(server.url, "a", folder=tmp_path) as client:
@@ -386,10 +400,10 @@ def test_training_that_stands_still_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_waiting_for_sites_is_no_standstill(tmp_path: Path) -> None:
-    """The time in which a round waits for sites does not count for progress_timeout_s.
+def test_waiting_for_sites_does_not_time_out(tmp_path: Path) -> None:
+    """The time in which a round waits for sites does not count for `progress_timeout_s`.
 
-    How long sites are waited for is another limit, which is not set here.
+    Another setting limits this time. It is not set here.
     """
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 0.5}], "rounds.total": 1, "rounds.sites": 2}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
@@ -410,10 +424,11 @@ def test_waiting_for_sites_is_no_standstill(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12", "T14")
-def test_a_silent_site_is_given_up(tmp_path: Path) -> None:
-    """A site that shows nothing is given up and one that says what it does is not.
+def test_a_site_without_progress_is_given_up(tmp_path: Path) -> None:
+    """If a site shows no progress during a task, the server gives the site up after `progress_timeout_s`. A site that
+    writes notes is not given up.
 
-    Both work for twice the limit or longer; b says so, and its heartbeats carry it.
+    Both sites work for at least twice the limit. The heartbeats of `b` carry its notes.
     """
     came: dict[str, Any] = {}
     over = threading.Event()
@@ -452,8 +467,10 @@ def test_a_silent_site_is_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["flow.py:quick", "parts/flow.py:quick"])
-def test_a_moved_folder_goes_on(tmp_path: Path, nursery: Nursery, target: str) -> None:
-    """A moved run folder goes on behind the workflow that has ended."""
+def test_a_moved_run_folder_continues_its_run(tmp_path: Path, nursery: Nursery, target: str) -> None:
+    """If a run folder is moved after a workflow has ended, the server continues in the new place with the next
+    workflow.
+    """
     port, before, after = free_port(), tmp_path / "before", tmp_path / "elsewhere" / "after"
     flow = before / target.partition(":")[0]
     flow.parent.mkdir(parents=True)
@@ -496,8 +513,10 @@ def looks(controller):
 """
 
 
-def test_old_threads_send_nothing(tmp_path: Path) -> None:
-    """A thread that a workflow has left running sends nothing during the next one."""
+def test_a_finished_workflows_controller_is_refused(tmp_path: Path) -> None:
+    """If code still uses the controller of a finished workflow during the next workflow, its call raises
+    `ServerStops`.
+    """
     (tmp_path / "given.py").write_text(GIVEN)
     steps = [{"path": f"{tmp_path / 'given.py'}:{name}", "name": name} for name in ("leaves", "looks")]
     settings = {"workflow.steps": steps, "disk.state_dir": tmp_path / "state", "network.port": 0}

@@ -72,7 +72,8 @@ def refused(words: list[str], build: Callable[[], object], error: type[AtollErro
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
 )
-def test_names_what_is_wrong_in_run_files(settings: dict[str, Any], words: list[str]) -> None:
+def test_mistakes_in_run_files_are_reported(settings: dict[str, Any], words: list[str]) -> None:
+    """If a run file has a mistake in its workflows or components, the error names the mistake."""
     refused(words, lambda: atoll.Settings.build(settings))
 
 
@@ -89,15 +90,17 @@ def test_names_what_is_wrong_in_run_files(settings: dict[str, Any], words: list[
     ],
     ids=["word", "no list", "number", "sites", "time", "nothing"],
 )
-def test_refuses_senseless_evaluations_first(tmp_path: Path, options: dict[str, Any], words: list[str]) -> None:
-    """An evaluation that means nothing is refused before training."""
+def test_impossible_evaluations_are_refused_early(tmp_path: Path, options: dict[str, Any], words: list[str]) -> None:
+    """If an evaluation has impossible options, the server refuses the run before the training."""
     settings = steps(TRAINING, EVALUATION | options) | {"rounds.total": 1}
     refused(words, lambda: plain_server(tmp_path, {"w": torch.ones(1)}, **settings).run())
 
 
 @pytest.mark.covers("P12")
-def test_components_name_filters_and_more() -> None:
-    """Filters aggregator and persistor take what a component names."""
+def test_settings_may_refer_to_components() -> None:
+    """Filters and the aggregator may refer to a component. The settings then have the component's path and arguments in
+    that place.
+    """
     settings = atoll.Settings.build(
         {
             "workflow.components": [
@@ -183,12 +186,17 @@ def gives(controller: Any) -> Any:
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[0][:40],
 )
-def test_functions_are_looked_at_first(tmp_path: Path, settings: dict[str, Any], words: list[str]) -> None:
-    """Functions are looked at before the server starts; what a plain function gives shows when it is called."""
+def test_workflow_functions_are_checked_at_start(tmp_path: Path, settings: dict[str, Any], words: list[str]) -> None:
+    """The server refuses to start with functions or components that do not fit their arguments, with coroutine
+    functions and with generators.
+
+    If a plain function returns a generator, the error comes when the function is called.
+    """
     given = {"disk.state_dir": tmp_path, "network.port": 0}
     refused(words, lambda: new_server(**given, **settings).run(), AtollError)
 
 
-def test_a_function_beside_the_list_is_refused() -> None:
+def test_a_function_beside_workflow_steps_is_refused() -> None:
+    """`atoll.Server` refuses a workflow function as argument if the settings have `workflow.steps`."""
     with pytest.raises(ConfigError, match=r"given by the argument workflow\) and workflow\.steps .*add the function"):
         atoll.Server(workflow=print, settings=steps(EVALUATION))

@@ -78,7 +78,10 @@ def filled(specs, *numbers, codec="none"):
 
 @pytest.mark.covers("D1", "D2")
 @pytest.mark.parametrize("sizes", [[999], [4096, 0], [RUN_BYTES - 1, 0, 2], [RUN_BYTES + 1], [2**30]])
-def test_the_pieces_in_which_bytes_arrive_change_nothing_and_take_no_memory(monkeypatch, sizes):
+def test_inspection_is_independent_of_arriving_pieces(monkeypatch, sizes):
+    """The inspection of an arriving part does not depend on the sizes of the pieces that arrive. It allocates no buffer
+    for them.
+    """
     layout, content = filled(LARGE.tensors, *(values(spec, 1).reshape(-1) for spec in LARGE.tensors))
     (part,), inspection = layout.parts, Inspection(layout, CODECS)
     (expected,) = stats_of(layout, content)
@@ -100,7 +103,8 @@ def test_the_pieces_in_which_bytes_arrive_change_nothing_and_take_no_memory(monk
     assert stats.digest == blake3(content).digest()
 
 
-def test_it_takes_no_more_bytes_than_the_part_has(tmp_path):
+def test_inspection_stops_at_the_parts_end(tmp_path):
+    """The inspection of a part takes no bytes behind the end of the part."""
     world = World(tmp_path)
     part, content = world.update_layout.parts[0], content_of(world)
     stats, runs = arrive(Inspection(world.update_layout, CODECS), part, content + b"behind", itertools.repeat(2**30))
@@ -108,7 +112,9 @@ def test_it_takes_no_more_bytes_than_the_part_has(tmp_path):
     assert stats == stats_of(world.update_layout, content)[0]
 
 
-def test_an_error_of_the_file_reaches_the_thread_that_takes(tmp_path):
+def test_a_write_error_reaches_the_inspecting_thread(tmp_path):
+    """If writing a part to its file fails, the thread that inspects the part gets the error."""
+
     def full(run):
         raise OSError(28, "No space left on device")
 
@@ -118,14 +124,18 @@ def test_an_error_of_the_file_reaches_the_thread_that_takes(tmp_path):
         arrive(Inspection(world.update_layout, CODECS), part, content, iter([2**30]), full)
 
 
-def test_a_file_that_ends_before_the_part_is_an_error():
+def test_a_file_shorter_than_its_part_is_refused():
+    """If a file ends before its part does, the inspection raises `StateCorrupt`."""
     layout, content = filled([TensorSpec("w", "F32", (9,))], torch.ones(9))
     with pytest.raises(StateCorrupt, match="ends before"):
         stats_of(layout, content[:35])
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-def test_digests_and_norm_of_a_good_update(tmp_path, codec):
+def test_a_good_update_has_right_digests_and_norm(tmp_path, codec):
+    """The inspection of a good update gives the digest of each part and the norm of the parameters. It reports no bad
+    value.
+    """
     world = World(tmp_path, codec=codec)
     content = content_of(world)
     found = stats_of(world.update_layout, content)
@@ -145,7 +155,8 @@ def test_digests_and_norm_of_a_good_update(tmp_path, codec):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["embed", "large", "scale", "exact", "half", "brain", "small.7", "mean", "mean16"])
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, codec, name, bad):
+def test_a_value_that_is_not_finite_is_found(tmp_path, codec, name, bad):
+    """If one value of an update is NaN or infinite, the inspection names the value's tensor."""
     world = World(tmp_path, codec=codec)
     segment = world.update_layout.by_name[name]
     submitted = world.submitted(0, 0)[name].reshape(-1)
@@ -159,7 +170,8 @@ def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, co
 
 @pytest.mark.covers("F31")
 @pytest.mark.parametrize("place", [0, 2, 4])
-def test_among_neighbours_that_are_looked_at_as_one_the_right_one_is_named(place):
+def test_a_nan_among_neighbours_names_its_tensor(place):
+    """If neighbouring tensors are inspected together and one contains NaN, the inspection names this tensor."""
     numbers = [torch.tensor([1.0, 2.0, 3.0, 4.0, math.nan if index == place else 5.0]) for index in range(5)]
     (stats,) = stats_of(*filled([TensorSpec(f"w{index}", "F32", (5,)) for index in range(5)], *numbers))
     assert stats.bad == f"w{place} contains NaN or Inf"
@@ -168,8 +180,11 @@ def test_among_neighbours_that_are_looked_at_as_one_the_right_one_is_named(place
 @pytest.mark.covers("F31")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 @pytest.mark.parametrize("bad", [b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f"])  # NaN; +Inf, also to bfloat16
-def test_what_is_not_finite_in_the_padding_belongs_to_no_tensor(codec, bad):
-    """A sum of squares that is NaN for it would be below no limit on the norm."""
+def test_padding_that_is_not_finite_is_ignored(codec, bad):
+    """NaN or infinity in the padding between tensors is not reported and does not change the sum of squares.
+
+    A sum of squares that is NaN would break no limit on the norm.
+    """
     numbers = torch.tensor([3.0, 4.0, 0.0, 0.0, 0.0])
     layout, content = filled([TensorSpec(f"w{index}", "F32", (5,)) for index in range(3)], *[numbers] * 3, codec=codec)
     for segment in layout.segments:
@@ -180,7 +195,10 @@ def test_what_is_not_finite_in_the_padding_belongs_to_no_tensor(codec, bad):
     assert stats.sumsq == 3 * 25.0
 
 
-def test_accepts_finite_numbers_with_squares_that_overflow():
+def test_finite_numbers_with_overflowing_squares_are_accepted():
+    """The inspection accepts finite numbers with squares that overflow. Their sum of squares is infinite, which is
+    above any limit on the norm.
+    """
     specs = [TensorSpec(name, "F64", (9,)) for name in ("v", "w")]
     (stats,) = stats_of(*filled(specs, *(torch.full((9,), size, dtype=torch.float64) for size in (0.0, 1e200))))
     assert stats.bad is None
@@ -188,8 +206,11 @@ def test_accepts_finite_numbers_with_squares_that_overflow():
 
 
 @pytest.mark.parametrize("size", [2.0**100, 2.0**-70, 2.0**-40])
-def test_squares_that_fp32_has_no_room_for_are_added_in_fp64(size):
-    """(2^100)² is above fp32's largest number, (2^-70)² below its smallest, and a million of (2^-40)² above both."""
+def test_very_large_and_small_squares_are_summed(size):
+    """The sum of squares is right for numbers with squares that fp32 cannot hold, because it is added in fp64.
+
+    (2^100)² is above the largest number of fp32, and (2^-70)² is below its smallest.
+    """
     numel = 2 * ELEMENTS
     (stats,) = stats_of(*filled([TensorSpec("w", "F32", (numel,))], torch.full((numel,), size)))
     assert (stats.sumsq, stats.bad) == (pytest.approx(numel * size**2, rel=1e-6), None)
@@ -222,7 +243,10 @@ class ThreeBytes:
         target.copy_(wide.view(torch.float32).view(-1))
 
 
-def test_looks_at_no_element_across_a_border_of_the_alignment():
+def test_inspection_respects_alignment_borders():
+    """With a codec of 3 bytes per element, the inspection reads no element across the border between two aligned
+    tensors.
+    """
     codecs = {"three": ThreeBytes()}
     layout = update_layout([TensorSpec(f"w{index}", "F32", (5,)) for index in range(4)], lambda spec: codecs["three"])
     content = bytearray(layout.nbytes)
@@ -251,7 +275,9 @@ def test_buffers_do_not_count_in_the_norm():
     ],
 )
 def test_only_copied_buffers_may_contain_nan(rule, value, bad):
-    """A maximum may be infinite, and a buffer of one site's value may have any value."""
+    """Only a buffer that keeps one site's value may contain NaN. A maximum may be infinite, and a sum must be
+    finite.
+    """
     spec = TensorSpec("best", "F32", (2,), f"{BUFFERS}.{rule}")
     (stats,) = stats_of(*filled([spec], torch.tensor([1.0, value])))
     assert stats.bad == bad

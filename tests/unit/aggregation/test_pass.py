@@ -107,7 +107,10 @@ def compare(world: World, fragment: spec.Fragment, scales: Sequence[float] = (),
 @pytest.mark.covers("L1")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 @pytest.mark.parametrize("outer", OUTERS)
-def test_the_pass_has_the_specified_bits(tmp_path, outer, codec):
+def test_the_aggregation_pass_matches_its_specification(tmp_path, outer, codec):
+    """The aggregation pass gives the bits of the specification for the version, the outer state and the master
+    weights.
+    """
     target, options, specified_outer = OUTERS[outer]
     world = World(tmp_path, target=target, options=options, codec=codec)
     fragment = specified(world, specified_outer)
@@ -170,8 +173,10 @@ def compare_drawn(case: tuple[dict[str, Any], dict[str, Any], str, str, list[flo
 @pytest.mark.covers("D8", "V1")
 @settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck), deadline=None)
 @given(drawn())
-def test_no_neighbour_chunk_or_thread_changes_a_bit(case) -> None:
-    """Of tensors of any size, next to others: each has the bits of the specification, which knows it alone."""
+def test_results_are_independent_of_neighbours_and_threads(case) -> None:
+    """Each tensor, of any size, gets the bits of the specification, whatever its neighbours, chunks and threads. The
+    specification computes each tensor alone.
+    """
     compare_drawn(case)
 
 
@@ -179,12 +184,16 @@ def test_no_neighbour_chunk_or_thread_changes_a_bit(case) -> None:
 @pytest.mark.timeout(1800)
 @settings(max_examples=500, suppress_health_check=list(HealthCheck), deadline=None)
 @given(drawn())
-def test_no_neighbour_chunk_or_thread_changes_a_bit_of_many(case) -> None:
+def test_many_drawn_cases_match_the_specification(case) -> None:
+    """In many drawn cases, each tensor gets the bits of the specification, whatever its neighbours, chunks and
+    threads.
+    """
     compare_drawn(case)
 
 
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
-def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
+def test_chunks_and_threads_do_not_change_results(tmp_path, target):
+    """The digests of two rounds do not depend on the size of chunks or the number of threads."""
     results = []
     for chunk, threads in ((TILE, 1), (3 * TILE, 3), (2**20, 2), (2**20, 1)):
         world = World(tmp_path / f"{chunk}-{threads}", target=target, options={"lr": 0.1})
@@ -211,6 +220,10 @@ class Unmoved(World):
     ids=["state", "no state", "whole"],
 )
 def test_untrained_parameters_do_not_move(tmp_path, target, options):
+    """Tensors that no site has changed keep their values, even if the outer optimizer has weight decay.
+
+    If a part of a tensor is trained, the whole tensor decays.
+    """
     ways = []
     for folder, run_elements in (("a", TILE), ("b", 16 * TILE)):
         world = Unmoved(tmp_path / folder, target=target, options=options)
@@ -225,7 +238,10 @@ def test_untrained_parameters_do_not_move(tmp_path, target, options):
     assert all(same(ways[0][name], ways[1][name]) for name in ways[0])
 
 
-def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
+def test_the_pass_overwrites_half_written_output(tmp_path):
+    """If a pass has left half-written files, the next pass writes over them and gives the digests of an undisturbed
+    pass.
+    """
     world = World(tmp_path)
     first = world.round()
     out = NextFiles(world.base, world.state_fd)
@@ -239,8 +255,11 @@ def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
-def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
-    """Every region of the version and of the outer state, the header and what is not read for the result, too."""
+def test_a_base_changed_on_disk_is_refused(tmp_path, target):
+    """If a bit of the version or of the outer state has changed on disk, the pass refuses it as damaged.
+
+    This holds for every region, including the header and bytes that are not read for the result.
+    """
     world = World(tmp_path, target=target, options={"lr": 0.1})
     world.round()
     regions = [(world.base, region, "version") for region in version_regions(world.version_layout)]
@@ -259,7 +278,10 @@ def test_a_base_that_the_disk_has_changed_is_refused(tmp_path, target):
 
 
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
-def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
+def test_digests_match_the_bytes_on_disk(tmp_path, target):
+    """The digests of the version and of the outer state match the bytes on disk. Their regions cover every byte
+    once.
+    """
     world = World(tmp_path, target=target, options={"lr": 0.1})
     for _ in range(2):
         result = world.round(threads=2, run_elements=2 * TILE)
@@ -281,7 +303,8 @@ def test_digests_are_of_the_bytes_on_disk(tmp_path, target):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
-def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
+def test_reused_plans_do_not_change_results(tmp_path, target, codec):
+    """Rounds that reuse the plan of the earlier rounds give the same results as rounds with a new plan each."""
     results = []
     for name in ("kept", "new"):
         world = World(tmp_path / name, target=target, options={"lr": 0.1}, codec=codec)
@@ -295,8 +318,10 @@ def test_tables_that_are_kept_change_nothing(tmp_path, target, codec):
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
-def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
-    """The padding is filled with zeros or 0xff: version, state and norm are the same."""
+def test_padding_of_updates_does_not_change_results(tmp_path, codec):
+    """The padding of an update, filled with zeros or with 0xff, changes neither the version nor the state nor the
+    norm.
+    """
     results = []
     for filler in (b"\0", b"\xff"):
         world = World(tmp_path / filler.hex(), codec=codec)
@@ -312,14 +337,19 @@ def test_what_lies_in_the_padding_of_an_update_changes_nothing(tmp_path, codec):
     assert math.isfinite(results[0][2])
 
 
-def test_a_rule_without_memory_keeps_no_file(tmp_path):
+def test_an_outer_rule_without_state_keeps_no_file(tmp_path):
+    """If the outer optimizer has no state, the pass writes no state file."""
     world = World(tmp_path, schema=Schema.build([TensorSpec("w", "F32", (9000,))]), options={"lr": 1.0})
     assert world.state is None
     assert world.round().state_digests == ()
 
 
-def test_the_gradient_norm_by_hand(tmp_path):
+def test_the_gradient_norm_of_a_single_site(tmp_path):
     # One site, weight 1: the reduced pseudo-gradient is what it submitted.
+    """The reported norm of the gradient is that of the parameters that a single site submitted.
+
+    With one site, the reduced pseudo-gradient is what this site submitted.
+    """
     world = World(tmp_path, weights=(3.0,))
     submitted = world.submitted(0, 0)
     squares = sum(float(submitted[s.name].double().square().sum()) for s in world.schema.tensors if s.group == "params")
@@ -327,6 +357,7 @@ def test_the_gradient_norm_by_hand(tmp_path):
 
 
 def test_progress_rises_to_the_bytes_of_the_version(tmp_path):
+    """A pass reports its progress as a rising number of bytes, up to the size of the version."""
     world, seen = World(tmp_path), []
     world.round(threads=2, on_progress=seen.append)
     assert seen == sorted(seen)
@@ -334,6 +365,7 @@ def test_progress_rises_to_the_bytes_of_the_version(tmp_path):
 
 
 def test_a_cancelled_pass_ends_early(tmp_path):
+    """If a pass is cancelled when its first part is done, it ends with `CancelledError` and makes no other part."""
     world, cancelled = World(tmp_path), threading.Event()
     seen = []
 
@@ -347,7 +379,10 @@ def test_a_cancelled_pass_ends_early(tmp_path):
 
 
 @pytest.mark.covers("F41")
-def test_a_truncated_base_is_named_not_read_as_zeros(tmp_path):
+def test_a_truncated_base_is_refused(tmp_path):
+    """If the file of the base version is too short, the pass raises `StateCorrupt` and does not read the missing bytes
+    as zeros.
+    """
     world = World(tmp_path)
     os.truncate(world.folder / "v0", 2**16)
     with pytest.raises(StateCorrupt, match="ends before byte"):
@@ -360,7 +395,10 @@ def test_a_round_without_updates_is_refused(tmp_path):
         world.round()
 
 
-def test_an_embedding_program_keeps_its_threads(tmp_path):
+def test_a_pass_keeps_torchs_number_of_threads(tmp_path):
+    """A pass does not change torch's number of threads in the calling program, neither in the calling thread nor in new
+    ones.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -375,8 +413,8 @@ def test_an_embedding_program_keeps_its_threads(tmp_path):
 
 
 @pytest.mark.covers("D1")
-def test_memory_does_not_follow_the_model_or_the_number_of_updates(tmp_path, monkeypatch):
-    """Every buffer that a pass asks torch for is counted: the same for 3 and 12 updates, for 1 and 8 tensors."""
+def test_memory_is_independent_of_models_and_updates(tmp_path, monkeypatch):
+    """A pass asks torch for buffers of the same total size with 3 or 12 updates, and with 1 or 8 tensors."""
     asked = []
     empty = torch.empty
 
@@ -401,7 +439,8 @@ def test_memory_does_not_follow_the_model_or_the_number_of_updates(tmp_path, mon
 
 @pytest.mark.covers("D1")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_pass_gives_its_memory_back_without_the_collector(tmp_path, threads):
+def test_a_pass_frees_its_memory_at_once(tmp_path, threads):
+    """A pass frees its buffers at its end, without Python's garbage collector."""
     world = World(tmp_path)
     gc.collect()
     before = sum(type(each) is Scratch for each in gc.get_objects())
@@ -415,8 +454,11 @@ def test_a_pass_gives_its_memory_back_without_the_collector(tmp_path, threads):
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) -> None:
-    """Of scalars alone, the file does not tell which entries are cut with the version's parts."""
+def test_a_changed_byte_in_outer_state_is_found(shape: tuple[int, ...]) -> None:
+    """If a byte of the outer state has changed on disk, `is_whole` returns false.
+
+    If the tensors are scalars only, the file does not tell which entries are cut with the version's parts.
+    """
     specs = [TensorSpec("a", "BF16", shape), TensorSpec("b", "BF16", shape)]
     version, made = version_layout(Schema.build(specs)), state_layout(specs, build_outer(OwnName("adam"), {"lr": 0.1}))
     assert made is not None
@@ -436,15 +478,18 @@ def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) ->
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("down", DOWN)
 @pytest.mark.parametrize("outer", ["momentum", "plain", "adafactor"])
-def test_what_goes_down_has_the_specified_bits(tmp_path, outer: str, down: str) -> None:
+def test_versions_with_a_download_codec_match_the_specification(tmp_path, outer: str, down: str) -> None:
+    """With a download codec, the version that a pass makes has the bits of the specification."""
     target, options, specified_outer = OUTERS[outer]
     world = World(tmp_path, target=target, options=options, down=down)
     compare(world, specified(world, specified_outer), run_elements=4096, threads=2)
 
 
 @pytest.mark.parametrize("down", DOWN)
-def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str) -> None:
-    """Files are the same for all chunks and numbers of threads, and digests are those of every byte of the files."""
+def test_chunks_and_threads_do_not_change_files(tmp_path, down: str) -> None:
+    """A pass with a download codec writes equal files for any size of chunks and any number of threads. The digests of
+    the difference cover all its bytes.
+    """
     contents = []
     for index, how in enumerate([{"run_elements": 4096}, {"threads": 3}, {"run_elements": 8192, "threads": 2}]):
         world = World(tmp_path / str(index), down=down)
@@ -458,7 +503,10 @@ def test_no_file_depends_on_how_the_pass_is_cut(tmp_path, down: str) -> None:
     assert contents[0] == contents[1] == contents[2]
 
 
-def test_a_part_of_a_delta_makes_a_part_of_the_version(tmp_path) -> None:
+def test_parts_of_a_difference_match_version_parts(tmp_path) -> None:
+    """Each part of the difference between two versions has the same pieces of tensors as the matching part of the
+    version.
+    """
     world = World(tmp_path, down="int8")
     assert len(world.downlink.parts) == len(world.version_layout.parts) > 3
     end = 0
@@ -511,7 +559,10 @@ def close(world: World, own: bool, run_elements: int) -> ClosedRound:
     [("sgd", MIXED), ("adam", MIXED), (torch.optim.Adafactor, MIXED), ("sgd", MIXED.with_groups(["control"]))],
     ids=["sgd", "adam", "on-whole-tensors", "with-controls"],
 )
-def test_the_same_mean_gives_the_same_bits(tmp_path: Path, target: object, schema: Schema) -> None:
+def test_a_users_mean_matches_the_built_in_mean(tmp_path: Path, target: object, schema: Schema) -> None:
+    """If a user's aggregator computes the same mean as the built-in reducer, the version and the outer state have the
+    bits that the built-in reducer gives.
+    """
     worlds = []
     for name in ("own", "built-in"):
         options = {"lr": 0.01}

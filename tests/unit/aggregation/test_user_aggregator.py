@@ -45,7 +45,8 @@ def written(given: object) -> tuple[dict[str, Tensor], int]:
 
 @pytest.mark.covers("D7")
 @pytest.mark.parametrize("form", ["mapping", "pairs"])
-def test_params_alone_are_given_and_nothing_is_rounded(form: str) -> None:
+def test_an_aggregators_result_is_not_rounded(form: str) -> None:
+    """The result of an aggregator is stored without rounding. It has the parameters only, as a mapping or as pairs."""
     tensors, steps = written(GOOD if form == "mapping" else iter(GOOD.items()))
     assert tensors.keys() == {"v", "w"}
     assert all(torch.equal(tensors[name], GOOD[name]) for name in GOOD)
@@ -53,7 +54,8 @@ def test_params_alone_are_given_and_nothing_is_rounded(form: str) -> None:
 
 
 @pytest.mark.covers("D7")
-def test_a_tensor_may_also_have_the_dtype_of_the_model_and_any_strides() -> None:
+def test_aggregators_may_return_any_strides() -> None:
+    """An aggregator may return a tensor with any strides, and in the dtype of the model instead of fp32."""
     tensors, _ = written({"v": torch.ones(3, dtype=torch.bfloat16), "w": GOOD["w"].t()})
     assert torch.equal(tensors["v"], torch.ones(3))
     assert torch.equal(tensors["w"], torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
@@ -86,7 +88,8 @@ BAD: list[Any] = [
 
 @pytest.mark.covers("D7")
 @pytest.mark.parametrize(("given", "words"), BAD)
-def test_what_cannot_be_used_is_said(given: object, words: str) -> None:
+def test_an_unusable_aggregator_result_is_refused(given: object, words: str) -> None:
+    """If an aggregator returns an unusable result, the error says what is wrong."""
     with pytest.raises(BadResult) as raised:
         written(given)
     assert words in str(raised.value)
@@ -126,7 +129,8 @@ def mine(tmp_path: Path) -> Path:
         ("Incremental", {"n": 4}, {"n": 4}),
     ],
 )
-def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[str, Any], gives: dict[str, int]) -> None:
+def test_aggregators_have_several_forms(mine: Path, name: str, options: dict[str, Any], gives: dict[str, int]) -> None:
+    """An aggregator may be a class, an object, a function, or a class that takes the updates one by one."""
     loaded = load(OwnName(f"{mine}:{name}"), options)
     assert loaded.aggregate() == gives
     assert loaded.incremental == (name == "Incremental")
@@ -142,12 +146,14 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
         ("NUMBER", {}, "is of type int, which has no method aggregate"),
     ],
 )
-def test_what_cannot_be_an_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:
+def test_an_invalid_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:
+    """If a path leads to no usable aggregator, or the options do not fit it, the error says what is wrong."""
     with pytest.raises(ConfigError, match=words):
         load(OwnName(f"{mine}:{name}"), options)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_aggregator_file_is_reported(tmp_path: Path) -> None:
+    """If the file of an aggregator does not exist, the error shows the file's whole path."""
     with pytest.raises(ConfigError, match=r"There is no file '.*nowhere.py'. In a run file, a path is relative"):
         load(OwnName(f"{tmp_path / 'nowhere.py'}:x"), {})
     with pytest.raises(ConfigError, match=f"There is no file '{Path.cwd()}/nowhere.py'. In a run file"):

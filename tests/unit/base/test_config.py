@@ -30,7 +30,7 @@ def codec(**table: Any) -> Any:
 
 
 def test_defaults_are_valid_and_constant() -> None:
-    """Defaults are a valid run and cannot be changed afterwards."""
+    """The default settings are valid. A settings object cannot be changed afterwards."""
     settings = Settings.read(environ={})
     assert (settings.algorithm.target, settings.diloco.sync_every, settings.rounds.sites) == (None, 500, 1)
     with pytest.raises(ValidationError):
@@ -38,8 +38,8 @@ def test_defaults_are_valid_and_constant() -> None:
 
 
 @pytest.mark.covers("L12")
-def test_flags_win_over_variables_and_files(tmp_path: Path) -> None:
-    """A flag wins over the environment and that over the file."""
+def test_flags_override_variables_and_files(tmp_path: Path) -> None:
+    """A flag overrides an environment variable, and an environment variable overrides the run file."""
     path = write(tmp_path, "rounds.total = 1\ndiloco.sync_every = 1\nrounds.sites = 1\nrun.seed = 1\n")
     environ = {"ATOLL_ROUNDS__TOTAL": "2", "ATOLL_DILOCO__SYNC_EVERY": "2", "ATOLL_ROUNDS__SITES": "2"}
     settings = Settings.read(path, {"rounds.total": 3, "diloco.sync_every": 3, "rounds.sites": None}, environ)
@@ -66,13 +66,14 @@ def test_flags_win_over_variables_and_files(tmp_path: Path) -> None:
         ("aggregation.upload_codec", '{name = "topk", density = 0.1}', codec(name="topk", density=0.1)),
     ],
 )
-def test_variables_have_the_settings_type(key: str, text: str, value: Any) -> None:
-    """A variable and `--set` are read as what the setting is."""
+def test_variables_are_read_as_the_settings_type(key: str, text: str, value: Any) -> None:
+    """The text of an environment variable or of `--set` is read as the type of the setting."""
     assert Settings.read(environ={variable_of(key): text}).at(key) == value
     assert Settings.read(None, set_values([f"{key}={text}"], FIELDS), {}).at(key) == value
 
 
-def test_an_option_of_a_table_is_given_alone(tmp_path: Path) -> None:
+def test_single_options_of_a_table_can_be_set(tmp_path: Path) -> None:
+    """An environment variable may set a single option of a table. A `--set` with a whole table replaces the table."""
     path = write(tmp_path, '[aggregation]\nupload_codec = {name = "topk", density = 0.1}\n')
     environ = {"ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY": "0.2", "ATOLL_ALGORITHM__MU": "0.5"}
     settings = Settings.read(path, None, environ)
@@ -83,6 +84,9 @@ def test_an_option_of_a_table_is_given_alone(tmp_path: Path) -> None:
 
 
 def test_a_path_replaces_a_name(tmp_path: Path) -> None:
+    """If a flag sets the path of an algorithm, the path replaces the name in the run file. The other options of the
+    algorithm stay.
+    """
     path = write(tmp_path, '[algorithm]\nname = "fedavg"\nouter_optimizer = {name = "sgd", lr = 0.5}\n')
     algorithm = Settings.read(path, {"algorithm.path": "mine.py:rule"}, {}).algorithm
     assert (algorithm.name, algorithm.path) == (None, "mine.py:rule")
@@ -97,8 +101,11 @@ def test_a_path_replaces_a_name(tmp_path: Path) -> None:
         ({"algorithm.name": "fedavg"}, "rounds.total is not set, but the federated algorithm fedavg"),
     ],
 )
-def test_rounds_are_needed_for_federated_runs(settings: dict[str, Any], message: str) -> None:
-    """A run with rounds says how it trains and how long."""
+def test_federated_runs_need_an_algorithm_and_rounds(settings: dict[str, Any], message: str) -> None:
+    """A server or a simulation needs an algorithm, and a federated algorithm needs `rounds.total`.
+
+    A DiLoCo run goes on until it is stopped. A run with a workflow function needs neither.
+    """
     nn = pytest.importorskip("torch.nn")  # the rest of this file runs without torch, too
     from atoll import Server, Simulation
 
@@ -114,27 +121,28 @@ def test_rounds_are_needed_for_federated_runs(settings: dict[str, Any], message:
     ("text", "meant"),
     [("port=9", "network.port"), ("algorithm=fedavg", "algorithm.name"), ("rounds=3", "rounds.total")],
 )
-def test_a_set_without_group_is_corrected(text: str, meant: str) -> None:
-    """A set without its group names the setting that is meant."""
+def test_a_set_flag_without_group_is_refused(text: str, meant: str) -> None:
+    """If a `--set` lacks the group of a setting, the error suggests the setting with its group."""
     with pytest.raises(ConfigError, match=rf"Did you mean {meant}\?"):
         set_values([text], FIELDS)
 
 
 @pytest.mark.parametrize("text", ["rounds.total", "rounds=3", "model.args={depth"])
-def test_refuses_a_set_without_value(text: str) -> None:
-    """A `--set` without key and value is refused."""
+def test_a_set_flag_without_value_is_refused(text: str) -> None:
+    """A `--set` without a value, without the name of a setting, or with a broken table is refused."""
     with pytest.raises(ConfigError, match="--set"):
         set_values([text], FIELDS)
 
 
-def test_a_file_may_begin_with_a_mark(tmp_path: Path) -> None:
-    """A run file may begin with the mark that editors of windows write."""
+def test_a_run_file_may_begin_with_a_bom(tmp_path: Path) -> None:
+    """A run file may begin with the byte order mark that editors of Windows write."""
     path = tmp_path / "run.toml"
     path.write_text("rounds.total = 3\n", encoding="utf-8-sig")
     assert Settings.read(path, environ={}).rounds.total == 3
 
 
-def test_groups_are_objects_tables_or_single_keys() -> None:
+def test_groups_may_be_objects_tables_or_keys() -> None:
+    """A group of settings may be given as an object, as a table or as single keys. The settings are equal."""
     nested = Settings.build({"rounds": {"total": 3, "sites": 2}, "async": {"enabled": True}})
     objects = Settings(rounds=Rounds(total=3, sites=2), async_=Async(enabled=True))
     assert nested == objects == Settings.build({"rounds.total": 3, "rounds.sites": 2, "async.enabled": True})
@@ -152,13 +160,18 @@ def test_groups_are_objects_tables_or_single_keys() -> None:
         ("mean", "aggregation.reducer = 'mean'"),
     ],
 )
-def test_refuses_a_choice_that_is_not_one(table: Any, words: str) -> None:
+def test_an_invalid_choice_table_is_refused(table: Any, words: str) -> None:
+    """The table of a choice is refused if it has both a name and a path, or a path as its name. Text in place of the
+    table is refused too.
+    """
     with pytest.raises(ConfigError, match=words):
         Settings.build({"aggregation.reducer": table})
 
 
-def test_paths_of_files_begin_there(tmp_path: Path) -> None:
-    """Paths in a file are relative to it and others to the process."""
+def test_paths_are_relative_to_their_run_file(tmp_path: Path) -> None:
+    """Paths in a run file are relative to the folder of this file. Paths in flags are relative to the folder of the
+    process.
+    """
     absolute = tmp_path / "elsewhere"
     text = (
         'disk.state_dir = "state"\ndisk.export_dir = "../out"\nnetwork.tls_cert = "c.pem"\nnetwork.tls_key = "k.pem"\n'
@@ -193,8 +206,8 @@ def refusal(folder: Path, text: str = "", flags: dict[str, Any] | None = None, *
         ("", {"diloco.sync_evry": 5}, "command line: the setting 'diloco.sync_evry'"),
     ],
 )
-def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, flags: dict[str, Any], said: str) -> None:
-    """An unknown key names its source and the nearest."""
+def test_an_unknown_key_suggests_the_nearest_key(tmp_path: Path, text: str, flags: dict[str, Any], said: str) -> None:
+    """If a setting does not exist, the error names its source and suggests the nearest setting."""
     error = refusal(tmp_path, text, flags)
     assert error.message.endswith(f"{said} does not exist.")
     assert error.remedy == "Did you mean diloco.sync_every? `atoll config schema` lists all settings."
@@ -210,8 +223,8 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, flags: dict
         ("", {"round.sites": 3}, "rounds.sites"),
     ],
 )
-def test_an_unknown_group_names_the_nearest(tmp_path: Path, text: str, flags: dict[str, Any], meant: str) -> None:
-    """An unknown group names the nearest and the setting in it."""
+def test_unknown_groups_suggest_the_nearest_group(tmp_path: Path, text: str, flags: dict[str, Any], meant: str) -> None:
+    """If a group of settings does not exist, the error suggests the nearest group, with the setting in it."""
     error = refusal(tmp_path, text, flags)
     assert error.remedy == f"Did you mean {meant}? `atoll config schema` lists all settings."
 
@@ -222,8 +235,10 @@ def test_an_empty_model_source_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["model.source", "run.script", "algorithm.path", "workflow.function"])
-def test_code_paths_are_relative_to_the_file(tmp_path: Path, key: str) -> None:
-    """Code in a file is relative to the run file that names it."""
+def test_code_paths_are_relative_to_run_files(tmp_path: Path, key: str) -> None:
+    """A path to code in a run file is relative to the folder of the run file. In a flag, it is relative to the working
+    folder.
+    """
     (tmp_path / "run").mkdir()
     group, _, name = key.partition(".")
     path = write(tmp_path / "run", f'[{group}]\n{name} = "mine.py:it"\n')
@@ -235,8 +250,10 @@ def test_code_paths_are_relative_to_the_file(tmp_path: Path, key: str) -> None:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("value", "part"), [("int8", "name"), ("own.py:Mine", "path")])
-def test_a_name_is_no_table(tmp_path: Path, value: str, part: str) -> None:
-    """A name in place of a table gets a remedy that fits its source."""
+def test_a_name_instead_of_a_table_is_refused(tmp_path: Path, value: str, part: str) -> None:
+    """If a setting that is a table gets a name or a path, the error shows how to write it in the file or after
+    `--set`.
+    """
     key = "aggregation.upload_codec"
     in_a_file, option = f"{key} = {{{part} = '{value}'}}", f"{key}.{part}={value}"
     for text, given, environ, remedy in (
@@ -249,7 +266,8 @@ def test_a_name_is_no_table(tmp_path: Path, value: str, part: str) -> None:
     assert getattr(Settings.read(None, set_values([option], FIELDS), {}).at(key), part) == value
 
 
-def test_an_unknown_variable_names_the_nearest() -> None:
+def test_an_unknown_variable_suggests_the_nearest_variable() -> None:
+    """If an environment variable of Atoll is unknown, the error suggests the nearest variable."""
     with pytest.raises(
         ConfigError, match=r"ATOLL_DILOCO__SYNC_EVRY is unknown.*Did you mean ATOLL_DILOCO__SYNC_EVERY\?"
     ):
@@ -257,7 +275,11 @@ def test_an_unknown_variable_names_the_nearest() -> None:
 
 
 def test_a_setting_outside_its_group_is_refused(tmp_path: Path) -> None:
-    """`rounds = 3` and `sites = 2` are errors that suggest rounds.total and rounds.sites."""
+    """A setting outside its group, and a value for a whole group, are refused. The error suggests the setting that is
+    probably meant.
+
+    For `rounds = 3` it suggests `rounds.total`, and for `sites = 2` it suggests `rounds.sites`.
+    """
     assert str(refusal(tmp_path, "rounds = 3\n")) == (
         f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings, not a setting. "
         "Did you mean rounds.total? `atoll config schema` lists all settings."
@@ -282,22 +304,23 @@ def test_a_setting_outside_its_group_is_refused(tmp_path: Path) -> None:
         ("ATOLL_SERVR", "ATOLL_SERVER"),
     ],
 )
-def test_old_names_lead_to_variables(tmp_path: Path, variable: str, meant: str) -> None:
-    """Names the variable that an old or foreign name means.
-
-    A variable of an earlier release or of another framework leads to the one that Atoll reads.
+def test_old_variable_names_suggest_the_current_variable(tmp_path: Path, variable: str, meant: str) -> None:
+    """If an environment variable has the name of an earlier release or of another framework, the error suggests the
+    variable that Atoll reads.
     """
     assert f"Did you mean {meant}?" in refusal(tmp_path, **{variable: "3"}).remedy
 
 
-def test_every_foreign_name_leads_to_a_setting() -> None:
-    """The list of foreign names cannot go stale: each points to a setting, or to an option of its table."""
+def test_every_foreign_name_maps_to_a_setting() -> None:
+    """Each name of another framework in `OTHER_KEYS` maps to an existing setting or to an option of a table. None of
+    these names is a setting.
+    """
     options = {"algorithm.mu"}
     assert set(OTHER_KEYS.values()) - options <= FIELDS.keys()
     assert not OTHER_KEYS.keys() & FIELDS.keys()
 
 
-def test_other_variables_are_no_settings() -> None:
+def test_other_variables_change_no_setting() -> None:
     """Environment variables of a worker and of other programs do not change the settings."""
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}
     assert Settings.read(environ=environ) == Settings.read(environ={})
@@ -338,12 +361,14 @@ def test_other_variables_are_no_settings() -> None:
         ),
     ],
 )
-def test_a_wrong_value_names_its_source(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_value_is_reported(tmp_path: Path, text: str, message: str) -> None:
+    """If a value in a run file is wrong, the error has the setting and the value, and says which values are allowed."""
     assert message in str(refusal(tmp_path, text))
 
 
 @pytest.mark.covers("X3")
-def test_a_wrong_value_names_flag_or_variable(tmp_path: Path) -> None:
+def test_a_wrong_flag_or_variable_is_reported(tmp_path: Path) -> None:
+    """If a flag or an environment variable has a wrong value, the error shows the value and its source."""
     flag = refusal(tmp_path, flags={"rounds.total": -1})
     assert "command line: rounds.total = -1: input should be greater than or equal to 0" in str(flag)
     variable = refusal(tmp_path, ATOLL_NETWORK__PORT="http")
@@ -374,7 +399,7 @@ def test_a_wrong_value_names_flag_or_variable(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_type_is_refused_everywhere(tmp_path: Path, key: str, value: str, kind: str) -> None:
-    """A value of another type is refused in a file and in Python."""
+    """A value of a wrong type is refused in a run file, in new settings and in changed settings."""
     in_python = {key: tomllib.loads(f"value = {value}")["value"]}
     group, _, name = key.partition(".")
     for read in (
@@ -399,7 +424,10 @@ def test_a_wrong_type_is_refused_everywhere(tmp_path: Path, key: str, value: str
         ("network.insecure", ""),
     ],
 )
-def test_text_that_is_no_such_value_is_refused(key: str, text: str) -> None:
+def test_text_of_a_wrong_type_is_refused(key: str, text: str) -> None:
+    """If the text of an environment variable or of `--set` does not fit the setting's type, the error names the
+    setting.
+    """
     for read in (
         lambda: Settings.read(environ={variable_of(key): text}),
         lambda: Settings.read(None, set_values([f"{key}={text}"], FIELDS), {}),
@@ -408,8 +436,8 @@ def test_text_that_is_no_such_value_is_refused(key: str, text: str) -> None:
             read()
 
 
-def test_integers_are_numbers(tmp_path: Path) -> None:
-    """An integer is accepted where a number is expected."""
+def test_integers_are_accepted_as_numbers(tmp_path: Path) -> None:
+    """A setting that is a floating-point number accepts an integer."""
     settings = Settings.read(write(tmp_path, "network.idle_timeout_s = 60\n"), {"rounds.deadline_s": 0}, {})
     assert (settings.network.idle_timeout_s, settings.rounds.deadline_s) == (60.0, 0.0)
 
@@ -473,13 +501,15 @@ def test_values_that_contradict_each_other_are_refused(tmp_path: Path, text: str
     assert message in str(refusal(tmp_path, text))
 
 
-def test_no_timeout_goes_with_any_interval() -> None:
+def test_a_zero_timeout_allows_any_interval() -> None:
+    """A heartbeat timeout of 0 means that there is no timeout, so any heartbeat interval is accepted."""
     settings = Settings.build({"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 500})
     assert settings.network.heartbeat_timeout_s == 0
 
 
 @pytest.mark.covers("X3")
-def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_run_file_is_reported(tmp_path: Path) -> None:
+    """If a run file does not exist, is a folder or is not valid TOML, the error says so."""
     with pytest.raises(ConfigError, match=r"The run file .*none.toml' does not exist\. `atoll new` writes one"):
         Settings.read(tmp_path / "none.toml", environ={})
     with pytest.raises(ConfigError, match="is a folder"):

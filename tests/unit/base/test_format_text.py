@@ -9,8 +9,10 @@ from atoll.errors import PartCorrupt
 from atoll.format_text import where_different
 
 
-def test_shows_two_ids_where_they_differ() -> None:
-    """Twelve characters are shown: the first ones if they differ there, else those around the first difference."""
+def test_two_ids_are_shown_where_they_differ() -> None:
+    """Of two different ids, at most twelve characters are shown: the first ones if these differ, else those around the
+    first difference.
+    """
     assert where_different("a" * 64, "b" * 64) == ("a" * 12, "b" * 12)
     assert where_different("a" * 64, "a" * 11 + "b" * 53) == ("a" * 12, "a" * 11 + "b")
     assert where_different("a" * 64, "a" * 40 + "b" * 24) == ("…" + "a" * 12, "…" + "a" * 6 + "b" * 6)
@@ -18,10 +20,10 @@ def test_shows_two_ids_where_they_differ() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_different_ids_show_where_they_differ() -> None:
-    """The error for another blob shows where the ids differ.
+def test_an_error_shows_where_ids_differ() -> None:
+    """If a blob has another id than expected, the error shows both ids where they differ.
 
-    Two ids with the same beginning do not look the same in the message.
+    So two ids with the same beginning do not look equal in the error.
     """
     manifest = Manifest.of_cuts(Cuts(64, 128, 64), [b"0" * 32, b"1" * 32])
     other = manifest.id[:30] + ("0" if manifest.id[30] != "0" else "1") + manifest.id[31:]

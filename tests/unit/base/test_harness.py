@@ -48,7 +48,10 @@ PROGRAMS = {
     ("program", "way"),
     [*((program, "-c") for program in PROGRAMS), *itertools.product(("prints", "fails", "exits"), ("-m", "script"))],
 )
-def test_does_what_a_fresh_process_does(tmp_path: Path, program: str, way: str) -> None:
+def test_forked_programs_behave_like_fresh_processes(tmp_path: Path, program: str, way: str) -> None:
+    """A program that the tests' fork server runs has the exit status and the output that it has in a fresh Python
+    process.
+    """
     (tmp_path / "program.py").write_text(PROGRAMS[program])
     words = {"-c": ["-c", PROGRAMS[program]], "-m": ["-m", "program"], "script": ["program.py"]}[way]
     command = [sys.executable, *words, "--flag"]
@@ -63,8 +66,10 @@ def test_does_what_a_fresh_process_does(tmp_path: Path, program: str, way: str) 
         assert forked == outcome()
 
 
-def test_a_forked_child_is_as_asked(tmp_path: Path) -> None:
-    """Is a child with the pid environment group and descriptors that were asked for."""
+def test_a_forked_child_is_as_requested(tmp_path: Path) -> None:
+    """A child of the fork server has the requested environment, folder, session and file descriptors, and the pid that
+    `Popen` shows.
+    """
     code = (
         "import os, sys; os.write(int(sys.argv[1]), b'given'); print(len(sys.modules) > 1000)\n"
         "import torch; print(os.getpid(), os.getppid(), os.getsid(0), torch.get_num_threads(), os.getcwd())"
@@ -86,8 +91,10 @@ def test_a_forked_child_is_as_asked(tmp_path: Path) -> None:
         assert pipe.read() == b"given"
 
 
-def test_high_descriptors_reach_the_child() -> None:
-    """Descriptors with the numbers of the fork server's own ones reach it."""
+def test_passed_descriptors_reach_the_forked_child() -> None:
+    """File descriptors that are passed to a child reach it, even if the fork server uses the same numbers for its own
+    descriptors.
+    """
     read, write = os.pipe()
     numbers = [fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200) for _ in range(12)]
     os.close(write)
@@ -101,7 +108,8 @@ def test_high_descriptors_reach_the_child() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.usefixtures("interruptible")
-def test_signals_end_it(number: int) -> None:
+def test_signals_end_a_forked_process(number: int) -> None:
+    """SIGINT, SIGTERM and SIGKILL end a process of the fork server, and its exit status shows the signal."""
     code = "import time; print('ready', flush=True); time.sleep(60)"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
@@ -111,10 +119,11 @@ def test_signals_end_it(number: int) -> None:
         assert process.wait(20) == -number
 
 
-def test_grandchildren_are_not_the_tests(tmp_path: Path) -> None:
-    """A process whose parent has ended does not become a child of the test.
+def test_orphans_do_not_become_the_tests_children(tmp_path: Path) -> None:
+    """If a process of the fork server ends before its own child, this child does not become a child of the test
+    process.
 
-    The test's process adopts orphans only while it asks for a process.
+    The test process adopts orphans only while it asks for a process.
     """
     code = (
         "import os, subprocess, sys\n"
@@ -133,10 +142,10 @@ def test_grandchildren_are_not_the_tests(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_reaches_processes_despite_nohup(tmp_path: Path) -> None:
-    """Ctrl-C reaches what the fork server starts where it was started to ignore it.
+def test_ctrl_c_reaches_processes_despite_ignored_sigint(tmp_path: Path) -> None:
+    """Ctrl-C reaches a process of the fork server, even if the tests were started so that they ignore SIGINT.
 
-    A shell has what it starts in the background ignore SIGINT: tests of Ctrl-C waited there for ever.
+    Guards against tests of Ctrl-C that wait for ever in the background of a shell, where SIGINT is ignored.
     """
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
@@ -151,17 +160,17 @@ def test_ctrl_c_reaches_processes_despite_nohup(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_interruptible_tests_restore_signals() -> None:
-    """What a test makes interruptible is as before behind it."""
+    """Within `interruptible`, SIGINT raises `KeyboardInterrupt`. Afterwards, SIGINT has its earlier handler again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interruptible(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def test_a_free_port_is_not_random() -> None:
-    """A free port is not one that a socket may be given.
+def test_free_ports_are_below_the_ephemeral_range() -> None:
+    """`free_port` gives ports below the range from which the system chooses ports for sockets.
 
-    Guards against a silent listener of another test that took the port of a server first.
+    Guards against a socket of another test that takes the port of a server first.
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest < 32_768:
@@ -169,7 +178,10 @@ def test_a_free_port_is_not_random() -> None:
     assert 1024 <= min(run._PORTS) <= free_port() <= max(run._PORTS) < lowest
 
 
-def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_gets_other_free_ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`free_port` gives no port that another process holds or listens on. When that process has ended, its ports are
+    free again.
+    """
     ports = [free_port() for _ in range(4)]
     for port in ports:
         run.give_back_port(port)
@@ -191,7 +203,8 @@ def test_gives_each_process_another_free_port(tmp_path: Path, monkeypatch: pytes
     assert {free_port() for _ in range(3)} == {*theirs, ports[3]}  # that process has ended, and so has the listener
 
 
-def test_reports_each_stop_of_a_process_once(tmp_path: Path) -> None:
+def test_each_process_stop_is_reported_once(tmp_path: Path) -> None:
+    """A process of the nursery reports each of its stops once."""
     script = tmp_path / "waits.py"
     script.write_text("from atoll.runtime import failpoint\nfailpoint('here')\nfailpoint('here')\n")
     with closing(Nursery()) as nursery:

@@ -22,8 +22,11 @@ from atoll.runtime import Latch
 # -- children
 
 
-def test_a_thread_may_start_processes_too(tmp_path: Path) -> None:
-    """Signals come to the main thread alone, and only there a handler may be set."""
+def test_any_thread_may_start_child_processes(tmp_path: Path) -> None:
+    """A thread other than the main thread can start and end child processes.
+
+    Only the main thread gets signals, and only there a signal handler may be set.
+    """
     ended: list[int | None] = []
 
     def start() -> None:
@@ -40,9 +43,9 @@ def test_a_thread_may_start_processes_too(tmp_path: Path) -> None:
 @pytest.mark.covers("X1")
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_start_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while a process is started leaves none behind.
+    """If Ctrl-C interrupts the start of a child process, the child is ended.
 
-    The worst of moments: the process is there, and `Popen` has not returned.
+    The interrupt comes at the worst moment: the child runs, and `Popen` has not returned yet.
     """
     started: list[subprocess.Popen[bytes]] = []
 
@@ -87,7 +90,9 @@ def taken(channel: ProcessPipe) -> tuple[dict[str, Any], bytes | None]:
 
 
 def test_messages_arrive_with_their_files(ends: tuple[ProcessPipe, ProcessPipe], tmp_path: Path) -> None:
-    """Messages of any length arrive with their files and leave none."""
+    """Messages of any length arrive with their files and leave no file descriptor open. Messages that were sent before
+    the pipe was closed still arrive.
+    """
     one, other = ends
     path = tmp_path / "file"
     path.write_bytes(b"tensors")
@@ -112,8 +117,8 @@ def test_messages_arrive_with_their_files(ends: tuple[ProcessPipe, ProcessPipe],
 # -- the latch that tells of a server's end
 
 
-def test_setting_it_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once, not when they look again."""
+def test_setting_a_latch_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting a latch wakes all waiting threads at once, before they look again by themselves."""
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     latch = Latch()
     assert not latch.wait(0.0)
@@ -131,10 +136,10 @@ def test_setting_it_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert latch.wait(0.0)
 
 
-def test_an_interrupted_waiter_blocks_no_other() -> None:
-    """An interrupted waiter blocks neither the setter nor other waiters.
+def test_an_interrupted_latch_waiter_blocks_no_thread() -> None:
+    """A waiter that Ctrl-C interrupts blocks neither the thread that sets the latch nor other waiters.
 
-    Ctrl-C between two instructions of `wait` leaves what it has taken: here, all that it takes.
+    Ctrl-C between two instructions of `wait` leaves its lock taken.
     """
     latch = Latch()
     for interrupted in ("before it was set", "behind it"):
@@ -168,7 +173,8 @@ def run(failpoints: str, script: str = COUNTS) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False)
 
 
-def test_without_the_variable_nothing_happens() -> None:
+def test_failpoints_without_setting_do_nothing() -> None:
+    """If `ATOLL_FAILPOINTS` is empty, failpoints do nothing."""
     assert run("").stdout == "1 passed\n2 passed\n3 passed\n"
 
 
@@ -180,20 +186,27 @@ def test_without_the_variable_nothing_happens() -> None:
         ("elsewhere=eio; here = kill@2", "1 passed\n"),
     ],
 )
-def test_kill_ends_the_process_at_the_nth_time(failpoints: str, output: str) -> None:
+def test_a_kill_failpoint_ends_the_process(failpoints: str, output: str) -> None:
+    """The failpoint action `kill@N` kills the process when it reaches the failpoint for the Nth time. Without a number,
+    N is 1.
+    """
     outcome = run(failpoints)
     assert outcome.returncode == -signal.SIGKILL
     assert outcome.stdout == output
 
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", 28), ("eio", 5)])
-def test_a_disk_error_comes_once(action: str, number: int) -> None:
-    """A disk error comes once at the nth time. 28 and 5 are ENOSPC and EIO of Linux."""
+def test_a_disk_error_failpoint_fails_once(action: str, number: int) -> None:
+    """The failpoint actions `enospc@2` and `eio@2` raise a disk error at the second time only. 28 and 5 are ENOSPC and
+    EIO of Linux.
+    """
     assert run(f"here={action}@2").stdout == f"1 passed\n2 {number}\n3 passed\n"
 
 
-def test_pause_waits_for_its_file(tmp_path: Path) -> None:
-    """Pause says that it is there and waits for the file."""
+def test_a_pause_failpoint_waits_for_its_file(tmp_path: Path) -> None:
+    """The failpoint action `pause` creates a file that says it is reached. It then waits until the file in the action
+    exists.
+    """
     gate, reached = tmp_path / "gate", tmp_path / "gate.reached"
     environ = os.environ | {"ATOLL_FAILPOINTS": f"here=pause:{gate}@2"}
     with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -205,8 +218,8 @@ def test_pause_waits_for_its_file(tmp_path: Path) -> None:
         assert process.stdout.read() == "2 passed\n3 passed\n"
 
 
-def test_stop_works_each_time() -> None:
-    """Stop stops the process each time that is named."""
+def test_a_stop_failpoint_stops_each_time() -> None:
+    """The failpoint action `stop@1,3` stops the process at the first and at the third time."""
     environ = os.environ | {"ATOLL_FAILPOINTS": "here=stop@1,3"}
     output = []
     with subprocess.Popen([sys.executable, "-c", COUNTS], env=environ, stdout=subprocess.PIPE, text=True) as process:
@@ -220,7 +233,8 @@ def test_stop_works_each_time() -> None:
     assert output == [[], ["1 passed\n", "2 passed\n"], ["3 passed\n"]]
 
 
-def test_unknown_actions_list_the_known() -> None:
+def test_an_unknown_failpoint_action_is_refused() -> None:
+    """If a failpoint has an unknown action, the error lists the known actions."""
     outcome = run("here=explode")
     assert outcome.returncode == 1
     assert "unknown action 'explode' at 'here'; use kill, stop, enospc, emfile, eio or pause:PATH" in outcome.stderr

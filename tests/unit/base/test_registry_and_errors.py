@@ -47,7 +47,7 @@ def test_every_built_in_name_loads(kind: str) -> None:
 
 
 def test_a_plugin_is_found_by_its_kind(plugins: list[EntryPoint]) -> None:
-    """A plugin is found in the group of its kind."""
+    """An installed plugin is found under the kind of its entry point group, and under no other kind."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     assert registry.names("codecs") == [*registry.TABLES["codecs"], "ternary"]
     assert registry.load("codecs", OwnName("ternary"))(1.5) == 1
@@ -74,10 +74,10 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("nothing_registered")
 @pytest.mark.parametrize("kind", registry.REGISTRABLE)
 @pytest.mark.parametrize("name", ["mine", "my.pack-age_1", "my_module:Mine", "mine.py:Mine"])
-def test_registered_names_are_found_twice(kind: str, name: str) -> None:
-    """What a program registers is found by both classes of names.
+def test_registered_names_are_found_by_both_classes(kind: str, name: str) -> None:
+    """A registered object is found by an `OwnName` and by a `ReceivedName`, and only under its kind.
 
-    A registered name may look like a path: the object is returned, and nothing is imported.
+    A registered name may look like a path. The object is returned, and nothing is imported.
     """
     value = SimpleNamespace(name=name) if kind == "algorithms" else Mine
     atoll.register(kind, name, value)
@@ -93,7 +93,9 @@ def test_registered_names_are_found_twice(kind: str, name: str) -> None:
 
 @pytest.mark.usefixtures("nothing_registered")
 def test_the_last_registered_object_of_a_name_counts(plugins: list[EntryPoint]) -> None:
-    """As in a notebook's cell that runs again; and before a package's entry point."""
+    """If a program registers two objects under one name, the last one counts, as when a notebook's cell runs again. It
+    also precedes a package's entry point.
+    """
     plugins.append(EntryPoint("mine", "math:floor", "atoll.codecs"))
     for value in (list, Mine):
         atoll.register("codecs", "mine", value)
@@ -122,7 +124,10 @@ def test_the_last_registered_object_of_a_name_counts(plugins: list[EntryPoint]) 
         ("algorithms", "mine", Mine, "'mine' is not that of the algorithm"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(kind: Any, name: Any, value: Any, words: str) -> None:
+def test_an_invalid_registration_is_refused(kind: Any, name: Any, value: Any, words: str) -> None:
+    """`register` refuses an unknown kind, an invalid or built-in name, and an object that does not fit. Nothing is
+    registered.
+    """
     with pytest.raises(UsageError, match=words):
         atoll.register(kind, name, value)
     assert registry._registered == {}
@@ -132,7 +137,9 @@ def test_what_cannot_be_registered_is_refused(kind: Any, name: Any, value: Any, 
 @pytest.mark.usefixtures("user_module")
 @pytest.mark.parametrize("name", ["my_models:build", "my_models.py:build", "subprocess:getoutput", "bf61", "json"])
 def test_received_names_are_never_imported(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A received name is looked up and never imported."""
+    """If a received name is unknown, it is refused and not imported. The error says how to register or install the
+    object.
+    """
     sys.modules.pop("my_models", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
@@ -144,7 +151,7 @@ def test_received_names_are_never_imported(name: str, tmp_path: Path, monkeypatc
 
 
 def test_received_names_find_known_parts(plugins: list[EntryPoint]) -> None:
-    """A received name finds a part of atoll and an entry point."""
+    """A received name finds a part of Atoll and the entry point of a package."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     assert registry.resolve_received("codecs", ReceivedName("ternary"))(1.5) == 1
     assert registry.resolve_received("outer", ReceivedName("sgd")).__name__ == "SGD"
@@ -155,7 +162,7 @@ def test_received_names_find_known_parts(plugins: list[EntryPoint]) -> None:
     "text", ["", "a b", "a\nb", "a\n", "../a", "/a.py:C", "http://h/a", "ä", "-a", "a" * 129, "a\0"]
 )
 def test_a_received_name_must_be_plain(text: str) -> None:
-    """Paths, URLs, blanks and more than 128 characters are refused in a message."""
+    """A received name is refused if it is a path or URL, has blanks, or has more than 128 characters."""
     with pytest.raises(ValueError, match="is not a name of the form"):
         ReceivedName(text)
     with pytest.raises(ValidationError):
@@ -194,8 +201,12 @@ registry.find("codecs", own)
 
 @pytest.mark.covers("X8")
 @pytest.mark.slow
-def test_mypy_sees_imported_names(tmp_path: Path) -> None:
-    """Mypy sees a received name that would be imported. By the numbers of the snippet's lines."""
+def test_mypy_reports_confused_names(tmp_path: Path) -> None:
+    """mypy reports each line of a snippet that confuses a received name, an own name and plain text. Only own names may
+    be imported.
+
+    The expected lines have the numbers of the snippet.
+    """
     (tmp_path / "snippet.py").write_text(SNIPPET)
     quick = ["--cache-dir=/dev/null", "--follow-imports=silent", "--no-site-packages", "--config-file="]
     source = str(Path(atoll.__file__).parents[1])
@@ -210,14 +221,16 @@ def test_mypy_sees_imported_names(tmp_path: Path) -> None:
     assert re.findall(r"^snippet.py:(\d+): error", done.stdout, re.MULTILINE) == [str(line) for line in range(6, 13)]
 
 
-def test_a_text_is_no_name_that_is_imported() -> None:
+def test_only_own_names_are_imported() -> None:
+    """Plain text and a received name are refused where code is imported by its name. Only an `OwnName` is imported."""
     for call in (lambda: registry.load_attribute("math:floor"), lambda: registry.load("codecs", ReceivedName("int8"))):
         with pytest.raises(UsageError, match="only an OwnName is imported"):
             call()
 
 
 @pytest.mark.usefixtures("user_module")
-def test_a_user_names_code_of_their_own() -> None:
+def test_an_own_name_loads_user_code() -> None:
+    """An `OwnName` with a module and an attribute loads the user's code."""
     assert registry.load("algorithms", OwnName("my_models:build"))() == "built"
 
 
@@ -235,7 +248,8 @@ def test_a_user_names_code_of_their_own() -> None:
         ("my_models:zzz", "my_models has no 'zzz'", ""),
     ],
 )
-def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str) -> None:
+def test_missing_code_is_reported(target: str, message: str, remedy: str) -> None:
+    """If the code of an `OwnName` does not exist, the error says what is missing and how to correct the name."""
     with pytest.raises(ConfigError) as caught:
         registry.load_attribute(OwnName(target))
     assert message in caught.value.message
@@ -255,10 +269,12 @@ def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str)
     ids=["raises", "exits", "raises-elsewhere", "lost-name", "syntax"],
 )
 @pytest.mark.parametrize("form", ["{folder}/their.py:build", "their:build"], ids=["file", "module"])
-def test_broken_plugins_show_their_traceback(
+def test_code_that_fails_at_import_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, form: str
 ) -> None:
-    """Code that raises as it is imported is named with its traceback."""
+    """If the user's code raises while it is imported, the error shows the exception and the traceback within that
+    code.
+    """
     file = tmp_path / "their.py"
     file.write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -271,8 +287,10 @@ def test_broken_plugins_show_their_traceback(
     assert registry.__file__ not in caught.value.trace
 
 
-def test_users_errors_are_told_unchanged() -> None:
-    """What a user's class raises is told as it is."""
+def test_errors_of_user_code_are_quoted() -> None:
+    """If the user's code raises, the error quotes the exception with its file and line. If the arguments do not fit,
+    the error gives the hint about arguments.
+    """
 
     def build() -> object:
         raise OSError("no such site")
@@ -284,9 +302,8 @@ def test_users_errors_are_told_unchanged() -> None:
 
 
 def test_a_type_error_in_user_code_keeps_its_line() -> None:
-    """It is reported with its line and traceback.
-
-    Only a call that does not fit the signature gets the hint about arguments.
+    """A `TypeError` in the user's code is reported with its line and traceback. Only a call that does not fit the
+    signature gets the hint about arguments.
     """
 
     def build(width: int) -> object:
@@ -300,8 +317,11 @@ def test_a_type_error_in_user_code_keeps_its_line() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python imports `site` when it starts, so that no user's site.py is found by that name."""
+def test_a_file_named_like_another_module_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a name finds another module instead of the user's file, the error suggests the path of the file.
+
+    Python imports `site` when it starts, so the user's `site.py` is not found by its module name.
+    """
     (tmp_path / "site.py").write_text("def build(): return 'built'\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"the module site is .*site.py, and has no 'build'\. Use site.py:build"):
@@ -310,8 +330,8 @@ def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.covers("X3")
-def test_unknown_names_list_the_known(plugins: list[EntryPoint]) -> None:
-    """An unknown name lists the known ones and offers the nearest."""
+def test_an_unknown_name_lists_the_known_names(plugins: list[EntryPoint]) -> None:
+    """If a name is unknown, the error lists the known names and suggests the nearest one."""
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     with pytest.raises(ConfigError) as caught:
         registry.load("codecs", OwnName("bf61"))
@@ -351,24 +371,25 @@ def real_tree(root: type[AtollError] = AtollError) -> dict[str, str]:
 
 
 def test_the_error_tree_is_documented() -> None:
-    """The tree at the top of the file is the tree."""
+    """The tree in the docstring of `atoll.errors` shows the real tree of exceptions."""
     assert drawn_tree() == {name: base for name, base in real_tree().items() if hasattr(errors, name)}
 
 
-def test_every_error_has_a_code() -> None:
-    """Every error has a wire code of its own."""
+def test_every_error_has_its_own_code() -> None:
+    """Every exception of Atoll has a wire code of its own, by which it is found."""
     kinds = [AtollError, *(getattr(errors, name) for name in real_tree() if hasattr(errors, name))]
     assert len({kind.code for kind in kinds}) == len(kinds)
     assert all(BY_CODE[kind.code] is kind for kind in kinds)
 
 
 def test_exit_codes_mean_failure() -> None:
-    """Exit codes are those of a failure and of no signal."""
+    """The exit codes of all errors are from 1 to 125, so they mean a failure and no signal."""
     assert all(1 <= kind.exit_code < 126 for kind in BY_CODE.values())
 
 
 @pytest.mark.covers("X3")
 def test_an_error_reads_as_message_and_remedy() -> None:
+    """The text of an error is its message and then its remedy, if there is one."""
     error = UpdateRefused("Worker clinic-a: head.weight is not finite.", "Lower the learning rate.")
     assert str(error) == "Worker clinic-a: head.weight is not finite. Lower the learning rate."
     assert (error.message, error.remedy) == (
@@ -379,8 +400,8 @@ def test_an_error_reads_as_message_and_remedy() -> None:
 
 
 @pytest.mark.parametrize("cause", ["disk I/O error", "Cannot operate on a closed database."])
-def test_quotes_end_with_one_full_stop(cause: str) -> None:
-    """A message that quotes a cause ends with one full stop."""
+def test_a_quoted_cause_has_one_full_stop(cause: str) -> None:
+    """If a message quotes a cause that ends with a full stop, the message has only one full stop there."""
     error = StoreError(f"journal.sqlite: {cause}.", "Check the disk.")
     assert str(error) == f"journal.sqlite: {cause.removesuffix('.')}. Check the disk."
 
@@ -389,8 +410,8 @@ def test_a_message_may_end_with_an_ellipsis() -> None:
     assert StoreError("journal.sqlite: and so on...").message == "journal.sqlite: and so on..."
 
 
-def test_each_cause_is_told_once() -> None:
-    """Causes are told each once where they are a circle too."""
+def test_each_cause_is_listed_once() -> None:
+    """`errors.causes` lists each cause of an error once, even if the causes form a circle."""
     first, second, third = ValueError("first"), OSError("second"), KeyError("third")
     first.__cause__, second.__cause__, third.__cause__ = second, third, second
     assert list(errors.causes(first)) == [first, second, third]

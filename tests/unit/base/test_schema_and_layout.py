@@ -51,7 +51,7 @@ ANY_SPECS = st.lists(
 
 @given(ANY_SPECS)
 def test_storage_order_is_widest_first(specs: list[TensorSpec]) -> None:
-    """Storage order is widest first, and otherwise the model's."""
+    """A schema puts tensors with larger elements first. Tensors with elements of equal size keep the model's order."""
     ordered = Schema.build(specs).tensors
     assert sorted(ordered, key=str) == sorted(specs, key=str)
     for one, two in itertools.pairwise(ordered):
@@ -61,21 +61,25 @@ def test_storage_order_is_widest_first(specs: list[TensorSpec]) -> None:
 
 
 @given(ANY_SPECS, ANY_SPECS)
-def test_digests_are_equal_exactly_when_schemas_are(one: list[TensorSpec], two: list[TensorSpec]) -> None:
+def test_schema_digests_are_unique(one: list[TensorSpec], two: list[TensorSpec]) -> None:
+    """Two schemas have the same digest if and only if they are equal. A schema that is written as JSON is read back
+    equal.
+    """
     first, second = Schema.build(one), Schema.build(two)
     assert (first.digest == second.digest) == (first == second)
     assert Schema.from_json(first.to_json()) == first
     assert Schema.from_json(first.to_json()).digest == first.digest
 
 
-def test_the_digest_is_that_of_the_canonical_json() -> None:
+def test_a_schema_digest_covers_its_canonical_json() -> None:
+    """The digest of a schema is the BLAKE3 hash of its canonical JSON."""
     schema = Schema.build([TensorSpec("w", "F32", (2, 3))], {"v": "w"})
     text = b'{"aliases":[["v","w"]],"tensors":[["w","F32",[2,3],"params"]]}'
     assert schema.digest == blake3(text).hexdigest()
 
 
 def test_scalars_and_empty_tensors_have_sizes() -> None:
-    """Sizes count a scalar as one element and an empty tensor as none."""
+    """The size of a schema counts a scalar as one element and an empty tensor as none."""
     # 6 · 4 bytes + 1 · 8 bytes + 0 · 2 bytes
     specs = [
         TensorSpec("w", "F32", (2, 3)),
@@ -88,7 +92,10 @@ def test_scalars_and_empty_tensors_have_sizes() -> None:
     assert [spec.is_float for spec in schema.tensors] == [False, True, True]
 
 
-def test_what_is_no_schema_is_refused_by_name() -> None:
+def test_an_invalid_schema_is_refused() -> None:
+    """A schema with an unsupported dtype, a repeated name or an unknown tied tensor is refused. The error names the
+    tensor.
+    """
     spec = TensorSpec("w", "F32", (1,))
     with pytest.raises(UsageError, match=r"'w' has the dtype C64, which Atoll does not support\. Use one of F64"):
         TensorSpec("w", "C64", (1,))
@@ -153,7 +160,7 @@ DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("case", DIFFERENCES)
 def test_different_models_show_their_difference(case: str) -> None:
-    """Two models that differ are refused with both digests and the first difference."""
+    """If the models of a worker and the server differ, the error has both digests and the first difference."""
     mine, theirs, difference = DIFFERENCES[case]
     worker, server = Schema.build(*mine), Schema.build(*theirs)
     with pytest.raises(SchemaMismatch) as caught:
@@ -171,8 +178,8 @@ def test_the_same_model_in_another_order_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [(TIED, (BASE,)), ((BASE,), TIED)], ids=["here", "there"])
-def test_a_missing_further_name_is_accepted(mine: Any, theirs: Any) -> None:
-    """A further name of a tensor that one side lacks is accepted."""
+def test_a_missing_second_name_is_accepted(mine: Any, theirs: Any) -> None:
+    """If only one side has a second name for a tensor, both models count as equal."""
     Schema.build(*mine).require_equal(Schema.build(*theirs), mine="worker clinic-a", theirs="the server")
 
 
@@ -229,8 +236,8 @@ def layouts(specs: list[TensorSpec], part_bytes: int) -> list[Layout]:
 
 
 @given(SPECS, PART_BYTES)
-def test_a_part_has_its_bytes_or_a_tile(specs: list[TensorSpec], part_bytes: int) -> None:
-    """A part has at most its bytes or holds a single tile."""
+def test_a_part_has_limited_size_or_one_tile(specs: list[TensorSpec], part_bytes: int) -> None:
+    """A part has at most `part_bytes` bytes, or it has a single tile. No two neighbouring parts would fit into one."""
     for layout in layouts(specs, part_bytes):
         for part in layout.parts:
             tiles = sum(-(-piece.numel // TILE) for piece in part.pieces)
@@ -241,7 +248,9 @@ def test_a_part_has_its_bytes_or_a_tile(specs: list[TensorSpec], part_bytes: int
 
 @given(SPECS, PART_BYTES)
 def test_pieces_are_whole_tiles(specs: list[TensorSpec], part_bytes: int) -> None:
-    """Pieces are whole tiles and lie where the rate says."""
+    """Each piece of a tensor has whole tiles, except at the tensor's end. Between pieces there is only padding, and
+    their sizes follow the codec's rate.
+    """
     for layout in layouts(specs, part_bytes):
         pieces = [piece for part in layout.parts for piece in part.pieces]
         for part in layout.parts:
@@ -264,6 +273,7 @@ def test_pieces_are_whole_tiles(specs: list[TensorSpec], part_bytes: int) -> Non
 
 @given(SPECS, PART_BYTES, st.integers(1, 5))
 def test_chunks_cut_every_piece_at_tiles(specs: list[TensorSpec], part_bytes: int, tiles: int) -> None:
+    """Chunks cut each piece at the borders of tiles. Together they cover each element once, in order."""
     for layout in layouts(specs, part_bytes):
         for part in layout.parts:
             runs = list(chunks(part, tiles * TILE))
@@ -278,7 +288,9 @@ def test_chunks_cut_every_piece_at_tiles(specs: list[TensorSpec], part_bytes: in
 
 @given(SPECS)
 def test_updates_are_aligned_and_files_dense(specs: list[TensorSpec]) -> None:
-    """Segments of an update are aligned and those of a file have no gaps."""
+    """The tensors of an update begin at aligned offsets. The tensors of a version's file follow each other without
+    gaps.
+    """
     update, version = layouts(specs, 16 * TILE)
     assert all(segment.offset % ALIGN_BYTES == 0 for segment in update.segments)
     assert update.nbytes % ALIGN_BYTES == 0
@@ -290,10 +302,11 @@ def test_updates_are_aligned_and_files_dense(specs: list[TensorSpec]) -> None:
     assert version.nbytes == end
 
 
-def test_a_cut_worked_out_by_hand() -> None:
+def test_a_layout_calculated_by_hand() -> None:
     # Rate of `blocks`: 260 bytes per 256 values, so 4,160 per tile.
     # a: 2.5 tiles = 40 blocks = 10,400 bytes, padded to 10,432; b: 16 bytes, padded to 64.
     # Parts of 9,000 bytes: two tiles of a (8,320); the rest of a with its padding (2,112) and b (64).
+    """A layout has the parts, pieces and offsets that the comment calculates from the codec's rate."""
     specs = [TensorSpec("a", "F32", (2 * TILE + TILE // 2,)), TensorSpec("b", "I64", (2,), "buffers")]
     layout = update_layout(specs, encoding_of, 9000)
     assert [(part.start, part.stop) for part in layout.parts] == [(0, 8320), (8320, 10496)]
@@ -307,13 +320,14 @@ def test_a_cut_worked_out_by_hand() -> None:
 
 
 def test_empty_models_have_one_part() -> None:
-    """A model without tensors or with empty ones has one part."""
+    """The layout of a model without tensors, or with an empty tensor, has one part."""
     assert [part.nbytes for part in update_layout([], encoding_of).parts] == [0]
     empty = update_layout([TensorSpec("e", "F32", (3, 0))], encoding_of)
     assert [(part.nbytes, len(part.pieces)) for part in empty.parts] == [(0, 1)]
 
 
-def test_a_version_is_a_file_that_safetensors_opens(tmp_path: Path) -> None:
+def test_safetensors_opens_the_file_of_a_version(tmp_path: Path) -> None:
+    """safetensors opens the file of a version. Each tensor has its name, dtype, shape and bytes there."""
     specs = [TensorSpec(f"every.{dtype}", dtype, (3, 5)) for dtype in ITEM_BYTES]
     specs += [
         TensorSpec('odd "名" \\ name', "F32", (2,)),
@@ -342,7 +356,12 @@ def test_a_version_is_a_file_that_safetensors_opens(tmp_path: Path) -> None:
             assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == expected
 
 
-def test_the_digest_changes_with_whatever_moves_a_byte() -> None:
+def test_different_layouts_have_different_digests() -> None:
+    """The digest of a layout changes with the name, dtype, shape, group or codec of a tensor, the size of parts and the
+    header.
+
+    A file without a header has the same digest as the raw update of one aligned tensor: the bytes have the same places.
+    """
     spec = TensorSpec("w", "F32", (8, 2))
     base = update_layout([spec], lambda _: RAW)
     others = [
@@ -364,8 +383,8 @@ def test_the_digest_changes_with_whatever_moves_a_byte() -> None:
     assert update_layout([spec], lambda _: RAW).digest == base.digest
 
 
-def test_layout_and_parts_name_an_update() -> None:
-    """An update is named by its layout and its parts in order."""
+def test_an_update_id_covers_layout_and_parts() -> None:
+    """The id of an update is the BLAKE3 hash of its layout's digest and its parts' digests in order."""
     layout = update_layout([TensorSpec("w", "F32", (8,))], encoding_of)
     one, two = blake3(b"one").digest(), blake3(b"two").digest()
     assert layout.blob_id([one, two]) == blake3(bytes.fromhex(layout.digest) + one + two).hexdigest()
@@ -373,10 +392,10 @@ def test_layout_and_parts_name_an_update() -> None:
 
 
 @pytest.mark.parametrize("tensors", [50, 5000])
-def test_cutting_grows_with_tensors_and_parts(tensors: int) -> None:
-    """The work of cutting grows with tensors and parts only.
+def test_layout_work_grows_with_tensors_and_parts(tensors: int) -> None:
+    """The work of making a layout grows with the number of tensors and parts only.
 
-    Counted, not timed: calls of the codec's rate, for the same total in 50 and in 5,000 tensors.
+    The test counts the calls of the codec's rate, for an equal number of elements in 50 and in 5,000 tensors.
     """
     calls = 0
 
@@ -419,8 +438,10 @@ def layouts_of_ranks(specs: tuple[TensorSpec, ...], part_bytes: int, ranks: int)
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 9])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
-    """FSDP2 divides dimension 0 as `torch.chunk` does; with fewer chunks than ranks, the last have nothing."""
+def test_ranks_get_the_rows_of_torch_chunk(rows: int, ranks: int) -> None:
+    """Each rank gets the rows that `torch.chunk` gives it, because FSDP2 divides dimension 0 so. With fewer chunks than
+    ranks, the last ranks get no rows.
+    """
     values = torch.arange(rows * 5).view(rows, 5)
     chunks = [each.reshape(-1).tolist() for each in torch.chunk(values, ranks)] if rows else []
     spec = TensorSpec("w", "F32", (rows, 5))
@@ -429,8 +450,11 @@ def test_rows_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
         assert values.reshape(-1)[start:stop].tolist() == (chunks[rank] if rank < len(chunks) else [])
 
 
-def test_a_tiles_rank_has_its_first_row() -> None:
-    """301 rows of 97 are 29,197 elements, in 8 tiles; rank 0 has 151 rows, 14,647 elements, which end in tile 3."""
+def test_a_tile_belongs_to_its_first_rows_rank() -> None:
+    """A tile belongs to the rank that has the row in which the tile begins. A buffer belongs to rank 0.
+
+    301 rows of 97 are 29,197 elements, in 8 tiles. Rank 0 has 151 rows, which are 14,647 elements and end in tile 3.
+    """
     spec = TensorSpec("w", "F32", (301, 97))
     assert [rows_of(spec, rank, 2) for rank in (0, 1)] == [(0, 14_647), (14_647, 29_197)]
     assert [tiles_of(spec, rank, 2) for rank in (0, 1)] == [(0, 4 * TILE), (4 * TILE, 29_197)]
@@ -442,7 +466,7 @@ def test_a_tiles_rank_has_its_first_row() -> None:
 
 @given(SHARED_SPECS, st.integers(1, 5), st.one_of(PART_BYTES, st.sampled_from([2**16, 2**24])))
 def test_parts_cover_every_byte_once(specs: tuple[TensorSpec, ...], ranks: int, part_bytes: int) -> None:
-    """Parts cover every byte once and are of one rank."""
+    """The parts of a layout cover every byte once. Each part belongs to one rank."""
     for layout in layouts_of_ranks(specs, part_bytes, ranks):
         end = 0
         for index, part in enumerate(layout.all_parts):
@@ -456,7 +480,8 @@ def test_parts_cover_every_byte_once(specs: tuple[TensorSpec, ...], ranks: int, 
 
 
 @given(SHARED_SPECS, st.integers(1, 5))
-def test_the_shares_of_the_ranks_are_the_whole(specs: tuple[TensorSpec, ...], ranks: int) -> None:
+def test_the_ranks_shares_make_the_whole_layout(specs: tuple[TensorSpec, ...], ranks: int) -> None:
+    """The shares of all ranks have each part of the layout once, and all shares have the layout's digest."""
     for layout in layouts_of_ranks(specs, 2**16, ranks):
         shares = [layout.of_rank(rank) for rank in range(ranks)]
         together = sorted((part for share in shares for part in share.parts), key=lambda part: part.index)
@@ -467,16 +492,16 @@ def test_the_shares_of_the_ranks_are_the_whole(specs: tuple[TensorSpec, ...], ra
             assert share.all_parts == layout.all_parts
 
 
-def test_the_digest_knows_the_ranks() -> None:
-    """The digest says for how many ranks a layout is cut."""
+def test_a_layout_digest_depends_on_the_ranks() -> None:
+    """The digest of a layout differs for different numbers of ranks."""
     specs = (TensorSpec("w", "F32", (300, 97)),)
     assert len({layouts_of_ranks(specs, 2**16, ranks)[0].digest for ranks in (1, 2, 3)}) == 3
 
 
 def test_ranks_do_not_move_bytes() -> None:
-    """Segments and bytes are the same for any number of ranks.
+    """The places and bytes of the tensors in a layout do not depend on the number of ranks.
 
-    What a server decodes and reduces knows nothing of ranks.
+    So a server decodes and reduces without knowing the ranks.
     """
     specs = (TensorSpec("w", "F32", (300, 97)), TensorSpec("b", "F32", (300,)))
 

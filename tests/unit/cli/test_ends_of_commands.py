@@ -46,18 +46,20 @@ def code_of(error: BaseException) -> Any:
     ],
     ids=["ctrl-c", "terminated", "settings", "unreachable", "failed", "full", "quota"],
 )
-def test_ends_a_command_with_its_documented_code(
+def test_a_command_ends_with_its_documented_code(
     error: BaseException, code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signals end a command as in shells, and errors with the code of their class."""
+    """A command that a signal ends has the exit code that shells use. A command that an error ends prints one line and
+    has the exit code of the error's class.
+    """
     monkeypatch.setattr("os.dup2", lambda *_: None)  # it would take this process's own output
     assert code_of(error) == code
     last = capfd.readouterr().err.splitlines()
     assert len(last) == (0 if code in (130, 143) else 1)
 
 
-def test_another_error_of_the_system_is_not_called_a_full_disk() -> None:
-    """Any other system error than a full disk keeps its traceback: it is a bug."""
+def test_other_system_errors_keep_their_traceback() -> None:
+    """A system error other than a full disk is raised with its traceback, because it is a bug."""
     with pytest.raises(PermissionError):
         run_command(raises(PermissionError(errno.EACCES, "Permission denied")))
 
@@ -65,10 +67,12 @@ def test_another_error_of_the_system_is_not_called_a_full_disk() -> None:
 @pytest.mark.covers("X3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_simulation_with_the_code_of_shells(
+def test_a_signal_ends_a_simulation_cleanly(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """`atoll simulate` that is told to end while a site trains stops its processes and says how to go on."""
+    """If a signal ends `atoll simulate` while a site trains, the command has the exit code that shells use and says how
+    to go on.
+    """
     (tmp_path / "script.py").write_text(
         "import pathlib, time, torch\n"
         "def build():\n    return torch.nn.Linear(2, 1)\n"
@@ -91,8 +95,8 @@ def test_a_signal_ends_a_simulation_with_the_code_of_shells(
 # -- restarts of `atoll worker`
 
 
-def test_restarts_pause_twice_as_long_up_to_a_minute() -> None:
-    """1, 2, 4, 8, 16, 32 and 60 s, then always 60 s."""
+def test_pauses_between_restarts_double_up_to_a_minute() -> None:
+    """The pauses between restarts are 1, 2, 4, 8, 16 and 32 s, then always 60 s."""
     assert [worker.restart_pause_s(attempt) for attempt in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
@@ -111,14 +115,19 @@ def ran(script: str, restarts: int = 0) -> int:
     return worker._run([sys.executable, "-c", script], environment, restarts)
 
 
-def test_a_command_killed_by_a_signal_has_the_code_of_shells(answered: list[str]) -> None:
-    """128 + 9, and a line that says what killed it."""
+def test_a_killed_command_has_the_shells_exit_code(answered: list[str]) -> None:
+    """If a signal kills the command of `atoll worker`, the exit code is 128 plus the signal's number, here 128 + 9. A
+    line names the signal.
+    """
     assert ran("import os; os.kill(os.getpid(), 9)") == 137
     assert answered[-1] == "atoll: SIGKILL ended the command"
 
 
 def test_restarts_end_with_the_last_exit_code(answered: list[str], tmp_path: Path) -> None:
-    """A command that fails with 3, 4 and 5 has two restarts and ends with 5; each restart is numbered."""
+    """After its restarts, `atoll worker` ends with the last exit code of its command.
+
+    A command that fails with 3, 4 and 5 is restarted twice and ends with 5. Each restart has its number in a line.
+    """
     tries = tmp_path / "tries"
     script = f"import sys; t = open({str(tries)!r}, 'a+'); t.write('x'); t.seek(0); sys.exit(2 + len(t.read()))"
     assert ran(script, restarts=2) == 5
@@ -131,15 +140,17 @@ def test_restarts_end_with_the_last_exit_code(answered: list[str], tmp_path: Pat
 
 
 def test_a_command_that_succeeds_is_not_started_again(answered: list[str], tmp_path: Path) -> None:
-    """An exit code of 0 ends the restarts."""
+    """If the command of `atoll worker` ends with exit code 0, it is not restarted."""
     tries = tmp_path / "tries"
     assert ran(f"open({str(tries)!r}, 'a').write('x')", restarts=5) == 0
     assert tries.read_text() == "x"
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("no-such-command", "-- python train.py"), ("script", "-- python ")])
-def test_a_command_that_cannot_be_started_is_named(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
-    """A program that is not there, and a file that is not executable, each with its own remedy."""
+def test_a_command_that_cannot_start_is_reported(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
+    """If the command of `atoll worker` does not exist or is not executable, the error names it and has a remedy for
+    each case.
+    """
     (tmp_path / "script").write_text("print()")
     with pytest.raises(errors.UsageError, match=name) as refused:
         worker._run([str(tmp_path / name)], {"ATOLL_SERVER": "http://127.0.0.1:1"}, 0)
@@ -167,8 +178,12 @@ def simulated(**more: Any) -> Simulated:
     return Simulated(**given | more)
 
 
-def test_sums_up_a_simulation_in_one_line() -> None:
-    """12 worker-rounds in 4 s are 3 in a second; what went wrong is counted, and at most some sites are named."""
+def test_a_simulation_is_summed_up_in_one_line() -> None:
+    """`atoll simulate` sums up its run in one line. The line counts late and refused updates and names only some of the
+    failed sites.
+
+    12 worker-rounds in 4 s are 3 in a second.
+    """
     assert simulate.summary(simulated()) == (
         "finished at version 3 after 4.0 s; 3 rounds, 12 worker-rounds, 3 worker-rounds/s; "
         "a run with real sites would have sent 12.0 MB up and 24.0 MB down; loss 0.5; model.safetensors"
@@ -181,6 +196,6 @@ def test_sums_up_a_simulation_in_one_line() -> None:
 
 
 def test_a_finished_simulation_says_that_nothing_was_trained() -> None:
-    """The same command again trains nothing, and the line says so."""
+    """If the simulation was already finished, the last line of `atoll simulate` says that nothing was trained."""
     line = simulate.summary(simulated(rounds=0, worker_rounds=0))
     assert line == "the simulation was already finished, at version 3; nothing was trained; model.safetensors"

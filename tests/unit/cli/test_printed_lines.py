@@ -22,14 +22,18 @@ def fragment(
     return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
 
 
-def test_names_late_sites_only() -> None:
+def test_reminders_name_only_late_sites() -> None:
+    """A reminder in the server's log names only the sites that the round has awaited for at least 15 s."""
     reminder = server.Reminder(0.0)
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
     assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
     assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
 
 
-def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wait_for_nothing() -> None:
+def test_reminders_combine_the_waiting_fragments() -> None:
+    """If all fragments wait for one reason, a reminder gives this reason once. If the reasons differ, it names the
+    fragment that waits for a late site. A finished fragment is left out.
+    """
     joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
     assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
     one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
@@ -38,7 +42,8 @@ def test_what_all_fragments_wait_for_is_said_once_and_those_that_are_finished_wa
     assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
 
 
-def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> None:
+def test_reminder_pauses_double_up_to_ten_minutes() -> None:
+    """The pause between two reminders of one site doubles, from 15 s up to ten minutes."""
     reminder = server.Reminder(0.0)
     said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
     # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
@@ -47,7 +52,7 @@ def test_the_same_is_said_again_after_twice_the_pause_up_to_ten_minutes() -> Non
 
 
 def test_reminders_ask_only_when_due() -> None:
-    """At each of these times, the reminder asks; it sleeps in between, at most 15 s at a time."""
+    """A reminder looks at the fragments only at the times when it is due, and rests in between."""
     reminder, asked = server.Reminder(0.0), list[int]()
     for second in range(3000):
         assert (reminder.rest_s(second) == 0.0) == (reminder.due_s <= second)
@@ -59,6 +64,9 @@ def test_reminders_ask_only_when_due() -> None:
 
 
 def test_reminders_look_again_in_time() -> None:
+    """A reminder is due again when the next awaited site becomes late. If no site is awaited, it is due 15 s after the
+    next event.
+    """
     reminder = server.Reminder(0.0)
     reminder.due_s = math.inf
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
@@ -92,7 +100,8 @@ def evaluation() -> Evaluation:
 
 
 @pytest.mark.covers("P9")
-def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them() -> None:
+def test_evaluation_tables_escape_the_text_of_sites() -> None:
+    """An evaluation has one table for each metric. Text from a site is escaped, so that it cannot break a table."""
     text = markdown(evaluation())
     assert "## f1\n\n| model | a | b |\n| --- | ---: | ---: |\n| version 1 | not finite | — |\n| b | — | — |\n" in text
     assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
@@ -106,16 +115,18 @@ def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them
 
 
 @pytest.mark.covers("P9")
-def test_without_a_result_there_is_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_evaluation_without_results_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """If no site has sent results yet, the evaluation prints a line that says so."""
     empty = evaluation().model_copy(update={"metrics": [], "cells": [], "models": []})
     evaluate.show(empty, as_json=False)
     assert capsys.readouterr().out == "no site has sent results yet\n"
 
 
 @pytest.mark.covers("P9")
-def test_on_a_terminal_it_is_a_table_of_rich(
+def test_a_terminal_shows_evaluations_as_rich_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a terminal, an evaluation is shown as a table of the library rich."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     evaluate.show(evaluation(), as_json=False)

@@ -44,6 +44,7 @@ class TestBf16(CodecContract):
 
 
 def test_bf16_takes_two_bytes_for_every_float():
+    """The codec bf16 takes two bytes for each floating-point element, whatever its dtype. Integers keep their size."""
     sizes = {dtype: Bf16Codec().encoded_bytes(100, dtype) for dtype in ("F64", "F32", "F16", "BF16", "F8_E4M3", "I64")}
     assert sizes == {"F64": 200, "F32": 200, "F16": 200, "BF16": 200, "F8_E4M3": 200, "I64": 800}
 
@@ -51,6 +52,7 @@ def test_bf16_takes_two_bytes_for_every_float():
 def test_bf16_rounds_to_the_nearest_even():
     # bf16 has 7 bits after the point: 1 + 2⁻⁸ lies halfway between 1 and 1 + 2⁻⁷, and 1 is the even one;
     # 1 + 3·2⁻⁸ lies halfway between 1 + 2⁻⁷ and 1 + 2⁻⁶, and the latter is even.
+    """The codec bf16 rounds a value that is halfway between two numbers of bf16 to the even one."""
     target = torch.zeros(4, dtype=torch.uint8)
     Bf16Codec().encode_(torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]), target, "F32")
     assert target.view(torch.bfloat16).tolist() == [1.0, 1 + 2**-6]
@@ -62,8 +64,12 @@ def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def test_int8_is_a_scale_and_then_a_byte_for_each_element_of_a_block():
-    """The largest is 254: a scale of 2. 3/2 and 5/2 lie halfway, and become the even 2; -254 is the code -127."""
+def test_int8_blocks_have_a_scale_and_bytes():
+    """A block of the codec int8 has a scale and then one byte for each element.
+
+    The largest value is 254, so the scale is 254/127 = 2. 3/2 and 5/2 are halfway and become the even 2. -254 becomes
+    the code -127.
+    """
     found = encoded(Int8Codec(), torch.tensor([3.0, 5.0, -254.0]))
     assert found[:4].view(torch.float32).item() == 2.0
     assert found[4:7].view(torch.int8).tolist() == [2, 2, -127]
@@ -71,8 +77,12 @@ def test_int8_is_a_scale_and_then_a_byte_for_each_element_of_a_block():
     assert decoded(Int8Codec(), found, 3).tolist() == [4.0, 4.0, -254.0]
 
 
-def test_int4_is_a_scale_and_then_half_a_byte_for_each_element():
-    """The largest is 14: a scale of 2, codes -7, 1, 3, 0; with 8 added: 1, 9, 11, 8; the first in the low half."""
+def test_int4_blocks_have_a_scale_and_half_bytes():
+    """A block of the codec int4 has a scale and then half a byte for each element.
+
+    The largest value is 14, so the scale is 14/7 = 2. The codes are -7, 1, 3 and 0; with 8 added, 1, 9, 11 and 8. The
+    first code of each byte is in its low half.
+    """
     found = encoded(Int4Codec(), torch.tensor([-14.0, 2.0, 6.0, 0.5]))
     assert found[:4].view(torch.float32).item() == 2.0
     assert found[4:6].tolist() == [1 | 9 << 4, 11 | 8 << 4]
@@ -81,7 +91,11 @@ def test_int4_is_a_scale_and_then_half_a_byte_for_each_element():
 
 
 def test_a_tile_has_its_scales_first():
-    """17 blocks, the block b full of b + 1: sixteen scales, their codes, and then those of the last block."""
+    """The codec int8 writes the scales of all blocks of a tile before their codes.
+
+    There are 17 blocks, and the block b is full of b + 1. The sixteen scales of the first tile come before their codes,
+    and then the last block follows.
+    """
     values = torch.arange(1.0, 18.0).repeat_interleave(256)
     found = encoded(Int8Codec(), values)
     scales = torch.cat([found[:64], found[4160:4164]]).view(torch.float32)
@@ -91,8 +105,11 @@ def test_a_tile_has_its_scales_first():
     assert len(found) == 4160 + 260
 
 
-def test_topk_sends_the_largest_of_a_tile_with_one_of_two_magnitudes():
-    """Of 20 elements 16 travel, not the four of 0.5: fourteen of 3, and two of 15, which are above the mean of 4.5."""
+def test_topk_sends_the_largest_with_two_magnitudes():
+    """The codec topk sends the largest elements of a tile, each with one of two magnitudes.
+
+    Of 20 elements, 16 are sent, without the four of 0.5: fourteen of 3, and two of 15, which are above the mean of 4.5.
+    """
     values = torch.full((20,), 3.0)
     values[[0, 5, 9, 13]] = 0.5
     values[[2, 7]] = torch.tensor([-15.0, 15.0])
@@ -109,11 +126,15 @@ def test_topk_sends_the_largest_of_a_tile_with_one_of_two_magnitudes():
     assert decoded(codec, found, 20).tolist() == torch.where(values == 0.5, 0.0, values).tolist()
 
 
-def test_the_bytes_of_a_topk_tile():
-    """Sixteen of 4,096 elements travel: eight of ±1, four of ±2, four of ±4; the places are 0, 255, 510, … 3825.
+def test_a_topk_tile_has_exactly_these_bytes():
+    """The codec topk writes a tile as the documented bytes.
 
-    The mean of the sizes is (8 + 8 + 16) / 16 = 2, so 2 is not above it: the magnitudes are (8 + 8) / 12 = 4/3 and 4.
-    Two places of 12 bits are three bytes, the first in the low bits: of 0x000 and 0x0ff, 00 f0 0f.
+    Of 4,096 elements, 16 are sent: eight of ±1, four of ±2 and four of ±4, at the places 0, 255, 510, … 3825.
+
+    The mean of their sizes is (8 + 8 + 16)/16 = 2, and 2 is not above it. So the two magnitudes are (8 + 8)/12 = 4/3
+    and 4.
+
+    Two places of 12 bits make three bytes, with the first place in the low bits: 0x000 and 0x0ff become 00 f0 0f.
     """
     sizes = torch.tensor([1.0, 2.0, 1.0, 4.0]).repeat(4)
     sizes[7::8] = -4.0  # two of the four largest are below zero
@@ -129,15 +150,21 @@ def test_the_bytes_of_a_topk_tile():
     assert found[32:].tolist() == [0b10_00_01_00, 0b11_00_00_00, 0b10_00_00_00, 0b11_00_00_00]
 
 
-def test_a_place_may_be_anywhere_in_a_tile():
-    """12 bits: behind the first 256, and the last; the zeros that travel with them have a magnitude of their own."""
+def test_topk_can_send_any_place_of_a_tile():
+    """The codec topk can send an element from any place of a tile, also behind the first 256 and from the last place.
+
+    A place has 12 bits. The zeros that are sent too have a magnitude of their own.
+    """
     values = torch.zeros(2 * 4096)
     values[[300, 4095, 4096 + 4094]] = torch.tensor([2.0, -2.0, 1.0])
     codec = TopKCodec(density=16 / 4096)
     assert decoded(codec, encoded(codec, values), 8192).tolist() == values.tolist()
 
 
-def test_bytes_against_fp32():
+def test_codecs_compress_fp32_by_known_factors():
+    """Compared with fp32, int8 takes 3.94 times fewer bytes, int4 7.76 times and topk 136.53 times. The number of
+    elements of topk is rounded to the nearest multiple of 16.
+    """
     numel = 2**20
     ratios = [4 * numel / codec.encoded_bytes(numel, "F32") for codec in (Int8Codec(), Int4Codec(), TopKCodec())]
     assert [round(ratio, 2) for ratio in ratios] == [3.94, 7.76, 136.53]
@@ -146,7 +173,9 @@ def test_bytes_against_fp32():
     assert TopKCodec(density=1e-9).k == 16
 
 
-def test_the_contract_suite_takes_a_codec_with_options_of_its_own() -> None:
+def test_the_contract_suite_accepts_codec_options() -> None:
+    """The contract suite for codecs accepts a codec that was created with options."""
+
     class Denser(CodecContract):
         codec = TopKCodec(density=1 / 32)
 
@@ -155,13 +184,17 @@ def test_the_contract_suite_takes_a_codec_with_options_of_its_own() -> None:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("density", [0, -0.1, 1.5, "much", None])
-def test_a_density_that_is_none_is_refused(density):
+def test_an_invalid_density_is_refused(density):
+    """The codec topk refuses a density that is not a number above 0 and at most 1."""
     with pytest.raises(ConfigError, match=r"The codec topk has density = .*above 0, at most 1"):
         TopKCodec(density=density)
 
 
 @pytest.mark.covers("X3")
-def test_options_are_those_of_the_codec():
+def test_a_codec_accepts_only_its_own_options():
+    """A codec gets the options of a run file. An option that the codec does not have, and the internal option `raw`,
+    are refused.
+    """
     assert build_codecs(OwnName("topk"), {"density": 0.5})["topk"] == TopKCodec(density=0.5)
     with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*density.*'int8'"):
         build_codecs(OwnName("int8"), {"density": 0.5})
@@ -223,7 +256,10 @@ def rounded(values: Tensor, levels: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize(("codec", "levels"), [(Int8Codec(), 127), (Int4Codec(), 7)], ids=["int8", "int4"])
-def test_blocks_are_rounded_as_their_file_says(codec: Codec, levels: int, numel: int, kind: str) -> None:
+def test_int8_and_int4_round_as_documented(codec: Codec, levels: int, numel: int, kind: str) -> None:
+    """The codecs int8 and int4 round each block as documented: the values are those of a separate calculation in
+    numpy.
+    """
     values = values_of(kind, numel)
     assert torch.equal(decoded(codec, encoded(codec, values), numel), rounded(values, levels))
 
@@ -231,7 +267,8 @@ def test_blocks_are_rounded_as_their_file_says(codec: Codec, levels: int, numel:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("codec", [TopKCodec(), TopKCodec(density=0.25)], ids=["64", "1024"])
-def test_topk_keeps_the_largest_and_of_each_group_the_sum(codec: TopKCodec, numel: int, kind: str) -> None:
+def test_topk_keeps_the_largest_and_their_sum(codec: TopKCodec, numel: int, kind: str) -> None:
+    """The codec topk keeps at most k elements of a tile: the largest, with their signs and the sum of their sizes."""
     values = values_of(kind, numel)
     found = decoded(codec, encoded(codec, values), numel)
     for start in range(0, numel, 4096):
@@ -249,7 +286,10 @@ def test_topk_keeps_the_largest_and_of_each_group_the_sum(codec: TopKCodec, nume
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_threads_and_cuts_change_no_bit(codec: Codec, kind: str) -> None:
+def test_threads_and_cuts_do_not_change_codes(codec: Codec, kind: str) -> None:
+    """The bits of a codec do not depend on the number of threads. A tensor may be encoded or decoded in any pieces of
+    whole tiles.
+    """
     values = values_of(kind, 32 * 4096 + 300)
     whole = encoded(codec, values)
     threads = torch.get_num_threads()
@@ -269,8 +309,11 @@ def test_threads_and_cuts_change_no_bit(codec: Codec, kind: str) -> None:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_decodes_arbitrary_bytes_to_the_same_values_every_time(codec: Codec) -> None:
-    """Places in no order, twice, or behind the last element; scales that are no numbers. Nothing outside is written."""
+def test_arbitrary_bytes_always_decode_to_equal_values(codec: Codec) -> None:
+    """A codec decodes arbitrary bytes to equal values each time. It writes nothing outside its target.
+
+    The bytes may have places in no order, twice or behind the last element, and scales that are no numbers.
+    """
     for numel in (1, 300, 4096, 2 * 4096 + 5):
         size = codec.encoded_bytes(numel, "F32")
         source = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(numel), dtype=torch.uint8)
@@ -284,7 +327,8 @@ def test_decodes_arbitrary_bytes_to_the_same_values_every_time(codec: Codec) -> 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize(("codec", "place"), [(Int8Codec(), 0), (Int4Codec(), 0), (TopKCodec(), 1)], ids=IDS[:3])
-def test_a_scale_that_is_no_number_shows_in_what_is_decoded(codec: Codec, place: int, bad: float) -> None:
+def test_a_damaged_scale_decodes_to_nonfinite_values(codec: Codec, place: int, bad: float) -> None:
+    """If a scale is NaN or infinite, the decoded values are not all finite."""
     source = encoded(codec, torch.linspace(-1, 1, 300))
     source[:8].view(torch.float32)[place] = bad
     assert not bool(decoded(codec, source, 300).isfinite().all())
@@ -292,8 +336,10 @@ def test_a_scale_that_is_no_number_shows_in_what_is_decoded(codec: Codec, place:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
-def test_what_has_no_room_is_within_bounds_or_not_finite(codec: Codec, dtype: torch.dtype) -> None:
-    """Up to 10³⁴ everything has; a value beyond fp32, or a sum of such, is to be seen and not to be wrapped around."""
+def test_huge_values_stay_right_or_become_nonfinite(codec: Codec, dtype: torch.dtype) -> None:
+    """Values up to 10³⁴ are decoded within the error bounds. For larger values, the result is within the bounds or not
+    finite, and never a wrong finite number.
+    """
     for largest in (1e34, 3.4e38, 1e300 if dtype == torch.float64 else 3.4028234e38):
         values = torch.full((5000,), largest, dtype=dtype)
         back = torch.empty(5000, dtype=torch.float64)

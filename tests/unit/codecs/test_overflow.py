@@ -63,8 +63,12 @@ def negate(folder: Path, kind: torch.dtype, value: float, **settings: Any) -> li
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtype: str, codec: str) -> None:
-    """From x to −x, and so by −2x. Each codec writes the largest value of a tile to 1 part in 256."""
+def test_changes_beyond_the_models_dtype_are_sent(tmp_path: Path, dtype: str, codec: str) -> None:
+    """A site can send a change that the model's dtype cannot hold.
+
+    The site goes from x to −x, which is a change of −2x. Each codec writes the largest value of a tile to 1 part in
+    256.
+    """
     kind, value = DTYPES[dtype]
     assert negate(tmp_path, kind, value, **{"aggregation.upload_codec.name": codec}) == [[value] * 3]
     result = exported(tmp_path)
@@ -74,18 +78,23 @@ def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtyp
 
 
 @pytest.mark.parametrize("down", ["bf16", "int8"])
-def test_carries_such_a_change_down_to_the_next_round(tmp_path: Path, down: str) -> None:
-    """The second round begins from −x, which goes down as the difference from x."""
+def test_differences_beyond_the_models_dtype_are_downloaded(tmp_path: Path, down: str) -> None:
+    """A site can download a difference that the model's dtype cannot hold.
+
+    The second round starts from −x, which the server sends as the difference from x.
+    """
     settings = {"rounds.total": 2, "aggregation.download_codec.name": down}
     first, second = negate(tmp_path, torch.float16, 40_000.0, **settings)
     assert first == [40_000.0] * 3
     assert second == pytest.approx([-40_000.0] * 3, abs=80_000 / 256)
 
 
-def test_reports_a_change_that_cannot_be_carried_as_an_overflow(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """3e38 − (−3e38) is beyond fp32: both values are finite, and no NaN of the site's."""
+def test_a_change_beyond_fp32_is_an_overflow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site's change is too large for fp32, the server refuses the update, and the log speaks of an overflow and
+    not of NaN.
+
+    −3e38 − 3e38 is beyond fp32, although both values of the site are finite.
+    """
     with serve(tmp_path, One(torch.float32, 3e38), **FEDAVG) as server, caplog.at_level(logging.WARNING):
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for attempt, fl_round in enumerate(worker):
@@ -175,7 +184,10 @@ CASES: dict[str, tuple[torch.dtype, float, float, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: str) -> None:
+def test_a_version_beyond_its_dtype_ends_the_run(tmp_path: Path, case: str) -> None:
+    """If an outer step makes a value that the model's dtype cannot hold, the run fails before it publishes this
+    version. The error names the tensor and the dtype.
+    """
     dtype, first, trained, name, settings = CASES[case]
     with serve(tmp_path, Model(dtype, first), **THREE_ROUNDS | settings) as server:
         train_to(server, tmp_path, trained, dtype)
@@ -186,8 +198,12 @@ def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: 
     assert not (tmp_path / "state" / "exports" / "model.safetensors").exists()
 
 
-def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_path: Path) -> None:
-    """The first round moves by 20,000 to 60,000. In the second the momentum alone moves by 18,000 more."""
+def test_a_restart_after_an_overflow_fails_again(tmp_path: Path) -> None:
+    """If a run has failed because of an overflow, a restarted server fails with the same error. The last good version
+    can be exported.
+
+    The first round moves by 20,000 to 60,000. In the second round, the momentum alone moves by 18,000 more.
+    """
     settings = THREE_ROUNDS | {"algorithm.outer_optimizer.momentum": 0.9}
     with serve(tmp_path, Model(), **settings) as server:
         train_to(server, tmp_path, 60_000.0)
@@ -202,8 +218,10 @@ def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_pa
     assert load_file(tmp_path / "good.safetensors")["moved"].tolist() == [60_000.0] * 3
 
 
-def test_a_swarm_fails_if_every_site_finds_the_overflow(tmp_path: Path) -> None:
-    """The second site tries after the first failed; then the run ends with an error that names the overflow."""
+def test_a_swarm_fails_if_all_sites_overflow(tmp_path: Path) -> None:
+    """In a swarm, a second site aggregates after the first site has found an overflow. If all sites find it, the run
+    fails with an error that names the overflow.
+    """
     settings = THREE_ROUNDS | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
     with serve(tmp_path, Model(), **settings) as server:
         for site in ("a", "b"):
@@ -213,8 +231,8 @@ def test_a_swarm_fails_if_every_site_finds_the_overflow(tmp_path: Path) -> None:
     assert names_the_overflow(ended.value, "F16")
 
 
-def test_publishes_the_largest_value_that_the_dtype_can_hold(tmp_path: Path) -> None:
-    """65,504 is the largest fp16, and 65,519 still rounds to it."""
+def test_the_largest_value_of_a_dtype_is_published(tmp_path: Path) -> None:
+    """A version may have the largest value that its dtype can hold, which is 65,504 for fp16."""
     with serve(tmp_path, Model(), **FEDAVG) as server:
         train_to(server, tmp_path, 65_504.0)
         server.run()

@@ -165,7 +165,8 @@ class CountsInItself(CountsInPython):
         (lambda parameters: [parameters], "returned an object of type list"),
     ],
 )
-def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):
+def test_an_unsuitable_outer_optimizer_is_refused(target, why):
+    """If an optimizer cannot be an outer optimizer, the error has its name, the reason and a remedy."""
     with pytest.raises(ConfigError, match=why) as caught:
         build_outer(target)
     assert target.__qualname__ in str(caught.value)
@@ -182,14 +183,16 @@ def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):
         ("torch.optim:SDG", {}, "Did you mean 'SGD'"),
     ],
 )
-def test_wrong_options_name_the_remedy(target, options, words):
+def test_wrong_outer_options_are_refused(target, options, words):
+    """If an outer optimizer has a wrong name or option, the error says what is wrong or what is probably meant."""
     with pytest.raises(ConfigError, match=words):
         build_outer(OwnName(target), options)
 
 
-def test_nesterov_by_hand():
+def test_nesterov_matches_a_calculation_by_hand():
     # μ = 0.9, η = 0.7, g = 1 twice. m₁ = 1, θ₁ = −0.7·(1 + 0.9·1) = −1.33;
     # m₂ = 0.9 + 1 = 1.9, θ₂ = −1.33 − 0.7·(1 + 0.9·1.9) = −1.33 − 1.897 = −3.227
+    """Two outer steps with Nesterov momentum give the value that the comment derives."""
     stepper = build_outer(OwnName("sgd"), {"lr": 0.7, "momentum": 0.9, "nesterov": True}).stepper()
     theta = torch.zeros(1, dtype=torch.float64)
     states = stepper.step_([theta], [torch.ones(1, dtype=torch.float64)], None)
@@ -197,7 +200,10 @@ def test_nesterov_by_hand():
     assert theta.item() == pytest.approx(-3.227, rel=1e-15)
 
 
-def test_fused_is_used_where_torch_has_it_for_cpu():
+def test_fused_steps_are_used_where_available():
+    """An outer optimizer uses the fused step where torch has one for the CPU, as for Adam. RMSprop has none and does
+    not use `foreach` either.
+    """
     assert build_outer(OwnName("adam")).describe()["fused"] is True
     assert build_outer(OwnName("rmsprop")).describe()["fused"] is None
     assert build_outer(OwnName("rmsprop")).describe()["foreach"] is False
@@ -220,12 +226,13 @@ def leaf_at(value: float) -> torch.nn.Parameter:
 
 
 @pytest.mark.covers("L6")
-def test_by_hand():
+def test_delayed_nesterov_matches_a_calculation_by_hand():
     # ε = 0.5, β = 0.5, N = 2; θ = 10
     # g = 4: θ = 10 − 0.5·4/2 = 9
     # g = 8: m = (4 + 8)/2 = 6;  θ = 9 − 0.5·(0.5·6 + 8/2) = 5.5
     # g = 2: θ = 5.5 − 0.5·2/2 = 5
     # g = 6: m = 0.5·6 + (2 + 6)/2 = 7;  θ = 5 − 0.5·(0.5·7 + 6/2) = 1.75
+    """Four steps of Delayed Nesterov give the values that the comment derives."""
     leaf = leaf_at(10.0)
     got = steps(DelayedNesterov([leaf], lr=0.5, momentum=0.5, delay=2), leaf, [4.0, 8.0, 2.0, 6.0])
     assert got == [9.0, 5.5, 5.0, 1.75]
@@ -233,7 +240,8 @@ def test_by_hand():
 
 @pytest.mark.covers("L6")
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_n_equal_updates_move_as_far_as_one_step_of_nesterov(n):
+def test_n_delayed_steps_equal_one_nesterov_step(n):
+    """n equal updates with Delayed Nesterov of delay n move a weight as far as one step of Nesterov momentum."""
     mine, torchs = leaf_at(3.0), leaf_at(3.0)
     delayed = DelayedNesterov([mine], lr=0.7, momentum=0.9, delay=n)
     nesterov = torch.optim.SGD([torchs], lr=0.7, momentum=0.9, nesterov=True)
@@ -243,18 +251,20 @@ def test_n_equal_updates_move_as_far_as_one_step_of_nesterov(n):
 
 
 @pytest.mark.covers("L6")
-def test_the_first_steps_are_undelayed_and_keep_their_momentum():
+def test_undelayed_first_steps_keep_their_momentum():
     # ε = 1, β = 0.5, N = 2 behind one undelayed step; θ = 0
     # g = 2: m = 2;            θ = −(0.5·2 + 2) = −3
     # g = 4: θ = −3 − 4/2 = −5
     # g = 0: m = 0.5·2 + (4 + 0)/2 = 3;  θ = −5 − (0.5·3 + 0) = −6.5
+    """With `undelayed=1`, the first step of Delayed Nesterov has no delay, and later steps keep its momentum."""
     leaf = leaf_at(0.0)
     optimizer = DelayedNesterov([leaf], lr=1.0, momentum=0.5, delay=2, undelayed=1)
     assert steps(optimizer, leaf, [2.0, 4.0, 0.0]) == [-3.0, -5.0, -6.5]
 
 
 @pytest.mark.covers("L15")
-def test_groups_have_their_own_rates():
+def test_parameter_groups_have_their_own_rates():
+    """Delayed Nesterov uses the learning rate of each parameter group."""
     one, two = leaf_at(0.0), leaf_at(0.0)
     optimizer = DelayedNesterov([{"params": [one], "lr": 1.0}, {"params": [two], "lr": 0.5}], momentum=0.0, delay=2)
     for leaf in (one, two):
@@ -263,7 +273,10 @@ def test_groups_have_their_own_rates():
     assert (one.item(), two.item()) == (-0.5, -0.25)
 
 
-def test_the_first_rounds_of_an_asynchronous_run_that_are_synchronous_are_undelayed() -> None:
+def test_synchronous_first_rounds_are_not_delayed() -> None:
+    """If an asynchronous run starts with synchronous rounds, Delayed Nesterov gets the number of these rounds as
+    `undelayed`.
+    """
     from atoll.algorithms.resolve import resolve
 
     settings = {"algorithm.name": "diloco", "async.momentum_every": 4}

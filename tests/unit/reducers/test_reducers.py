@@ -71,13 +71,17 @@ def reduced(reducer, values, norms=None, weights=None, population_weight=0.0):
 
 
 def test_the_median_by_hand():
+    """The median of an even number of values is the mean of the two in the middle. Weights do not change the median."""
     assert reduced(Median(), [5.0, -1e30, 2.0]) == 2.0
     assert reduced(Median(), [8.0, 1.0, 1e30, 2.0]) == 5.0  # of 1 2 8 1e30 the two in the middle: (2 + 8) / 2
     assert reduced(Median(), [3e38, 3e38]) == pytest.approx(3e38)  # their sum is no fp32
     assert reduced(Median(), [1.0, 2.0, 9.0], weights=[1.0, 1.0, 100.0]) == 2.0  # one site is one voice
 
 
-def test_no_order_of_the_sites_changes_a_bit_of_an_order_statistic():
+def test_median_and_trimmed_mean_ignore_site_order():
+    """The median and the trimmed mean do not depend on the order of the sites, not even in one bit. Some values are
+    zeros of both signs.
+    """
     rows = torch.randn(9, 301, generator=torch.Generator().manual_seed(3))
     rows[:, ::7] = 0.0
     rows[::2, ::7] = -0.0
@@ -93,6 +97,9 @@ def test_no_order_of_the_sites_changes_a_bit_of_an_order_statistic():
 
 def test_the_trimmed_mean_by_hand():
     # of ten, two at each end go: 3 … 8 are left, whose mean is 33 / 6
+    """The trimmed mean leaves out the given share of the values at each end. The number of values left out is rounded
+    down.
+    """
     values = [10.0, 2.0, 9.0, 4.0, 1.0, 6.0, 7.0, 8.0, 3.0, 5.0]
     assert reduced(TrimmedMean(0.2), values) == 5.5
     # 29 of 0², 1² … 99² at each end, not 28:  Σ 29²…70² = 70·71·141/6 − 28·29·57/6 = 116795 − 7714, of 42
@@ -104,20 +111,27 @@ def test_the_trimmed_mean_by_hand():
 
 def test_the_clipped_mean_by_hand():
     # norms 1, 2 and 8, the median is 2: the third counts for a quarter;  (1 + 2 + 8/4) / 3
+    """The clipped mean scales an update with a norm above the bound down to the bound. Without a given bound, the bound
+    is the median of the norms.
+    """
     assert reduced(ClippedMean(), [1.0, 2.0, 8.0], norms=[1.0, 2.0, 8.0]) == pytest.approx(5 / 3)
     # C = 4: (1·1 + 3·8·(4/8)) / 4, weights 1 and 3
     assert reduced(ClippedMean(4.0), [1.0, 8.0], norms=[1.0, 8.0], weights=[1.0, 3.0]) == pytest.approx(13 / 4)
     assert ClippedMean(4.0).weigh(facts([1.0, 1.0], [0.0, 8.0])) == [0.5, 0.25]  # nothing to divide by, nothing to clip
 
 
-def test_the_bound_of_an_even_number_of_norms_is_the_mean_of_the_two_in_the_middle():
+def test_an_even_number_of_norms_averages_the_middle():
     # of 1, 2, 6 and 8 it is (2 + 6) / 2 = 4: the factors are 1, 1, 4/6 and 4/8, each of a quarter
+    """For an even number of norms, the bound of the clipped mean is the mean of the two norms in the middle."""
     weights = ClippedMean().weigh(facts([1.0] * 4, [8.0, 1.0, 6.0, 2.0]))
     assert weights == pytest.approx([1 / 8, 1 / 4, 1 / 6, 1 / 4], abs=1e-15)
 
 
 def test_the_share_of_a_total_weight_by_hand():
     # two of ten sites with weight 1 take part: (3 + 4) / 10; two with weights 1 and 9 of 40: (1·3 + 9·4) / 40
+    """`Share` divides the weighted sum of the updates by the weight of all sites, including those that do not take
+    part. A NaN weight is refused.
+    """
     assert reduced(Share(), [3.0, 4.0], population_weight=10.0) == pytest.approx(0.7)
     assert reduced(Share(), [3.0, 4.0], weights=[1.0, 9.0], population_weight=40.0) == pytest.approx(39 / 40)
     assert reduced(Share(), [3.0, 4.0]) == 3.5  # there are no other sites
@@ -132,12 +146,16 @@ def test_the_share_of_a_total_weight_by_hand():
         *((ClippedMean, "L2", value) for value in (0.0, -1.0, math.inf, math.nan)),
     ],
 )
-def test_refuses_a_share_or_a_bound_that_is_none(reducer, words, value):
+def test_an_invalid_share_or_bound_is_refused(reducer, words, value):
+    """The trimmed mean refuses an impossible share, and the clipped mean refuses an impossible bound."""
     with pytest.raises(ConfigError, match=words):
         reducer(value)
 
 
-def test_buffers_are_reduced_as_robustly_where_that_means_something():
+def test_a_chosen_reducer_may_also_reduce_buffers():
+    """If a run chooses the trimmed mean instead of the algorithm's own reducer, buffers get it too. With the clipped
+    mean, buffers keep the weighted mean.
+    """
     mean, median = OwnName("mean"), OwnName("median")
     groups = {"params": mean, "buffers": mean}
     assert build_reducers(groups, mean, {}) == {"params": WeightedMean(), "buffers": WeightedMean()}
@@ -146,7 +164,8 @@ def test_buffers_are_reduced_as_robustly_where_that_means_something():
     assert build_reducers({"params": median, "buffers": mean}, median, {})["buffers"] == WeightedMean()
 
 
-def test_options_that_a_reducer_has_not_are_refused():
+def test_unknown_reducer_options_are_refused():
+    """An option that the reducer does not have, and an object that is no reducer, are refused."""
     with pytest.raises(ConfigError, match="trimm"):
         build_reducers({"params": OwnName("mean")}, OwnName("trimmed_mean"), {"trimm": 0.1})
     with pytest.raises(ConfigError, match="not a reducer"):
@@ -155,12 +174,16 @@ def test_options_that_a_reducer_has_not_are_refused():
 
 def test_the_mean_by_hand():
     # weights 1 and 3 → ¼ and ¾;  ¼·8 + ¾·4 = 5,  ¼·0 + ¾·(−4) = −3
+    """The weighted mean of two updates is the value that the comment derives."""
     out = torch.empty(2)
     WeightedMean().reduce_(iter([torch.tensor([8.0, 0.0]), torch.tensor([4.0, -4.0])]), normalised([1, 3]), out)
     assert out.tolist() == [5.0, -3.0]
 
 
-def test_the_mean_is_the_documented_expression():
+def test_the_mean_has_the_documented_bits():
+    """The weighted mean has the bits of the documented expression: the first row times its weight, then each other row
+    added with its weight.
+    """
     rows = [torch.randn(1001, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     weights = normalised([0.3, 1.7, 5.0])
     expected = rows[0] * weights[0]
@@ -171,7 +194,8 @@ def test_the_mean_is_the_documented_expression():
     assert torch.equal(out, expected)
 
 
-def test_the_maximum_of_counters_beyond_the_signed_range():
+def test_the_maximum_handles_large_unsigned_counters():
+    """The maximum of unsigned 64-bit counters is right beyond the range of signed integers."""
     out = torch.empty(2, dtype=torch.uint64)
     rows = [torch.tensor([2**63 + 1, 5], dtype=torch.uint64), torch.tensor([2**63, 6], dtype=torch.uint64)]
     Maximum().reduce_(rows, [0.5, 0.5], out)
@@ -180,7 +204,8 @@ def test_the_maximum_of_counters_beyond_the_signed_range():
 
 @pytest.mark.covers("X10")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.uint64, torch.float32])
-def test_a_sum_has_no_weights(dtype):
+def test_a_sum_ignores_the_weights(dtype):
+    """`Sum` adds the values of all updates, whatever their weights."""
     rows, out = torch.tensor([[1, 2], [10, 0], [100, 5]]).to(dtype), torch.empty(2, dtype=dtype)
     Sum().reduce_(iter(rows), normalised([1, 2, 3]), out)
     assert out.tolist() == [111, 7]
@@ -194,12 +219,13 @@ def test_weights_are_normalised_in_fp64():
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_weight_that_is_no_weight_is_refused(bad):
+def test_an_invalid_weight_is_refused(bad):
+    """A weight that is zero, negative, NaN or infinite is refused."""
     with pytest.raises(UsageError, match="above zero"):
         normalised([1.0, bad])
 
 
-def test_no_update_is_no_round():
+def test_an_empty_list_of_weights_is_refused():
     with pytest.raises(UsageError):
         normalised([])
 
@@ -208,8 +234,8 @@ def test_no_update_is_no_round():
 
 
 @pytest.mark.parametrize("k", range(1, 12))
-def test_a_network_sorts(k):
-    """The 0-1 principle: what sorts every sequence of zeros and ones sorts everything."""
+def test_a_sorting_network_sorts_every_sequence(k):
+    """A sorting network sorts every sequence of zeros and ones. By the 0-1 principle, it then sorts every sequence."""
     for bits in itertools.product([0, 1], repeat=k):
         held = list(bits)
         for low, high, wanted in network(k, frozenset(range(k))):
@@ -219,7 +245,8 @@ def test_a_network_sorts(k):
 
 
 @pytest.mark.parametrize("k", [2, 5, 9, 16, 33, 64])
-def test_a_pruned_network_finds_the_ranks_it_was_asked_for(k):
+def test_a_pruned_network_finds_the_requested_ranks(k):
+    """A sorting network that is pruned to some ranks finds the rows of these ranks."""
     rows = torch.randn(k, 301, generator=torch.Generator().manual_seed(k))
     expected = rows.sort(0).values
     for ranks in ({0}, {k - 1}, {(k - 1) // 2, k // 2}, set(range(k // 4, k - k // 4))):
@@ -228,7 +255,8 @@ def test_a_pruned_network_finds_the_ranks_it_was_asked_for(k):
     assert len(network(k, frozenset({0}))) <= len(network(k, frozenset(range(k))))
 
 
-def test_a_pruned_network_computes_only_what_it_is_asked_for():
+def test_a_pruned_network_computes_only_requested_ranks():
     # of 3, Batcher sorts by (0,1) (0,2) (1,2): the least is in row 0 after the second, and the last orders the others.
     # The median is the smaller one of those, so neither the least nor the largest is needed
+    """The sorting network for the median of three rows computes only the outputs that the median needs."""
     assert network(3, frozenset({1})) == ((0, 1, "both"), (0, 2, "max"), (1, 2, "min"))

@@ -25,7 +25,10 @@ def begin(story, *sites, **rules):
 
 
 @pytest.mark.covers("L5")
-def test_an_update_is_applied_at_once_and_the_others_keep_their_tickets(story):
+def test_an_asynchronous_update_is_applied_at_once(story):
+    """In an asynchronous run, each update makes a version at once. Other sites keep their tickets, and their updates
+    count with a growing staleness.
+    """
     run, tickets = begin(story, "a", "b")
     run.join("c")
     tickets["c"] = run.ticket("c")  # though it came late
@@ -43,7 +46,8 @@ def test_an_update_is_applied_at_once_and_the_others_keep_their_tickets(story):
     assert run.state.rounds[0].head == 3
 
 
-def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal(story):
+def test_updates_during_a_pass_keep_their_order(story):
+    """Updates that come while a version is made are applied afterwards, one by one, in the order of the journal."""
     run, tickets = begin(story, "a", "b", "c", "d")
     run.accept(tickets["d"])
     assert not closed(run.accept(tickets["c"]))
@@ -55,7 +59,10 @@ def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal
     assert not closed(run.commit())
 
 
-def test_a_worker_waits_for_its_own_update_and_no_longer(story):
+def test_a_worker_waits_only_for_its_own_update(story):
+    """In an asynchronous run, a worker gets its next ticket when its own update is in a version. Other workers do not
+    wait for this update.
+    """
     run, tickets = begin(story, "a", "b")
     run.accept(tickets["a"])
     assert "its update is accepted" in run.withheld("a")
@@ -65,6 +72,9 @@ def test_a_worker_waits_for_its_own_update_and_no_longer(story):
 
 
 def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
+    """If a site asks again after a new version was made, it gets a ticket of that version. Its earlier ticket
+    expires.
+    """
     run, tickets = begin(story, "a", "b")
     run.accept(tickets["a"])
     run.commit()
@@ -76,7 +86,10 @@ def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
 
 
 @pytest.mark.covers("L5")
-def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
+def test_an_update_too_far_behind_is_refused(story):
+    """An update that would be more than `async.max_staleness` versions behind is refused. Its ticket expires, and the
+    site goes on from the newest version.
+    """
     run, tickets = begin(story, "a", "b", "c", max_staleness=1)
     run.accept(tickets["a"])
     run.commit()
@@ -92,7 +105,8 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
     assert run.ticket("c")  # it goes on from the head
 
 
-def test_a_buffer_is_reduced_together(story):
+def test_updates_of_a_buffer_are_reduced_together(story):
+    """With a buffer of two updates, a version is made from two updates together, in the order of their sites."""
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(buffer=2))
     assert not closed(run.accept(tickets["c"]))
     assert run.missing() == ("a", "b")
@@ -102,7 +116,8 @@ def test_a_buffer_is_reduced_together(story):
     assert not closed(run.accept(tickets["b"]))  # the next buffer
 
 
-def test_takes_a_buffer_as_it_is_once_no_worker_is_left_to_fill_it(story):
+def test_a_buffer_closes_if_no_worker_remains(story):
+    """If no worker remains that could fill the buffer, a version is made from the updates in the buffer."""
     run, tickets = begin(story, "a", "b", policy=AsyncBuffer(buffer=3))
     run.accept(tickets["a"])
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
@@ -112,7 +127,8 @@ def test_takes_a_buffer_as_it_is_once_no_worker_is_left_to_fill_it(story):
     assert closed(run.leave("b")) == [(again,)]
 
 
-def test_a_step_waits_its_grace(story):
+def test_an_asynchronous_step_waits_for_its_grace(story):
+    """With a grace of 10 s, a version is made 10 s after the first update, from all updates that have come."""
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.now_s = 5
     assert not closed(run.accept(tickets["a"]))
@@ -123,7 +139,10 @@ def test_a_step_waits_its_grace(story):
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
-def test_the_grace_of_an_update_that_came_during_a_pass_ends_without_another_update(story):
+def test_grace_after_a_pass_needs_no_other_update(story):
+    """If an update comes while a version is made, its grace starts when this version is committed. The grace ends
+    without another update.
+    """
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.accept(tickets["a"])
     assert closed(run.wait(10)) == [(tickets["a"],)]
@@ -134,7 +153,8 @@ def test_the_grace_of_an_update_that_came_during_a_pass_ends_without_another_upd
     assert closed(run.wait(1)) == [(tickets["b"],)]
 
 
-def test_an_infinite_grace_is_a_barrier(story):
+def test_an_infinite_grace_acts_as_a_barrier(story):
+    """With an infinite grace, a version waits for the updates of all sites."""
     run, tickets = begin(story, "a", "b", policy=AsyncBuffer(grace_s=math.inf))
     run.accept(tickets["b"])
     assert not closed(run.wait(100))
@@ -145,7 +165,12 @@ def test_an_infinite_grace_is_a_barrier(story):
 @pytest.mark.covers("L3")
 @pytest.mark.parametrize("policy", [AsyncBuffer(buffer=2), AsyncBuffer(grace_s=math.inf)], ids=["buffer", "grace"])
 @pytest.mark.parametrize("sits_out", [False, True], ids=["submitted", "sat out"])
-def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, policy, sits_out):
+def test_sites_waiting_in_two_fragments_do_not_deadlock(story, policy, sits_out):
+    """If one site waits in fragment 0 and the other site in fragment 1, fragment 0 closes with the update that it has.
+
+    Site `b` has submitted to fragment 1 or sits out there, so no site is left for fragment 0. Site `a` goes on and may
+    still submit to fragment 1.
+    """
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
     mine = run.ticket("b", 1)
@@ -154,7 +179,10 @@ def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, poli
     assert run.state.rounds[1].phase == "open"
 
 
-def test_waits_for_a_worker_with_another_fragment_under_way(story):
+def test_a_worker_with_two_open_fragments_is_awaited(story):
+    """If a worker may have two fragments under way, fragment 0 still waits for a worker that has submitted to fragment
+    1.
+    """
     run, tickets = begin(story, "a", "b", policy=AsyncBuffer(buffer=2), fragments=2, max_inflight=2)
     run.accept(tickets["a"])
     assert not closed(run.accept(run.ticket("b", 1)))
@@ -162,6 +190,9 @@ def test_waits_for_a_worker_with_another_fragment_under_way(story):
 
 
 def test_the_first_rounds_may_be_barriers(story):
+    """With `sync_rounds_first=1`, the first round of an asynchronous run waits for all sites. The next round does
+    not.
+    """
     run, tickets = begin(story, "a", "b", policy=AsyncBuffer(sync_rounds_first=1))
     assert not closed(run.accept(tickets["a"]))
     assert run.missing() == ("b",)
@@ -171,13 +202,17 @@ def test_the_first_rounds_may_be_barriers(story):
     assert closed(run.accept(later)) == [(later,)]
 
 
-def test_what_was_refused_may_be_tried_again_at_once(story):
+def test_a_refused_asynchronous_site_retries_at_once(story):
+    """In an asynchronous run, a site with a refused update gets a new ticket at once."""
     run, tickets = begin(story, "a", "b")
     run.refuse(tickets["a"])
     assert run.ticket("a") > tickets["b"]
 
 
-def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(story):
+def test_a_finished_run_keeps_acknowledged_updates(story):
+    """An asynchronous run ends at its number of versions and keeps an acknowledged update that is not in a version. A
+    restart with more rounds counts this update.
+    """
     run, tickets = begin(story, "a", "b", "c", rounds=1)
     run.accept(tickets["a"])
     run.accept(tickets["b"])
@@ -193,8 +228,11 @@ def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(st
     assert more.rounds[0].phase == "closing"
 
 
-def test_an_asynchronous_run_without_faults():
+def test_an_asynchronous_run_without_faults_makes_progress():
     # Each site trains 5 to 7 s and polls every 4 s, none waits: in 150 s each makes at least 7 updates.
+    """Without faults, a simulated asynchronous run of three sites makes at least 21 versions, also from stale
+    updates.
+    """
     counts = simulate(Schedule(3, 3, 1, 0, 30, 1, buffer=1))
     assert counts["RoundClosed"] >= counts["versions"] >= 21
     assert counts["stale"] > 0
@@ -223,6 +261,9 @@ original_may_submit = State.may_submit
 
 @pytest.mark.parametrize("plant", [restarts_forget_older_tickets, stale_updates_are_let_through])
 def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
+    """The exploration finds each planted bug of asynchronous rounds: a restart that forgets older tickets, and an
+    accepted update that is too stale.
+    """
     plant(monkeypatch)
     with pytest.raises(Violation):
         explore(examples=400, shrink=False)
@@ -246,9 +287,13 @@ def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
         (0.0, 500, 1, 500),  # not measured yet
     ],
 )
-def test_steps(speed, h, k, steps):
+def test_local_steps_depend_on_the_sites_speed(speed, h, k, steps):
+    """The number of a site's local steps is in proportion to its speed, compared with the fastest site. It is a
+    multiple of K and at least K.
+    """
     assert dynamic_local_steps(speed, 10.0, h, k) == steps
 
 
-def test_gives_the_full_steps_before_any_measurement():
+def test_local_steps_are_full_before_any_measurement():
+    """Before any speed is measured, a site makes all H local steps."""
     assert dynamic_local_steps(0.0, 0.0, 500) == 500

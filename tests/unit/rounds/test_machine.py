@@ -18,6 +18,7 @@ from atoll.rounds.transitions import IllegalTransition
 
 @pytest.mark.covers("L22")
 def test_round_one_opens_when_all_sites_have_joined(story):
+    """The first round opens when the required number of sites has joined. A site that has left does not count."""
     run = story(sites=3)
     run.join("c")
     assert run.why() == "waits for 3 sites to join; 1 joined so far"
@@ -27,11 +28,15 @@ def test_round_one_opens_when_all_sites_have_joined(story):
     assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken())
 
 
-def test_a_round_of_one_site_waits_for_a_site_in_the_singular(story):
+def test_waiting_for_one_site_uses_the_singular(story):
+    """If a run needs one site, the reason for waiting says `1 site`."""
     assert story(sites=1).why() == "waits for 1 site to join; 0 joined so far"
 
 
-def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
+def test_a_barrier_closes_in_order_of_site_names(story):
+    """A barrier closes a round when all workers have submitted. The updates are in the order of the site names, not of
+    the tickets.
+    """
     run = story("cba")
     tickets = {site: run.ticket(site) for site in ("c", "a", "b")}
     assert tickets == {"c": 1, "a": 2, "b": 3}  # issued in this order; reduced in order of names
@@ -42,7 +47,8 @@ def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
     assert run.why() == "aggregates 3 updates of round 1"
 
 
-def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
+def test_a_commit_opens_the_next_round(story):
+    """When a version is committed, the next round opens for the sites that are alive then."""
     run = story("ab")
     run.submit("a", "b")
     run.join("c")
@@ -51,7 +57,8 @@ def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
 
 
 @pytest.mark.covers("F33")
-def test_a_late_joiner_counts_from_the_next_round_on(story):
+def test_a_late_site_counts_from_the_next_round(story):
+    """A site that joins while a round is open takes part from the next round on."""
     run = story(sites=2)
     run.join("a", "b", "c")
     assert run.withheld("c") == "counts from the next round on"
@@ -63,7 +70,8 @@ def test_a_late_joiner_counts_from_the_next_round_on(story):
 
 
 @pytest.mark.covers("F33", "L22")
-def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_without_it(story):
+def test_a_late_site_completes_a_small_round(story):
+    """If a round has too few sites to close, a site that joins late takes part at once."""
     run = story("ab", min_sites=2)
     run.leave("b")
     assert run.why() == "waits for another site: only 1 of 2 updates accepted or expected (rounds.min_sites)"
@@ -71,7 +79,8 @@ def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_witho
     assert closed(run.submit("a", "c")) == [(1, 2)]
 
 
-def test_a_dead_site_with_an_accepted_update_is_not_called_alive(story):
+def test_a_dead_site_does_not_count_as_alive(story):
+    """A site that has left after its update was accepted counts with this update, and not as alive."""
     run = story("abc", min_sites=3)
     run.submit("c")
     run.leave("c")
@@ -81,7 +90,10 @@ def test_a_dead_site_with_an_accepted_update_is_not_called_alive(story):
 
 
 @pytest.mark.covers("L22")
-def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
+def test_a_waiting_site_replaces_a_lost_site(story):
+    """If a site leaves and too few remain, a site that joined late takes its place in the round. Of two waiting sites,
+    the first to join is taken.
+    """
     run = story(sites=2, min_sites=2)
     run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
     effects = run.leave("b")
@@ -91,7 +103,10 @@ def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
 
 
 @pytest.mark.covers("F34")
-def test_when_all_die_the_round_waits_and_says_why(story):
+def test_a_round_without_live_sites_waits(story):
+    """If all sites of a round die, the round stays open and says why it waits. When a site joins again and submits, the
+    round closes.
+    """
     run = story("ab")
     run.wait(120)
     assert run.expected() == ()
@@ -101,7 +116,8 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     assert closed(run.submit("b")) == [(1,)]
 
 
-def test_a_round_opened_for_no_worker_waits_for_the_first(story):
+def test_a_round_opened_without_workers_waits(story):
+    """If a round opens while no worker is alive, it waits for the first worker that joins."""
     run = story("a")
     run.submit("a")
     run.leave("a")
@@ -111,7 +127,8 @@ def test_a_round_opened_for_no_worker_waits_for_the_first(story):
     assert closed(run.submit("b")) == [(2,)]
 
 
-def test_a_quorum_suffices_once_the_deadline_has_passed(story):
+def test_a_quorum_suffices_after_the_deadline(story):
+    """After its deadline, a round closes if a quorum has submitted. The tickets of the other sites expire."""
     run = story("abc", policy=QuorumDeadline(quorum=2, deadline_s=60), heartbeat_timeout_s=0)
     run.ticket("c")
     run.submit("b", "a")
@@ -128,7 +145,8 @@ def test_a_quorum_suffices_once_the_deadline_has_passed(story):
 
 @pytest.mark.covers("F35")
 @pytest.mark.parametrize(("quorum", "min_sites"), [(1, 2), (2, 1)])
-def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, min_sites):
+def test_a_deadline_without_quorum_closes_no_round(story, quorum, min_sites):
+    """If fewer updates than the quorum or `rounds.min_sites` are there at the deadline, the round stays open."""
     run = story("ab", min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
     run.submit("a")
     assert closed(run.wait(1000)) == []
@@ -137,7 +155,8 @@ def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, mi
     assert closed(run.submit("b")) == [(1, 2)]
 
 
-def test_the_deadline_counts_from_the_opening_of_each_round(story):
+def test_deadlines_count_from_each_rounds_opening(story):
+    """The deadline of each round counts from the opening of this round."""
     run = story(sites=2, policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
     run.now_s = 100
     run.join("a", "b")
@@ -151,7 +170,10 @@ def test_the_deadline_counts_from_the_opening_of_each_round(story):
 
 
 @pytest.mark.covers("F31")
-def test_a_refused_update_leaves_the_round_to_the_others(story):
+def test_a_round_closes_without_a_refused_update(story):
+    """If a site's update is refused, the round closes with the updates of the other sites. The site takes part in the
+    next round.
+    """
     run = story("ab")
     bad = run.ticket("a")
     run.submit("b")
@@ -163,6 +185,9 @@ def test_a_refused_update_leaves_the_round_to_the_others(story):
 
 @pytest.mark.covers("F31")
 def test_a_refused_worker_waits_and_is_told_why(story):
+    """A worker with a refused update waits for the next round, and the server tells it why. A new process of the site
+    waits too.
+    """
     run = story("ab")
     bad = run.ticket("a")
     run.refuse(bad)
@@ -172,7 +197,8 @@ def test_a_refused_worker_waits_and_is_told_why(story):
     assert run.withheld("a").startswith("its update was refused")
 
 
-def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(story):
+def test_a_needed_worker_may_retry_after_refusal(story):
+    """If a round cannot close without a worker, this worker gets a new ticket after a refused update."""
     run = story("a")
     bad = run.ticket("a")
     assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken())
@@ -185,6 +211,7 @@ def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(
 
 
 def test_a_round_closes_once(story):
+    """If the last update of a round is accepted twice, the round closes only once."""
     run = story("a")
     number = run.ticket("a")
     assert len(closed(run.accept(number))) == 1
@@ -194,6 +221,9 @@ def test_a_round_closes_once(story):
 
 @pytest.mark.covers("L4")
 def test_fragments_have_rounds_of_their_own(story):
+    """Each fragment has its own rounds and its own version. If a site leaves, the rounds of all fragments stop waiting
+    for it.
+    """
     run = story("ab", fragments=2)
     assert closed(run.submit("a", "b", fragment=1)) == [(1, 2)]
     assert run.commit(fragment=1) == (events.RoundOpened(1, 1, ("a", "b")), events.Woken())
@@ -205,7 +235,8 @@ def test_fragments_have_rounds_of_their_own(story):
     assert [run.phase(f) for f in (0, 1)] == ["closing", "open"]
 
 
-def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
+def test_a_run_ends_when_all_fragments_finish(story):
+    """A run is finished when every fragment has had its number of rounds."""
     run = story("a", rounds=1, fragments=2)
     run.submit("a", fragment=0)
     assert run.commit(0) == (events.Woken(),)
@@ -218,7 +249,8 @@ def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
     assert run.withheld("b") == "finished"
 
 
-def test_missing_says_since_when(story):
+def test_missing_sites_have_their_waiting_time(story):
+    """For each missing site, the state has the time since which the round waits for it."""
     run = story(sites=2, min_sites=2)
     run.now_s = 10
     run.join("a", "b")
@@ -232,8 +264,12 @@ def test_missing_says_since_when(story):
 # -- sites sit out
 
 
-def test_a_round_that_all_sites_sit_out_ends_the_tickets_of_dead_sites(story):
-    """Site b has ticket 1 and leaves; a and c sit out."""
+def test_a_round_sat_out_expires_old_tickets(story):
+    """If all remaining sites sit out a round, the round ends without a version. The open ticket of a site that has left
+    expires.
+
+    Site `b` has ticket 1 and leaves. Sites `a` and `c` sit out.
+    """
     run = story("abc")
     run.ticket("b")
     run.leave("b")
@@ -249,8 +285,12 @@ def test_a_round_that_all_sites_sit_out_ends_the_tickets_of_dead_sites(story):
     assert run.state.rounds[0].number == 2
 
 
-def test_a_round_stays_open_for_a_refused_site_although_others_sit_out(story):
-    """Site a may submit again; when it has left, b alone has sat out the round, which ends."""
+def test_a_round_stays_open_for_a_refused_site(story):
+    """If one site's update was refused and the other site sits out, the round stays open, because the refused site may
+    submit again.
+
+    Site `a` may submit again. When `a` has left, only `b` remains, which has sat out, and the round ends.
+    """
     run = story("ab")
     run.refuse(run.ticket("a"))
     run.sit_out("b")
@@ -260,8 +300,11 @@ def test_a_round_stays_open_for_a_refused_site_although_others_sit_out(story):
     assert (run.phase(), run.state.rounds[0].number) == ("open", 2)
 
 
-def test_a_round_stays_open_if_all_sites_that_sat_out_have_left(story):
-    """Site b is expected when a sits out, and then both leave: another site may train."""
+def test_a_round_without_remaining_sites_stays_open(story):
+    """If all sites leave a round, the round stays open, although one of them has sat out. Another site may train.
+
+    Site `b` is expected when site `a` sits out. Then both sites leave.
+    """
     run = story("ab")
     run.sit_out("a")
     run.leave("a")
@@ -271,8 +314,11 @@ def test_a_round_stays_open_if_all_sites_that_sat_out_have_left(story):
     assert run.missing() == ("c",)
 
 
-def test_draws_again_after_a_round_that_all_sites_sat_out(story):
-    """The head is still version 0, but the round is the second one, so it has another draw."""
+def test_sites_are_drawn_again_after_sitting_out(story):
+    """If all drawn sites sit out a round, the next round has another draw of sites.
+
+    The version is still 0, but the round is the second one, so the draw differs.
+    """
     sampling = Sampling(0.5, seed=3)
     run = story("abcd", sampling=sampling)
     first, second = (tuple(sampling.draw("abcd", 0, number)) for number in (0, 1))
@@ -285,7 +331,8 @@ def test_draws_again_after_a_round_that_all_sites_sat_out(story):
 
 
 @pytest.mark.parametrize("answer", [Story.submit, Story.sit_out], ids=["submitted", "sat out"])
-def test_a_site_that_has_answered_for_one_fragment_is_due_for_the_next(story, answer):
+def test_an_answer_makes_the_next_fragment_due(story, answer):
+    """When a site has submitted to the round of one fragment or sits it out, the next fragment is due for this site."""
     run = story("ab", fragments=2)
     assert run.state.due("b") == 0
     answer(run, "b", fragment=0)
@@ -295,13 +342,15 @@ def test_a_site_that_has_answered_for_one_fragment_is_due_for_the_next(story, an
 @pytest.mark.parametrize(
     "event", [events.VersionCommitted(0, 1), events.UpdateAccepted(9), events.TicketRequested("a", 1, 5)]
 )
-def test_what_cannot_be_is_an_error_of_the_caller(story, event):
+def test_an_impossible_event_is_refused(story, event):
+    """An event that is impossible in the current state raises `IllegalTransition`."""
     run = story("a")
     with pytest.raises(IllegalTransition):
         machine.step(run.state, event, 0.0)
 
 
-def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
+def test_accepting_an_expired_ticket_is_refused(story):
+    """If an update with an expired ticket is accepted, the machine raises `IllegalTransition`."""
     run = story("ab", policy=QuorumDeadline(1, 60), heartbeat_timeout_s=0)
     late = run.ticket("b")
     run.submit("a")
@@ -312,8 +361,12 @@ def test_an_accept_after_the_round_closed_is_an_error_of_the_caller(story):
         machine.step(run.state, events.UpdateAccepted(late), run.now_s)
 
 
-def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
-    """Which would take the square of the workers; the last update closes the round all the same."""
+def test_a_waiting_barrier_ignores_single_updates(story, monkeypatch):
+    """While a barrier waits for other sites, the machine does not ask the policy at each update. The last update closes
+    the round.
+
+    Guards against work that grows with the square of the number of workers.
+    """
     sites = [f"site-{number:02d}" for number in range(20)]
     run = story(sites=len(sites))
     run.join(*sites)
@@ -335,7 +388,8 @@ class Hasty(Barrier):
         return Close(tuple(update.ticket for update in view.accepted))
 
 
-def test_the_machine_holds_the_floor_against_a_wrong_policy(story):
+def test_a_policy_cannot_close_an_empty_round(story):
+    """If a wrong policy would close a round without updates, the machine raises `IllegalTransition`."""
     run = story(sites=1, policy=Hasty())
     with pytest.raises(IllegalTransition, match="and at least 1"):
         run.join("a")  # the round opens, and the policy would close it with nothing
@@ -345,7 +399,10 @@ def test_the_machine_holds_the_floor_against_a_wrong_policy(story):
 
 
 @pytest.mark.covers("L9")
-def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story):
+def test_a_silent_worker_is_declared_dead(story):
+    """A worker that is silent for the heartbeat timeout is declared dead, and the round closes with the updates of the
+    other workers.
+    """
     run = story("ab")
     run.submit("a")
     run.now_s = 119
@@ -371,7 +428,8 @@ def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
 
 @pytest.mark.covers("L9")
 @pytest.mark.parametrize(("error", "why"), [("", "left"), ("CUDA out of memory", "failed")])
-def test_a_worker_that_leaves_or_fails_is_waited_for_no_longer(story, error, why):
+def test_a_worker_that_leaves_is_not_awaited(story, error, why):
+    """If a worker leaves or fails, its lease ends with this reason, and the round closes without it."""
     run = story("ab")
     run.submit("a")
     effects = run.leave("b", error)
@@ -382,7 +440,8 @@ def test_a_worker_that_leaves_or_fails_is_waited_for_no_longer(story, error, why
 
 
 @pytest.mark.parametrize("sign", ["heartbeat", "ticket request", "accepted update"])
-def test_every_valid_sign_of_life_counts(story, sign):
+def test_every_valid_message_keeps_a_worker_alive(story, sign):
+    """A heartbeat, a request for a ticket and an accepted update each count as a sign of life of the worker."""
     run = story("ab")
     ticket = run.ticket("a")
     run.now_s = 100
@@ -393,6 +452,9 @@ def test_every_valid_sign_of_life_counts(story, sign):
 
 @pytest.mark.covers("F4")
 def test_an_acknowledged_update_stays_when_its_worker_dies(story):
+    """If a worker leaves after its update was accepted, the update still counts. A new process of the site does not
+    train again in this round.
+    """
     run = story("ab")
     run.submit("a")
     run.join("a")  # a new process of it does not train again
@@ -405,6 +467,9 @@ def test_an_acknowledged_update_stays_when_its_worker_dies(story):
 
 @pytest.mark.covers("F19")
 def test_the_newest_process_of_a_site_has_the_lease(story):
+    """If two processes join as one site, the newest has the lease. Messages of the earlier process are refused and are
+    no sign of life.
+    """
     run = story(sites=1)
     assert run.join("a")[0] == events.LeaseGranted("a", 1)
     assert run.join("a")[0] == events.LeaseGranted("a", 2)
@@ -418,7 +483,8 @@ def test_the_newest_process_of_a_site_has_the_lease(story):
     assert run.wait(20)[0] == events.LeaseEnded("a", 2, "dead", "silent for 120 s")
 
 
-def test_refuses_a_worker_that_never_joined(story):
+def test_a_worker_that_never_joined_is_refused(story):
+    """A message of a site that has not joined, or with an unknown lease, is refused."""
     run = story(sites=1)
     assert run.send(events.WorkerSeen("x", 3)) == (events.LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
@@ -426,7 +492,8 @@ def test_refuses_a_worker_that_never_joined(story):
 
 
 @pytest.mark.covers("F5")
-def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_again(story):
+def test_a_worker_declared_dead_may_rejoin(story):
+    """A worker that was declared dead may join again. If its round is still open, the worker gets its ticket again."""
     run = story("ab", min_sites=2)
     ticket = run.ticket("a")
     run.now_s = 60
@@ -441,7 +508,10 @@ def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_ag
 
 
 @pytest.mark.covers("F2")
-def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
+def test_a_returning_worker_keeps_its_open_ticket(story):
+    """If a worker with an open ticket returns, the round waits for it again. A returning worker without a ticket waits
+    for the next round.
+    """
     run = story("abc")
     ticket = run.ticket("a")
     run.join("a")  # a new process of it
@@ -458,7 +528,8 @@ def test_waits_again_for_a_worker_that_returns_with_an_open_ticket(story):
 
 
 @pytest.mark.covers("F23")
-def test_a_ticket_of_a_round_that_is_over_is_refused(story):
+def test_a_ticket_of_a_closed_round_is_refused(story):
+    """If a worker returns after its round has closed, its ticket of that round is refused."""
     run = story("ab", heartbeat_timeout_s=120)
     stale = run.ticket("b")
     run.submit("a")
@@ -473,6 +544,7 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
 
 
 def test_may_submit_checks_the_owner_of_the_ticket(story):
+    """A site may submit only with an open ticket that was issued to this site."""
     run = story("ab")
     ticket = run.ticket("a")
     assert run.state.may_submit("a", 1, ticket) is None
@@ -482,7 +554,10 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
     assert run.state.may_submit("a", 1, ticket) == "Ticket 1 is accepted."
 
 
-def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
+def test_a_heartbeat_changes_only_the_contact_time(story):
+    """A heartbeat changes only the time at which its worker was seen. The objects of members and rounds do not
+    change.
+    """
     run = story(sites=500)
     state, _ = machine.restore(
         run.rules,
@@ -501,6 +576,7 @@ def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
 
 
 def test_500_deaths_at_once_change_the_round_once(story):
+    """If 500 workers die at once, the expected sites of the round change only once."""
     run = story(sites=500)
     state = run.state
     for n in range(500):
@@ -510,8 +586,10 @@ def test_500_deaths_at_once_change_the_round_once(story):
     assert sum(isinstance(effect, events.ExpectedChanged) for effect in effects) == 1
 
 
-def test_a_worker_that_begins_learns_the_next_fragment():
-    """The first of those with the fewest rounds; but not one whose round has the site's update already."""
+def test_the_least_advanced_fragment_is_due_first():
+    """For a site, the first fragment with the fewest rounds is due. A fragment is left out if its round has the site's
+    update already.
+    """
     tell = Story(Rules(sites=2, fragments=3))
     tell.join("a", "b")
     assert tell.state.due("c") == 0
@@ -523,8 +601,13 @@ def test_a_worker_that_begins_learns_the_next_fragment():
 
 
 @pytest.mark.covers("L7")
-def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for_its_results(story):
-    """Of two fragments a's update of the second is in; the first goes on with b alone, and the second counts a's."""
+def test_a_worker_that_ends_is_not_awaited(story):
+    """If a worker says that it submits no more, no round waits for it. Its last update still counts, and the worker
+    stays alive for its results.
+
+    The update of `a` for the second fragment is in. The first fragment goes on with `b` alone, and the second counts
+    both updates.
+    """
     run = story("ab", fragments=2)
     run.submit("a", "b")
     run.commit()
@@ -548,8 +631,10 @@ def test_a_worker_that_submits_nothing_more_is_awaited_in_no_round_and_stays_for
 
 
 @pytest.mark.covers("P12")
-def test_opens_the_first_round_once_training_begins() -> None:
-    """A workflow before the rounds holds them: both sites are there, and no round is open."""
+def test_the_first_round_opens_when_training_begins() -> None:
+    """While a workflow runs before the training, no round is open, even if all sites are there. The first round opens
+    when the training begins.
+    """
     state = initial(Rules(sites=2, held=True))
     for site in "ab":
         state, _ = machine.step(state, events.WorkerJoined(site), 0.0)

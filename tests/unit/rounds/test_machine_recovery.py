@@ -32,7 +32,10 @@ def restart(run: Story, now_s: float = 0.0) -> tuple[events.Effect, ...]:
 
 
 @pytest.mark.covers("F6")
-def test_an_open_round_expects_the_same_workers_after_a_restart(story):
+def test_a_restart_keeps_the_expected_workers(story):
+    """After a restart of the server, an open round expects the same workers as before, and they get their tickets
+    again.
+    """
     run = story(sites=2)
     run.join("a", "b", "late")
     ticket = run.ticket("a")
@@ -42,7 +45,10 @@ def test_an_open_round_expects_the_same_workers_after_a_restart(story):
     assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
 
 
-def test_silence_and_deadline_start_anew(story):
+def test_the_deadline_starts_again_after_a_restart(story):
+    """After a restart of the server, the deadline of the open round counts from the restart, by the clock of the new
+    process.
+    """
     run = story("ab", policy=QuorumDeadline(1, 60))
     run.submit("a")
     run.now_s = 50
@@ -53,7 +59,10 @@ def test_silence_and_deadline_start_anew(story):
     assert events.RoundClosed(0, 0, (1,)) in run.wait(1)
 
 
-def test_the_grace_of_an_update_starts_anew_and_ends_without_another_update(story):
+def test_the_grace_starts_again_after_a_restart(story):
+    """After a restart of the server, the grace of an accepted update counts from the restart. It ends without another
+    update.
+    """
     run = story("abc", policy=AsyncBuffer(grace_s=10))
     run.submit("a")
     run.now_s = 9
@@ -62,7 +71,8 @@ def test_the_grace_of_an_update_starts_anew_and_ends_without_another_update(stor
     assert closed(run.wait(1)) == [(1,)]
 
 
-def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
+def test_a_restart_reuses_no_lease_or_ticket(story):
+    """After a restart of the server, a site that has left stays gone. New leases and tickets get new numbers."""
     run = story("ab")
     run.ticket("a")
     run.leave("b")
@@ -75,7 +85,10 @@ def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
 
 
 @pytest.mark.covers("F10")
-def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
+def test_a_restart_aggregates_a_closing_round_again(story):
+    """If the server restarts while it aggregates a round, the round stays closing until it is aggregated again. Then
+    the next round opens.
+    """
     run = story("a")
     run.submit("a")
     assert restart(run) == ()
@@ -127,7 +140,10 @@ UNDONE = {
 
 @pytest.mark.covers("F8", "F9", "F12", "F13")
 @pytest.mark.parametrize("case", UNDONE)
-def test_restoring_does_what_a_crash_has_left_undone(case):
+def test_a_restart_completes_an_interrupted_transition(case):
+    """After a crash between two writes to the journal, a restart does what the crash has left undone. If this restart
+    is killed before its first write, the next restart does all of it.
+    """
     journal, undone = UNDONE[case]
     rules = Rules(sites=2)
     state, effects = machine.restore(rules, journal, 3.0)
@@ -137,7 +153,10 @@ def test_restoring_does_what_a_crash_has_left_undone(case):
 
 
 @pytest.mark.covers("F12")
-def test_the_last_commit_is_in_the_end_of_the_run_is_not_and_more_rounds_may_follow():
+def test_a_restart_ends_or_extends_a_run():
+    """If the server crashes after the last version was committed, a restart ends the run. A restart with more rounds
+    opens the next round.
+    """
     rules = Rules(sites=1, rounds=3)
     journal = Snapshot((FragmentSnapshot(3, started=True),), MEMBERS[:1])
     state, effects = machine.restore(rules, journal, 0.0)
@@ -151,8 +170,11 @@ def test_the_last_commit_is_in_the_end_of_the_run_is_not_and_more_rounds_may_fol
 
 
 @pytest.mark.covers("F41")
-def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
-    """Guards against a run of three rounds that ends at version 3, though version 2 was lost and did not count."""
+def test_lost_versions_do_not_count_as_rounds() -> None:
+    """If a version was lost, its number does not count as a round, and the run still makes all its rounds.
+
+    Guards against a run of three rounds that ends at version 3, although version 2 was lost.
+    """
     rules = Rules(sites=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
     state, _ = machine.restore(rules, lost, 0.0)
@@ -176,7 +198,10 @@ def test_rounds_are_counted_where_numbers_of_versions_were_lost() -> None:
 
 
 @pytest.mark.covers("P10")
-def test_what_was_collected_of_an_open_round_comes_again_under_the_same_tickets(story):
+def test_a_lost_aggregator_keeps_the_rounds_tickets(story):
+    """If the aggregating worker of an open round is lost, the sites submit their updates again with the same
+    tickets.
+    """
     run = story("ab")
     number = run.ticket("a")
     run.accept(number)
@@ -192,7 +217,8 @@ def test_what_was_collected_of_an_open_round_comes_again_under_the_same_tickets(
 
 
 @pytest.mark.covers("P10")
-def test_a_round_that_was_closed_is_open_again(story):
+def test_a_lost_aggregator_reopens_a_closed_round(story):
+    """If the aggregating worker is lost after the round has closed, the round opens again and waits for all updates."""
     run = story("ab")
     assert closed(run.submit("a", "b")) == [(1, 2)]
     run.send(AggregatorLost(0, "it has gone"))
@@ -201,7 +227,8 @@ def test_a_round_that_was_closed_is_open_again(story):
 
 
 @pytest.mark.covers("P10")
-def test_a_submitter_that_has_died_meanwhile_is_not_waited_for(story):
+def test_a_lost_aggregators_round_awaits_no_dead_site(story):
+    """If the aggregating worker is lost, the round does not wait for a site that has left since its update."""
     run = story("ab")
     run.submit("a")
     run.leave("a")  # its update stays in its round, where it is
@@ -211,7 +238,10 @@ def test_a_submitter_that_has_died_meanwhile_is_not_waited_for(story):
 
 
 @pytest.mark.covers("P10")
-def test_the_lost_aggregator_that_leaves_first_costs_only_its_own_update(story):
+def test_a_lost_aggregator_costs_only_its_update(story):
+    """If the aggregating worker leaves and its loss is reported then, the round closes with the updates of the other
+    sites.
+    """
     run = story("abc")
     assert closed(run.submit("a", "b", "c")) == [(1, 2, 3)]
     run.leave("a")
@@ -220,7 +250,8 @@ def test_the_lost_aggregator_that_leaves_first_costs_only_its_own_update(story):
     assert closed(run.submit("b", "c")) == [(2, 3)]
 
 
-def test_nothing_to_lose_changes_nothing(story):
+def test_an_aggregator_without_updates_may_be_lost(story):
+    """If the aggregating worker is lost while its round has no update, or before the first round, nothing changes."""
     run = story(sites=1, fragments=2)
     assert run.send(AggregatorLost(0, "the server was started again")) == ()  # gathering
     run.join("a")
@@ -230,7 +261,8 @@ def test_nothing_to_lose_changes_nothing(story):
 
 
 @pytest.mark.covers("P10")
-def test_the_grace_begins_with_the_first_update_that_comes_again(story):
+def test_the_grace_starts_after_a_lost_aggregator(story):
+    """If the aggregating worker is lost, the grace starts with the next update that is accepted."""
     run = story("abc", policy=AsyncBuffer(grace_s=10))
     first, second = run.ticket("a"), run.ticket("b")
     run.accept(first)
@@ -245,7 +277,8 @@ def test_the_grace_begins_with_the_first_update_that_comes_again(story):
 
 
 @pytest.mark.covers("S2")
-def test_no_ticket_of_a_round_outlives_the_state_of_its_algorithm(story):
+def test_a_lost_algorithm_state_expires_all_tickets(story):
+    """If the state of the algorithm is lost, all tickets of the open round expire, and its sites get new tickets."""
     run = story("abc")
     accepted, still_open = run.ticket("a"), run.ticket("b")
     run.accept(accepted)
@@ -257,7 +290,10 @@ def test_no_ticket_of_a_round_outlives_the_state_of_its_algorithm(story):
 
 
 @pytest.mark.covers("S2")
-def test_the_state_of_an_algorithm_does_not_begin_anew_while_a_round_is_aggregated(story):
+def test_a_lost_algorithm_state_waits_for_the_aggregation(story):
+    """While a round is aggregated, the loss of the algorithm's state changes nothing. After the commit, a new
+    generation of the state begins.
+    """
     run = story("ab")
     run.submit("a", "b")
     assert (run.phase(), run.send(StateLost("the server has gone back"))) == ("closing", ())

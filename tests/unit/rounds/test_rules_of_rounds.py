@@ -36,16 +36,25 @@ SITES = [f"site-{index:02}" for index in range(30)]
         (0.5, 99, 1, 30),
     ],
 )
-def test_how_many_are_drawn(fraction: float, minimum: int, at_least: int, drawn: int) -> None:
+def test_a_draw_has_the_required_number(fraction: float, minimum: int, at_least: int, drawn: int) -> None:
+    """A draw has the given fraction of the sites, rounded up, and at least the given minimum. It has at most all
+    sites.
+    """
     assert len(Sampling(fraction, minimum).draw(SITES, 0, 0, at_least)) == drawn
 
 
-def test_a_share_that_is_inexact_in_binary_draws_no_extra_worker() -> None:
+def test_an_inexact_fraction_draws_no_extra_site() -> None:
+    """A fraction that is inexact in binary draws no extra site: 0.07 of 100 sites are 7, although 0.07 * 100 is above
+    7.
+    """
     assert 0.07 * 100 > 7
     assert len(Sampling(0.07).draw([f"site-{index}" for index in range(100)], 0, 0)) == 7
 
 
-def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
+def test_draws_depend_only_on_seed_and_round() -> None:
+    """A draw depends only on the seed, the fragment and the version. It does not change if the sites have another
+    order, or if a site is missing that is not drawn.
+    """
     sampling = Sampling(0.2, seed=1)
     first = sampling.draw(SITES, 0, 5)
     assert sampling.draw(list(reversed(SITES)), 0, 5) == first == sorted(first)
@@ -57,14 +66,20 @@ def test_a_draw_depends_on_seed_and_round_and_on_nothing_else() -> None:
     assert set(without) == set(first)  # a site that was not drawn anyway is not missed (⌈0.2·29⌉ is 6, too)
 
 
-def test_draws_all_workers_equally_often() -> None:
-    """3 of 30 in 2,000 rounds: 200 each are expected, ± 13.4; five of those are 67."""
+def test_all_sites_are_drawn_equally_often() -> None:
+    """All sites are drawn equally often.
+
+    With 3 of 30 sites in 2,000 rounds, 200 draws of each site are expected, ± 13.4. Five times this deviation is 67.
+    """
     counts = Counter(site for version in range(2000) for site in Sampling(0.1).draw(SITES, 0, version))
     assert min(counts.values()) > 200 - 67
     assert max(counts.values()) < 200 + 67
 
 
-def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
+def test_a_round_waits_only_for_drawn_workers(story) -> None:
+    """A round waits for the drawn workers and closes with their updates. The server tells the other workers that they
+    were not drawn.
+    """
     sampling = Sampling(0.5, seed=3)
     run = story("abcd", sampling=sampling)
     for version in range(5):
@@ -77,7 +92,8 @@ def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
         assert RoundOpened(0, version + 1, tuple(sampling.draw("abcd", 0, version + 1))) in run.commit()
 
 
-def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
+def test_a_lost_drawn_worker_is_replaced(story) -> None:
+    """If a drawn worker leaves, another worker is drawn in its place."""
     run = story("abc", sampling=Sampling(0.3, seed=0))
     (drawn,) = run.expected()
     run.leave(drawn)
@@ -87,13 +103,18 @@ def test_draws_a_replacement_for_a_drawn_worker_that_dies(story) -> None:
     assert run.phase() == "closing"
 
 
-def test_never_fewer_than_a_round_needs(story) -> None:
+def test_a_draw_has_at_least_min_sites(story) -> None:
+    """A draw has at least `rounds.min_sites` sites, even if the fraction is smaller."""
     run = story("abcd", min_sites=3, sampling=Sampling(0.25))
     assert len(run.expected()) == 3
 
 
-def test_a_restarted_server_draws_the_same(story) -> None:
-    """`Story` restores after every event and compares; here the round opens in the restore itself."""
+def test_a_restarted_server_repeats_its_draw(story) -> None:
+    """If the server is killed before it has opened the next round, the restarted server opens this round with the draw
+    that it would have had.
+
+    `Story` restores the server after every event and compares. Here the round opens in the restore itself.
+    """
     rules = Rules(sites=2, sampling=Sampling(0.5, seed=9))
     run = story("ab", sampling=rules.sampling)
     run.submit(*run.expected())
@@ -108,14 +129,20 @@ def test_a_restarted_server_draws_the_same(story) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_the_users_choice_takes_turns_and_the_rest_come_after() -> None:
+def test_chosen_aggregators_take_turns_before_others() -> None:
+    """The sites that the user has chosen as aggregators take turns from version to version. The other sites come after
+    them. A chosen site that is not there is left out.
+    """
     rounds = [ranking(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
     assert rounds == [["c", "a"], ["a", "c"], ["c", "a"], ["a", "c"]]
     assert ranking(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
 
 
 @pytest.mark.covers("P10")
-def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
+def test_aggregators_that_nothing_determines_are_drawn() -> None:
+    """If the user has chosen no aggregators, a hash of the seed, fragment, version and site orders the sites. Every
+    order occurs.
+    """
     drawn = {site: hashlib.sha256(f"5/1/7/{site}".encode()).hexdigest() for site in ("a", "b", "c")}
     assert ranking(["c", "a", "b"], seed=5, fragment=1, version=7) == sorted(drawn, key=lambda site: drawn[site])
     orders = {tuple(ranking(["a", "b", "c"], seed=0, fragment=0, version=v)) for v in range(100)}
@@ -138,7 +165,10 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
         ("abc", "", "", "", None),
     ],
 )
-def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
+def test_a_suitable_site_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
+    """The aggregator is the first site in the order that holds the version, has not failed and has not aggregated
+    lately. If there is none, the least unsuitable holder aggregates.
+    """
     assert aggregator_of(list(order), set(holders), list(excluded), set(before)) == expected
 
 
@@ -154,14 +184,20 @@ def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before:
         ("c", "c", "c", "c", "c"),  # unless no other has it
     ],
 )
-def test_others_are_asked_only_where_none_of_the_users_choice_can(
+def test_chosen_aggregators_are_preferred_to_others(
     holders: str, excluded: str, before: str, named: str, expected: str
 ) -> None:
+    """A site that the user has chosen as aggregator is preferred. Another site aggregates only if no chosen site holds
+    the version without having failed.
+    """
     assert aggregator_of(["a", "b", "c"], set(holders), set(excluded), set(before), tuple(named)) == expected
 
 
 @pytest.mark.covers("P10")
-def test_two_hold_the_newest_version_where_there_are_two() -> None:
+def test_two_sites_hold_the_newest_version() -> None:
+    """Two sites are chosen to hold the newest version, if there are two. A site that has the version is chosen
+    first.
+    """
     assert choose_holders(["a", "b", "c"], {"c"}) == {"a", "c"}
     assert choose_holders(["a", "b", "c"], {"b", "c"}) == {"b", "c"}
     assert choose_holders(["c"], {"c"}) == {"c"}
@@ -194,7 +230,10 @@ LACKS = "waits for another site: only {} accepted or expected (rounds.min_sites)
         (TWO, view("a", "a", 2), 129, StayOpen(LACKS.format("1 of 2 updates"), until_s=130)),
     ],
 )
-def test_a_policy_decides_by_what_is_in_and_what_is_missing(policy, seen, now_s, decision):
+def test_a_policy_decides_by_accepted_and_missing_updates(policy, seen, now_s, decision):
+    """A barrier and a quorum decide by the accepted and the missing updates whether a round closes. If it stays open,
+    they give the reason.
+    """
     assert policy.decide(seen, now_s) == decision
 
 
@@ -208,11 +247,13 @@ def test_a_policy_decides_by_what_is_in_and_what_is_missing(policy, seen, now_s,
         ("abcdef", "a, b, c and 3 others"),
     ],
 )
-def test_names_are_listed_as_people_do(names, text):
+def test_names_are_listed_as_in_a_sentence(names, text):
+    """A list of names has commas and an `and`. A long list has three names and the number of the others."""
     assert listed(names) == text
 
 
-def test_the_rules_of_settings():
+def test_settings_determine_the_rules_of_rounds():
+    """The settings of a run determine the closing policy, the smallest number of updates and the sampling."""
     plain = Rules.from_settings(Settings.build({"rounds.sites": 3, "rounds.min_sites": 2, "rounds.total": 4}))
     assert plain == Rules(sites=3, min_sites=2, rounds=4, policy=Barrier())
     assert plain.floor == 2
@@ -246,7 +287,10 @@ def best_in(effects):
 
 
 @pytest.mark.covers("X41")
-def test_a_metric_is_credited_to_the_version_that_the_workers_pulled():
+def test_a_metric_belongs_to_the_pulled_version():
+    """The metric of a round belongs to the version that the workers pulled. A later version with an equal metric does
+    not become the best.
+    """
     run = story()
     assert best_in(round_of(run, 0.5)) == [Measurement(version=0, round=1, value=0.5)]  # of the initial model
     assert best_in(round_of(run, 0.7)) == [Measurement(version=1, round=2, value=0.7)]
@@ -255,7 +299,11 @@ def test_a_metric_is_credited_to_the_version_that_the_workers_pulled():
     assert run.state.progress == MetricProgress(Measurement(1, 2, 0.7), mark=0.7, stale=2)
 
 
-def test_a_version_after_lost_ones_is_credited_by_its_own_number():
+def test_a_metric_after_lost_versions_belongs_correctly():
+    """If versions were lost, a metric belongs to the number of the version that the workers pulled.
+
+    Versions 2 to 4 were lost, so round 2 led from version 1 to version 5.
+    """
     run = story()
     round_of(run, 0.5)
     run.submit("a")
@@ -263,14 +311,18 @@ def test_a_version_after_lost_ones_is_credited_by_its_own_number():
     assert best_in(round_of(run, 0.9)) == [Measurement(version=5, round=3, value=0.9)]
 
 
-def test_the_smallest_is_best_where_the_run_says_so():
+def test_the_smallest_metric_may_be_the_best():
+    """With the mode `min`, the version with the smallest metric is the best."""
     run = story(mode="min")
     assert [bool(best_in(round_of(run, value))) for value in (2.0, 3.0, 1.0)] == [True, False, True]
     assert run.state.progress.best == Measurement(2, 3, 1.0)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
-def test_a_round_without_a_finite_value_says_nothing(value):
+def test_a_round_without_finite_metric_changes_nothing(value):
+    """If the metric of a round is missing, NaN or infinite, the best version and the count for an early stop do not
+    change.
+    """
     run = story(patience=1)
     round_of(run, 0.5)
     for _ in range(3):
@@ -279,7 +331,10 @@ def test_a_round_without_a_finite_value_says_nothing(value):
 
 
 @pytest.mark.covers("X42")
-def test_the_run_ends_after_so_many_rounds_without_an_improvement():
+def test_a_run_without_improvement_stops_early():
+    """A run stops early when its metric has not improved for `patience` rounds. An equal metric is no improvement. The
+    reason is shown.
+    """
     run = story(patience=2)
     for value in (0.5, 0.6, 0.55):
         assert RunFinished() not in round_of(run, value)
@@ -291,8 +346,13 @@ def test_the_run_ends_after_so_many_rounds_without_an_improvement():
     assert run.why() == "is finished; stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
 
 
-def test_small_steps_are_best_but_no_reason_to_go_on():
+def test_small_improvements_do_not_prevent_an_early_stop():
     # min_delta 0.25: from 0.5, neither 0.625 nor 0.75 is more than that away; 0.875 is, of the last good mark 0.5
+    """A metric that improves by no more than `min_delta` makes its version the best, but does not restart the count for
+    an early stop.
+
+    With `min_delta` 0.25, neither 0.625 nor 0.75 is more than 0.25 away from 0.5, and 0.875 is.
+    """
     run = story(patience=3, min_delta=0.25)
     for value, stale in ((0.5, 0), (0.625, 1), (0.75, 2), (0.875, 0), (1.0, 1)):
         round_of(run, value)
@@ -300,7 +360,10 @@ def test_small_steps_are_best_but_no_reason_to_go_on():
         assert run.state.progress.best.value == value
 
 
-def test_a_restart_with_other_settings_judges_the_same_metrics_anew():
+def test_a_restart_judges_metrics_by_new_settings():
+    """If a run stopped early, a restart with more patience continues the run. With the same settings, the run stays
+    finished, even if its end was not recorded.
+    """
     run = story(patience=2)
     for value in (0.6, 0.5, 0.5):
         round_of(run, value)

@@ -52,12 +52,17 @@ def caller(headers: dict[str, str], token: str | None = "of-sites") -> Caller:
         (bearer("\udcff"), "stranger", "stranger"),
     ],
 )
-def test_the_strongest_credential_makes_the_kind(headers: dict[str, str], kind: str, open_kind: str) -> None:
-    """A token comes first, then, at a server without one, a lease with its secret, then the secret of an object."""
+def test_the_strongest_credential_decides_the_callers_kind(headers: dict[str, str], kind: str, open_kind: str) -> None:
+    """A token decides first what kind of caller sends a request. At a server without a token, a lease with its secret
+    comes next, and then an object's secret.
+    """
     assert (caller(headers).kind, caller(headers, None).kind) == (kind, open_kind)
 
 
-def test_a_site_is_named_only_with_the_secret_of_its_lease() -> None:
+def test_a_site_must_prove_its_lease() -> None:
+    """A caller counts as a certain site only with the secret of its lease. A missing or malformed lease or object
+    secret is a bad request.
+    """
     proven, forged = (caller(bearer("of-sites") | headers) for headers in (LEASE, FORGED))
     assert (proven.site, forged.site, proven.address) == ("a", "", "10.0.0.1")
     assert (proven.stated_lease().number, forged.stated_lease().number) == (3, 3)
@@ -69,8 +74,8 @@ def test_a_site_is_named_only_with_the_secret_of_its_lease() -> None:
             each.stated_secret()
 
 
-def test_no_secret_is_shown() -> None:
-    """The repr of a caller, as in a log or a traceback, has neither the lease's secret nor the object's."""
+def test_the_repr_of_a_caller_shows_no_secret() -> None:
+    """The repr of a caller, as in a log or a traceback, shows neither the secret of its lease nor that of an object."""
     shown = repr(caller(LEASE | SECRET))
     assert LEASE_SECRET not in shown
     assert OBJECT_SECRET not in shown
@@ -82,8 +87,11 @@ def operation(*callers: CallerKind) -> Operation:
 
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("kind", EVERYONE)
-def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_open: bool) -> None:
-    """With and without a token at the server. The user that may read the state directory is the admin."""
+def test_only_the_admin_may_use_admin_operations(kind: CallerKind, is_open: bool) -> None:
+    """Only the admin may use an operation of the admin, at a server with a token and at one without.
+
+    A user that may read the state directory is the admin.
+    """
     asked = Caller(kind)
     if kind == "admin":
         require_caller(asked, operation("admin"), is_open=is_open)
@@ -95,14 +103,19 @@ def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_
 
 
 @pytest.mark.parametrize("kind", ["stranger", "peer"])
-def test_a_wrong_token_is_called_wrong(kind: CallerKind) -> None:
-    """Whatever else the caller shows, such as an object's secret: it believes that its token is the server's."""
+def test_a_wrong_token_is_reported_as_wrong(kind: CallerKind) -> None:
+    """If a caller has a wrong token, the error says that the token is wrong, even if the caller also shows an object's
+    secret.
+
+    Such a caller believes that its token is that of the server.
+    """
     with pytest.raises(AuthError, match=messages.WRONG_TOKEN) as refused:
         require_caller(Caller(kind, has_token=True), operation("site"), is_open=False)
     assert not isinstance(refused.value, Forbidden)
 
 
 def test_a_refusal_says_which_tokens_help() -> None:
+    """If a caller may not use an operation, the error names the tokens with which it may be used."""
     with pytest.raises(Forbidden) as refused:
         require_caller(Caller("site"), operation("reader", "admin"), is_open=True)
     assert str(refused.value) == (
@@ -113,13 +126,18 @@ def test_a_refusal_says_which_tokens_help() -> None:
 
 @pytest.mark.parametrize("is_open", [False, True])
 def test_openapi_requires_the_admin_for_admin_operations(monkeypatch: pytest.MonkeyPatch, is_open: bool) -> None:
-    """At a server with tokens and at an open one."""
+    """The OpenAPI document requires the admin's token for an operation of the admin, at a server with tokens and at an
+    open one.
+    """
     monkeypatch.setattr("atoll.protocol.openapi.OPERATIONS", (operation("admin"),))
     assert openapi("1", is_open=is_open)["paths"]["/v1/stop"]["post"]["security"] == [{"admin": []}]
 
 
 def test_tokens_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder like /tmp, that user may have put the file there before the first start."""
+    """The server refuses a token file that belongs to another user.
+
+    In a folder like /tmp, another user may have put the file there before the first start.
+    """
     kept = keep_tokens(tmp_path)
     assert stored_tokens(tmp_path) == kept
     user = os.geteuid()
@@ -131,7 +149,10 @@ def test_tokens_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "content", [b"", b"x" * 42, b"x" * 44, b"\xff" * 43, b"x" * 21 + b"\n" + b"x" * 21, b"x" * 10**6]
 )
-def test_a_damaged_token_is_none(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_token_is_replaced(tmp_path: Path, content: bytes) -> None:
+    """A damaged token file does not count as a token, and the next start replaces it. The temporary file of a killed
+    server is removed.
+    """
     kept = keep_tokens(tmp_path)
     (tmp_path / "admin.token").write_bytes(content)
     assert stored_tokens(tmp_path) == {"reader": kept["reader"]}

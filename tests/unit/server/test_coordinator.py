@@ -59,9 +59,12 @@ def without(report: str) -> str:
     return report.partition("without ")[2].partition(":")[0]
 
 
-def test_only_sites_that_were_drawn_are_missed(
+def test_only_drawn_sites_count_as_missing(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A site counts as missing if it was drawn for a round that closed without it. The log says so once, and the
+    warning ends when the site takes part again.
+    """
     attendance = Attendance(roster, 0, expected={0: "abc"})  # its round was open when this server started
     for number, drawn, workers in ((1, "abc", "ab"), (2, "def", "def"), (3, "cgh", "gh"), (4, "cij", "cij")):
         if number > 1:
@@ -71,10 +74,12 @@ def test_only_sites_that_were_drawn_are_missed(
     assert [without(each) for each in caplog.messages] == ["c"], "once, for as long as the same site is missing"
 
 
-def test_a_site_that_the_round_no_longer_waits_for_is_missed(
+def test_a_site_no_longer_awaited_counts_as_missing(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one with a refused update."""
+    """If a round stops waiting for a site, as after a refused update, and closes without it, the log says that the site
+    is missing.
+    """
     attendance = Attendance(roster, 0)
     attendance.expects(events.RoundOpened(0, 0, ("a", "b", "c")), state)
     attendance.expects(events.ExpectedChanged(0, 0, ("a", "b")), state)
@@ -82,9 +87,12 @@ def test_a_site_that_the_round_no_longer_waits_for_is_missed(
     assert [without(each) for each in caplog.messages] == ["c"]
 
 
-def test_a_fragment_that_closed_with_all_sites_hides_no_other(
+def test_a_complete_fragment_hides_no_missing_site(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """If one fragment closes with all sites and another closes without one site, the log and the status say that this
+    site is missing.
+    """
     attendance = Attendance(roster, 0, expected={0: "abc", 1: "abc"})
     for number in range(1, 4):
         closed(attendance, number, "abc", expected=3, fragment=0)
@@ -96,8 +104,11 @@ def test_a_fragment_that_closed_with_all_sites_hides_no_other(
 # -- long polls
 
 
-def test_the_loop_serves_others_between_two_waiters() -> None:
-    """A heartbeat that comes while 100 wait is not behind all of them."""
+def test_the_event_loop_serves_others_between_waiters() -> None:
+    """When an event wakes 100 waiters, the event loop serves other tasks between two of them.
+
+    So a heartbeat does not wait for all of them.
+    """
 
     async def main() -> list[str]:
         event, seen = FairEvent(), list[str]()
@@ -124,7 +135,9 @@ def test_the_loop_serves_others_between_two_waiters() -> None:
     assert not any(a != "beat" != b for a, b in itertools.pairwise(seen)), "two went on at once"
 
 
-def test_nothing_is_left_of_a_waiter_that_gave_up() -> None:
+def test_a_waiter_that_gave_up_is_forgotten() -> None:
+    """If a waiter's time is over, the event no longer keeps this waiter."""
+
     async def main() -> None:
         event = FairEvent()
         await event.wait(0.001)
@@ -133,7 +146,9 @@ def test_nothing_is_left_of_a_waiter_that_gave_up() -> None:
     asyncio.run(main())
 
 
-def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
+def test_an_event_wakes_each_waiter_exactly_once() -> None:
+    """If an event is set a second time, it wakes each waiter exactly once, including a waiter that came in between."""
+
     async def main() -> list[int]:
         event, seen = FairEvent(), list[int]()
 
@@ -153,7 +168,9 @@ def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
     assert asyncio.run(main()) == [0, 1, 2, 3]
 
 
-def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
+def test_a_cancelled_waiter_does_not_block_others() -> None:
+    """If a waiter is cancelled when it is due, the next waiter is still woken."""
+
     async def main() -> None:
         event = FairEvent()
         gone = asyncio.create_task(event.wait(60))
@@ -171,8 +188,12 @@ def test_a_waiter_that_gave_up_holds_up_no_other() -> None:
 # -- hanging workers
 
 
-def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest step took 100 s: 399 s without a step are as usual, and 400 s are reported."""
+def test_a_training_hangs_after_four_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training site counts as hanging after four times the length of its longest step, and not before the given
+    patience.
+
+    The longest step took 100 s. A pause of 399 s is not reported, and one of 400 s is.
+    """
     now = [1000.0]
     monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
     presence = Presence("a")
@@ -187,9 +208,10 @@ def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: p
     assert presence.hangs_s(patience_s=401.0) == 0.0
 
 
-def test_a_site_with_steps_from_before_the_server_started_does_not_hang_in_its_first_round(
+def test_a_restored_site_does_not_count_as_hanging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """After a restart of the server, a site that made steps before does not count as hanging in its first round."""
     now = [1000.0]
     monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
     presence = Presence("a", is_restored=True)
@@ -202,8 +224,11 @@ def test_a_site_with_steps_from_before_the_server_started_does_not_hang_in_its_f
 # -- what the log has of sites
 
 
-def test_ever_new_warnings_of_a_site_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """A broken site sends two hundred different warnings, each twice: a hundred of them are logged and remembered."""
+def test_the_number_of_a_sites_warnings_is_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has at most a hundred different warnings of a site.
+
+    A broken site sends two hundred different warnings, each twice. A hundred of them are logged and remembered.
+    """
     presence = Presence("a")
     for number in range(400):
         presence.note(messages.Heartbeat(warnings=[f"step {number // 2} failed"]))
@@ -212,8 +237,11 @@ def test_ever_new_warnings_of_a_site_do_not_flood_the_log(caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_only_a_simulation_has_no_surplus_sites(roster: dict[str, Presence], simulated: bool) -> None:
-    """A simulation that goes on with other names of sites has named them itself, and no worker can be started again."""
+def test_surplus_sites_are_reported_except_in_simulations(roster: dict[str, Presence], simulated: bool) -> None:
+    """A new site beyond the number of sites of the run is reported, except in a simulation.
+
+    A simulation that goes on with other names of sites has named them itself, and no worker can be started again.
+    """
     attendance = Attendance(roster, 0, simulated=simulated)
     assert attendance.why_surplus("j", len(SITES)) == ""
     assert ("j is a new site, number 10 of a run" in attendance.why_surplus("j", 9)) is not simulated
@@ -224,15 +252,19 @@ def test_only_a_simulation_has_no_surplus_sites(roster: dict[str, Presence], sim
 
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize(("version", "rounds"), [(0, 3), (1, 2), (2, 2), (3, 1), (4, 0), (5, 0)])
-def test_staleness_counts_rounds_not_numbers(version: int, rounds: int) -> None:
-    """The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost."""
+def test_staleness_counts_rounds_without_lost_versions(version: int, rounds: int) -> None:
+    """Staleness counts the rounds since a version, and not the numbers of lost versions.
+
+    The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost.
+    """
     assert staleness(4, version, lost=(2,)) == rounds
 
 
 # -- evaluations to come
 
 
-def test_a_site_is_asked_by_an_evaluation_that_is_still_to_come(tmp_path: Path) -> None:
+def test_a_site_may_expect_a_later_evaluation(tmp_path: Path) -> None:
+    """The schedule knows which sites will evaluate: those of an evaluation that is running or still to come."""
     settings = Settings.build(
         {
             "disk.state_dir": tmp_path,

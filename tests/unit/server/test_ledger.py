@@ -41,10 +41,11 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.covers("F25")
-def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sites join, and the disk is full when the second update closes the round: neither row is there, nor a state.
+def test_an_event_refused_by_the_journal_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the journal cannot record an event, neither the state nor the journal changes, and no follower is told.
 
-    With new space, the same event counts once.
+    Two sites join, and the disk is full when the second update closes the round. With new space, this event counts
+    once.
     """
     acted, happened = list[events.Effect](), list[run_events.Happened]()
     log = EventLog(store)
@@ -80,8 +81,12 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
     store.close()
 
 
-def test_followers_hear_of_a_change_after_the_outermost_commit(store: Store) -> None:
-    """A simulation groups changes in one transaction, which may be undone as a whole."""
+def test_followers_are_told_after_the_outermost_commit(store: Store) -> None:
+    """Followers are told of a change after the outermost transaction is committed. If the transaction is undone, they
+    are told nothing.
+
+    A simulation groups changes in one transaction, which may be undone as a whole.
+    """
     happened = list[run_events.Happened]()
     log = EventLog(store)
     log.subscribe("the test", happened.append)

@@ -40,8 +40,11 @@ def ticket_of(site: LocalSite) -> Ticket:
     return opened.ticket
 
 
-def test_reads_its_version_and_submits_from_a_file(tmp_path: Path) -> None:
-    """An update is what the model was minus what it is: the mean of 1 and 3 by their weights, (1 + 3·3) / 4."""
+def test_a_local_site_reads_and_submits_files(tmp_path: Path) -> None:
+    """A site in the server's process reads its version from a file and submits an update from a file.
+
+    An update is the old model minus the new model. The mean of 1 and 3 by their weights is (1 + 3·3)/4 = 2.5.
+    """
 
     async def story(run: LocalRun) -> None:
         sites = [await run.join("a"), await run.join("b")]
@@ -58,8 +61,8 @@ def test_reads_its_version_and_submits_from_a_file(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_waits_for_a_round_that_other_sites_open(tmp_path: Path) -> None:
-    """The round opens when the second of two sites joins."""
+def test_a_local_site_waits_for_its_round(tmp_path: Path) -> None:
+    """A site in the server's process waits for a ticket until the round opens, when the second of two sites joins."""
 
     async def story(run: LocalRun) -> None:
         a = await run.join("a")
@@ -76,8 +79,12 @@ def test_waits_for_a_round_that_other_sites_open(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_silent_site_dies_by_the_clock_of_the_run(tmp_path: Path) -> None:
-    """No test waits for this: the clock is moved."""
+def test_a_silent_local_site_loses_its_lease(tmp_path: Path) -> None:
+    """A site in the server's process loses its lease when it was silent for too long by the clock of the run. It can
+    join again.
+
+    The test moves the clock instead of waiting.
+    """
 
     async def story(run: LocalRun) -> None:
         a, b = await run.join("a"), await run.join("b")
@@ -93,7 +100,9 @@ def test_a_silent_site_dies_by_the_clock_of_the_run(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_later_participation_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_second_join_supersedes_the_first(tmp_path: Path) -> None:
+    """If a local site joins a second time, its first participation can no longer submit, and the second can."""
+
     async def story(run: LocalRun) -> None:
         old, new = await run.join("a"), await run.join("a", "2")
         await run.join("b")
@@ -105,8 +114,10 @@ def test_a_later_participation_takes_the_place_of_an_earlier_one(tmp_path: Path)
     play(tmp_path, story)
 
 
-def test_a_late_writer_does_not_write_into_the_file_of_another_update(tmp_path: Path) -> None:
-    """The writer's round has closed without it. While it may write, its file is given to no other update."""
+def test_a_late_writers_file_is_not_reused(tmp_path: Path) -> None:
+    """If a round closes while a site may still write its update, the site's file is given to no other update. The late
+    update is refused.
+    """
 
     async def story(run: LocalRun) -> None:
         a, b = await run.join("a"), await run.join("b")
@@ -124,7 +135,11 @@ def test_a_late_writer_does_not_write_into_the_file_of_another_update(tmp_path: 
     play(tmp_path, story, **{"rounds.quorum": 1, "rounds.deadline_s": 20.0})
 
 
-def test_a_file_that_ends_early_is_refused_and_can_be_sent_again(tmp_path: Path) -> None:
+def test_an_incomplete_update_file_can_be_resubmitted(tmp_path: Path) -> None:
+    """A local site's update file that ends too early is refused. When the file is complete, the site can submit it
+    again.
+    """
+
     async def story(run: LocalRun) -> None:
         a = await run.join("a")
         await run.join("b")
@@ -139,6 +154,8 @@ def test_a_file_that_ends_early_is_refused_and_can_be_sent_again(tmp_path: Path)
 
 
 def test_calls_before_joining_are_refused(tmp_path: Path) -> None:
+    """A call for a local site that has not joined is refused with its name."""
+
     async def story(run: LocalRun) -> None:
         with pytest.raises(UsageError, match="Site c has not joined"):
             LocalSite(run.served, "c", run.versions, "here").seen()

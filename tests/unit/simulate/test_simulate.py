@@ -59,7 +59,10 @@ def bases(held: list[int]) -> VersionsInUse:
     return VersionsInUse(versions)
 
 
-def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: VersionsInUse, held: list[int]) -> None:
+def test_a_version_stays_pinned_while_sites_train(bases: VersionsInUse, held: list[int]) -> None:
+    """A version is pinned once for all sites that train from it. When the last site is done, it is released as soon as
+    another version is pinned.
+    """
     first, again = bases.take(0, 0), bases.take(0, 0)
     assert first is again
     assert held == [0]
@@ -74,7 +77,7 @@ def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: 
     assert held == [1, 2]
 
 
-def test_all_are_given_back_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
+def test_all_versions_are_released_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
     bases.take(0, 0)
     bases.take(0, 1)
     bases.release()
@@ -84,7 +87,8 @@ def test_all_are_given_back_at_the_end(bases: VersionsInUse, held: list[int]) ->
 # -- jobs whose process ends
 
 
-def test_an_exception_that_is_its_own_cause_is_told() -> None:
+def test_an_exception_that_causes_itself_is_reported() -> None:
+    """An exception that is its own cause is reported once."""
     error = ValueError("round and round")
     error.__cause__ = error
     assert result_of_error(error).error == "ValueError: round and round"
@@ -147,12 +151,19 @@ class Ends:
         (["ends", "ends", "ends", "returns"], "its process ended, 3 times in a row"),
     ],
 )
-def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> None:
+def test_a_job_restarts_in_another_process(lives: list[str], error: str) -> None:
+    """If the process of a job ends, the job starts again in another process. After three failures in a row, the job has
+    an error that says why.
+    """
     assert Ends(*lives).result() == error
 
 
 @pytest.mark.covers("V2")
-def test_close_waits_for_a_process_that_starts_in_place_of_another_one() -> None:
+def test_close_waits_for_a_process_that_starts() -> None:
+    """If the engine closes while a process starts in place of an ended one, the engine waits for this process and ends
+    it.
+    """
+
     class Slow(Ends):
         """Its second process gets ready only while the engine closes."""
 
@@ -179,15 +190,19 @@ def test_close_waits_for_a_process_that_starts_in_place_of_another_one() -> None
 
 
 @pytest.mark.covers("V2")
-def test_ignores_a_second_result(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_result_of_a_job_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """If a process returns two results for one job, the second is ignored and the log says so."""
     host = Ends("returns twice")
     assert host.result() == "raised"
     wait_until(lambda: "ignored a second result" in caplog.text, "a line")
     assert host.results.empty()
 
 
-def test_each_look_kills_another_process_that_takes_too_long() -> None:
-    """One that was killed may take a while to end; meanwhile the next longest is freed."""
+def test_each_check_kills_one_overdue_process() -> None:
+    """Each check kills one process that takes too long: the one with the oldest job that was not killed yet.
+
+    A killed process may take a while to end. Meanwhile, the next check kills the next process.
+    """
     killed: list[int] = []
 
     class Stuck(Ends):
@@ -212,7 +227,8 @@ def train(worker: Any) -> None:
         fl_round.submit(fl_round.load_into(nn.Linear(2, 1)))
 
 
-def test_frees_each_site_when_its_round_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_simulated_sites_are_freed_after_each_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A simulation frees each site when its round ends, without Python's garbage collector."""
     simulate_here(monkeypatch)
     sites: list[weakref.ref[Any]] = []
     make = simulated_site.SimulatedSite.__init__
@@ -268,7 +284,8 @@ def value(folder: Path) -> float:
     return first
 
 
-def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
+def test_a_sites_state_returns_unchanged(tmp_path: Path) -> None:
+    """The state that a site keeps is unchanged when it is brought back from a process in which the site was trained."""
     here, there = tmp_path / "here", tmp_path / "there"
     for ticket in (1, 2, 3):
         local_state.put_kept(there, local_state.read_kept(here))
@@ -280,9 +297,12 @@ def test_it_is_the_same_afterwards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])
-def test_ended_at_any_step_the_round_can_be_trained_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_an_interrupted_return_keeps_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """If bringing back a site's state is interrupted at any step, the site keeps the state from before. The round can
+    be trained again.
+
+    The update of ticket 1 was counted, and that of ticket 2 is formed again.
+    """
     here, there = tmp_path / "here", tmp_path / "there"
     trained(here, 1)
     local_state.put_kept(there, local_state.read_kept(here))
@@ -307,9 +327,12 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])
-def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
+def test_a_damaged_note_is_refused_or_removed(
     tmp_path: Path, change: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A damaged note from another process is refused, and the site keeps its state. A damaged note of the site itself
+    is removed with a warning.
+    """
     here, there = tmp_path / "here", tmp_path / "there"
     trained(there, 1)
     local_state.write_kept(here, local_state.read_kept(there))
@@ -328,6 +351,9 @@ def test_a_damaged_note_is_said_and_removed_here_and_refused_from_there(
 
 
 def test_processes_divide_the_cores_among_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of a simulation divide the cores among their threads. A valid `OMP_NUM_THREADS` sets the number of
+    threads instead.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert [threads_of(processes) for processes in (1, 3, 8, 20)] == [8, 2, 1, 1]

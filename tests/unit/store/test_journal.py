@@ -44,7 +44,8 @@ def fail_after(journal: Journal, *names: str, seen: list[str]) -> None:
         raise Undone
 
 
-def test_transactions_inside_another_are_one_with_it(journal: Journal) -> None:
+def test_nested_transactions_are_committed_together(journal: Journal) -> None:
+    """Transactions inside another one are committed with it. Their callbacks run after this commit."""
     seen: list[str] = []
     with journal.transaction():
         for name in ("a", "b"):
@@ -56,7 +57,7 @@ def test_transactions_inside_another_are_one_with_it(journal: Journal) -> None:
 
 
 def test_a_failed_transaction_is_undone(journal: Journal) -> None:
-    """A transaction that fails is undone with its parts."""
+    """If a transaction fails, it is undone together with the transactions inside it."""
     seen: list[str] = []
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         with journal.transaction():
@@ -67,8 +68,10 @@ def test_a_failed_transaction_is_undone(journal: Journal) -> None:
     assert (counted(journal), seen) == ({}, ["undone"])
 
 
-def test_a_part_that_fails_first_is_forgotten(journal: Journal) -> None:
-    """A part that fails before it changes anything is forgotten."""
+def test_a_failed_inner_transaction_without_changes_is_ignored(journal: Journal) -> None:
+    """If an inner transaction fails before it changes anything and its error is caught, the outer transaction is
+    committed.
+    """
     seen: list[str] = []
     with journal.transaction():
         journal.count("a")
@@ -77,8 +80,8 @@ def test_a_part_that_fails_first_is_forgotten(journal: Journal) -> None:
     assert (counted(journal), seen) == ({"a": 1}, ["undone"])
 
 
-def test_a_part_that_fails_later_commits_nothing(journal: Journal) -> None:
-    """After a part that failed later, nothing is committed, even if its error was caught."""
+def test_a_failed_inner_transaction_undoes_the_outer(journal: Journal) -> None:
+    """If an inner transaction fails after a change, the outer transaction is undone, even if the error was caught."""
     seen: list[str] = []
     with pytest.raises(StoreError, match="so the whole transaction was undone"), journal.transaction():  # noqa: PT012
         journal.count("a")
@@ -95,7 +98,7 @@ def test_a_part_that_fails_later_commits_nothing(journal: Journal) -> None:
 
 
 def test_another_threads_transaction_waits(journal: Journal) -> None:
-    """A transaction of another thread waits and is its own."""
+    """A transaction of another thread waits until the first one has ended. It is committed by itself."""
     begins, seen = threading.Event(), list[str]()
 
     def count_beside() -> None:
@@ -116,7 +119,9 @@ def test_another_threads_transaction_waits(journal: Journal) -> None:
 
 
 def test_a_failing_disk_is_reported(journal: Journal) -> None:
-    """A disk that fails inside a part is reported as such."""
+    """If the disk is full or fails inside an inner transaction, the journal raises the error for this case and commits
+    nothing.
+    """
     with pytest.raises(DiskFull), journal.transaction(), journal.transaction():
         raise OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(SyncFailed, match="the spool"), journal.transaction():  # noqa: PT012
@@ -126,10 +131,11 @@ def test_a_failing_disk_is_reported(journal: Journal) -> None:
     assert counted(journal) == {}
 
 
-def test_nothing_changes_after_an_ended_transaction(journal: Journal) -> None:
-    """Nothing is changed after SQLite has ended a transaction.
+def test_changes_after_an_ended_transaction_are_refused(journal: Journal) -> None:
+    """If SQLite has ended a transaction by itself, later changes in this transaction are refused.
 
-    SQLite does so where the disk is full: what came then would be a transaction of its own, and outlive it.
+    SQLite does so if the disk is full. Without the refusal, a later change would be a transaction of its own and would
+    stay.
     """
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         journal._db.execute("ROLLBACK")
@@ -139,8 +145,10 @@ def test_nothing_changes_after_an_ended_transaction(journal: Journal) -> None:
     assert counted(journal) == {}
 
 
-def test_a_foreign_lock_is_reported(journal: Journal) -> None:
-    """A lock of another program is reported with its remedy."""
+def test_another_programs_lock_is_reported(journal: Journal) -> None:
+    """If another program has locked the journal, the error says to close that program. Without the lock, the journal
+    works again.
+    """
     journal.row("PRAGMA busy_timeout = 0")
     other = sqlite3.connect(journal.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -155,8 +163,10 @@ def test_a_foreign_lock_is_reported(journal: Journal) -> None:
     assert counted(journal) == {"a": 1}
 
 
-def test_the_log_is_emptied_meanwhile(journal: Journal) -> None:
-    """The log is emptied while a transaction is open."""
+def test_a_checkpoint_during_a_transaction_is_harmless(journal: Journal) -> None:
+    """A checkpoint of the write-ahead log during a transaction loses no change. Afterwards, the whole log can be moved
+    into the database.
+    """
     for empty in (lambda: None, journal.checkpoint):
         with journal.transaction():
             journal.count("a")
@@ -167,8 +177,10 @@ def test_the_log_is_emptied_meanwhile(journal: Journal) -> None:
 
 
 @pytest.mark.covers("F25")
-def test_a_log_waits_for_descriptors(journal: Journal) -> None:
-    """A log that cannot be put away for want of descriptors waits."""
+def test_a_checkpoint_without_descriptors_loses_nothing(journal: Journal) -> None:
+    """If there is no free file descriptor, a checkpoint of the write-ahead log raises no error and loses nothing. A
+    later checkpoint works.
+    """
     with journal.transaction():
         journal.count("a")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -185,9 +197,10 @@ def test_a_log_waits_for_descriptors(journal: Journal) -> None:
 
 @pytest.mark.covers("F25")
 def test_a_full_disk_loses_nothing(store: Store) -> None:
-    """A full disk loses nothing and goes on when there is space.
+    """If the disk is full, the journal loses nothing, and it goes on when there is space.
 
-    SQLite's own page limit stands for the disk: the same error, from the same place.
+    SQLite's own limit of pages stands for the disk: it causes the error of a full disk in the place where a full disk
+    does.
     """
     submit(store, 1, "a", 0)
     pages = store.journal.value("PRAGMA page_count")
@@ -203,7 +216,9 @@ def test_a_full_disk_loses_nothing(store: Store) -> None:
 
 @pytest.mark.covers("F29")
 def test_a_second_store_is_refused(store: Store) -> None:
-    """A second store is refused and the holder named."""
+    """A second store on one directory is refused with the process that holds the directory. When the first store is
+    closed, a new one can be opened.
+    """
     with pytest.raises(StateLocked, match=rf"process {os.getpid()} on .*another disk\.state_dir"):
         begin(store.directory)
     store.close()
@@ -211,7 +226,7 @@ def test_a_second_store_is_refused(store: Store) -> None:
 
 
 def test_every_start_raises_the_epoch(tmp_path: Path) -> None:
-    """Every start raises the epoch also after a kill."""
+    """Every start raises the epoch of the journal by one, also after a kill."""
     kill_during(tmp_path, "accept.before=kill", "submit(new_run(directory), 1, 'a', 0)")
     for epoch in (2, 3):
         store, _ = begin(tmp_path)
@@ -220,6 +235,7 @@ def test_every_start_raises_the_epoch(tmp_path: Path) -> None:
 
 
 def test_the_run_is_created_once(store: Store) -> None:
+    """If a journal already contains a run, creating a run in it is refused."""
     assert store.run_log.run is not None
     with pytest.raises(StoreError, match="already contains a run"):
         store.run_log.create_run(store.run_log.run)
@@ -227,7 +243,8 @@ def test_the_run_is_created_once(store: Store) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["truncated", "newer", "no text"])
-def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
+def test_an_unreadable_journal_is_refused(tmp_path: Path, damage: str) -> None:
+    """A journal that is truncated, damaged in the definition of a table or of a newer version is refused."""
     store = new_run(tmp_path, 3)
     store.close()
     path = tmp_path / "journal.sqlite"
@@ -248,7 +265,9 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -
     ("version", "table"), [(0, "notes"), (0, "versions"), (SCHEMA_VERSION, "notes"), (99, "notes")]
 )
 def test_another_programs_database_is_refused(tmp_path: Path, version: int, table: str) -> None:
-    """A database of another program is refused and unchanged."""
+    """If another program's database is in the place of the journal, it is refused with the name of a table, and stays
+    unchanged.
+    """
     path = tmp_path / "journal.sqlite"
     with closing(sqlite3.connect(path)) as db:
         db.executescript(f"CREATE TABLE {table} (text); PRAGMA user_version = {version};")
@@ -263,8 +282,8 @@ def test_another_programs_database_is_refused(tmp_path: Path, version: int, tabl
 
 @pytest.mark.covers("F41", "X3")
 @pytest.mark.parametrize("size", [1, 2, 100, 24_000])
-def test_no_database_is_refused(tmp_path: Path, size: int) -> None:
-    """A file that is not a database is refused and stays unchanged."""
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path, size: int) -> None:
+    """A file in the place of the journal that is not a database is refused and stays unchanged."""
     path = tmp_path / "journal.sqlite"
     path.write_bytes(b"x" * size)
     with pytest.raises(StateCorrupt) as caught:
@@ -275,8 +294,8 @@ def test_no_database_is_refused(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("how", ["emptied", "removed"])
-def test_a_lost_journal_begins_no_run(store: Store, how: str) -> None:
-    """A lost journal does not begin a new run over the files of the old one."""
+def test_a_lost_journal_starts_no_new_run(store: Store, how: str) -> None:
+    """If the journal is missing or empty, the server refuses to start a new run over the files of the old one."""
     run_round(store, 0)
     store.close()
     journal, files = store.journal.path, sorted(store.slots.folder.iterdir())
@@ -288,7 +307,10 @@ def test_a_lost_journal_begins_no_run(store: Store, how: str) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_a_folder_in_the_journals_place_is_refused(tmp_path: Path) -> None:
+    """If a folder is in the place of the journal, the error says to move it away. The state directory does not stay
+    locked.
+    """
     (tmp_path / "journal.sqlite").mkdir()
     with pytest.raises(StoreError, match="move the folder away"):
         Store(tmp_path)
@@ -296,8 +318,8 @@ def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     Store(tmp_path).close()  # the refusal has let go of the directory
 
 
-def test_the_audit_log_lists_updates(store: Store) -> None:
-    """The audit log lists each update with its site and outcome."""
+def test_the_audit_log_lists_updates_and_versions(store: Store) -> None:
+    """The audit log lists each accepted or refused update and each committed version in their order."""
     run_round(store, 0)
     store.tickets.issue(3, "a", 0, 1)
     store.tickets.refuse(3, "NaN in w")
@@ -309,8 +331,11 @@ def test_the_audit_log_lists_updates(store: Store) -> None:
 # -- effects of the round machine as rows
 
 
-def test_effects_outlive_the_process(tmp_path: Path) -> None:
-    """b left and came back late: the round that both began waits for a alone, whatever happens to the server."""
+def test_effects_of_the_machine_survive_a_restart(tmp_path: Path) -> None:
+    """After a restart, the journal has all effects that the round machine had decided.
+
+    Site `b` left and came back late. The round that both sites began waits for `a` alone.
+    """
     store, _ = begin(tmp_path)
     write_version(store, 0)
     decided = [

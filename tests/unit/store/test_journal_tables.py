@@ -145,20 +145,23 @@ def test_a_row_that_breaks_a_check_is_refused(journal: sqlite3.Connection, const
 def test_repeated_unique_values_are_refused(
     journal: sqlite3.Connection, columns: str, statement: str, round_state: str
 ) -> None:
-    """A row that repeats what is unique is refused."""
+    """A row that repeats the values of unique columns is refused, with the names of these columns."""
     journal.execute("UPDATE rounds SET state = ? WHERE base_version = 1", (round_state,))
     with pytest.raises(sqlite3.IntegrityError) as caught:
         journal.execute(statement)
     assert str(caught.value) == f"UNIQUE constraint failed: {columns}"
 
 
-def test_a_part_of_no_ticket_is_refused(journal: sqlite3.Connection) -> None:
+def test_a_part_without_a_ticket_is_refused(journal: sqlite3.Connection) -> None:
     with pytest.raises(sqlite3.IntegrityError, match="FOREIGN KEY"):
         journal.execute("INSERT INTO parts (ticket, part, digest, sumsq) VALUES (99, 0, x'00', 1.0)")
 
 
 @pytest.mark.parametrize("statement", ALLOWED)
-def test_what_a_run_needs_is_allowed(journal: sqlite3.Connection, statement: str) -> None:
+def test_rows_that_a_run_needs_are_allowed(journal: sqlite3.Connection, statement: str) -> None:
+    """The constraints of the tables allow the rows that a run needs, such as an expired ticket beside an accepted
+    one.
+    """
     assert journal.execute(statement).rowcount == 1
 
 
@@ -235,7 +238,10 @@ def right_hash(row: dict[str, Any]) -> str:
     return blake3(json.dumps([row[name] for name in COLUMNS[:-1]]).encode()).hexdigest()
 
 
-def test_a_hash_is_over_all_other_columns(state: Path) -> None:
+def test_an_audit_hash_covers_all_other_columns(state: Path) -> None:
+    """The hash of an entry in the audit log covers all other columns of the entry. One of them is the hash of the entry
+    before.
+    """
     for seq in range(1, 8):
         row = entry(state, seq)
         assert row["hash"] == right_hash(row)
@@ -245,16 +251,17 @@ def test_a_hash_is_over_all_other_columns(state: Path) -> None:
 @pytest.mark.parametrize("column", [*CHANGES, "hash"])
 @pytest.mark.parametrize("seq", [1, 3, 7])
 def test_a_changed_column_is_found(state: Path, column: str, seq: int) -> None:
+    """If a column of an entry in the audit log was changed, `atoll audit` names the entry."""
     change(state, seq, **{column: CHANGES.get(column, "2" * 64)})
     assert re.search(rf"entry {seq}\b", said(state))
 
 
 @pytest.mark.parametrize("column", CHANGES)
 @pytest.mark.parametrize("seq", [1, 3, 6])
-def test_a_changed_column_with_its_hash(state: Path, column: str, seq: int) -> None:
-    """A changed column is found where its hash was made anew.
+def test_a_changed_column_with_its_hash_is_found(state: Path, column: str, seq: int) -> None:
+    """If a column of an entry and the entry's hash were changed, `atoll audit` still finds the change.
 
-    The next entry has the hash that was there before; where that is changed too, its own hash covers it.
+    The next entry has the hash from before. If that is changed too, the next entry's own hash no longer fits.
     """
     change(state, seq, **{column: CHANGES[column]})
     change(state, seq, hash=right_hash(entry(state, seq)))
@@ -265,8 +272,10 @@ def test_a_changed_column_with_its_hash(state: Path, column: str, seq: int) -> N
 
 @pytest.mark.parametrize("column", ["at", "what", "detail_json"])
 @pytest.mark.parametrize("seq", [1, 3, 7])
-def test_a_changed_column_with_all_hashes(state: Path, column: str, seq: int) -> None:
-    """A changed column is found where every later hash was made anew. `audit.head` has the last hash as it was."""
+def test_changed_columns_with_all_hashes_are_found(state: Path, column: str, seq: int) -> None:
+    """If a column of an entry and all later hashes were changed, `atoll audit` finds the change: the file `audit.head`
+    has the last hash from before.
+    """
     change(state, seq, **{column: CHANGES[column]})
     for later in range(seq, 8):
         if later > 1:
@@ -278,6 +287,7 @@ def test_a_changed_column_with_all_hashes(state: Path, column: str, seq: int) ->
 @pytest.mark.parametrize("seq", [1, 4, 7])
 @pytest.mark.parametrize("tampering", ["DELETE FROM audit", "UPDATE audit SET seq = 9"], ids=["removed", "moved"])
 def test_a_removed_or_moved_entry_is_found(state: Path, tampering: str, seq: int) -> None:
+    """If an entry of the audit log was removed or moved, `atoll audit` reports it."""
     with closing(sqlite3.connect(state / "journal.sqlite")) as journal, journal:
         journal.execute(f"{tampering} WHERE seq = ?", (seq,))
     assert said(state)
@@ -294,7 +304,7 @@ def test_a_removed_or_moved_entry_is_found(state: Path, tampering: str, seq: int
     ],
 )
 def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: str) -> None:
-    """A start does not use these rows any more; `atoll audit` compares all."""
+    """If a row was changed that no start uses any more, `atoll audit` names its table."""
     with closing(sqlite3.connect(state / "journal.sqlite")) as journal, journal:
         journal.execute(tampering)
     assert word in said(state)
@@ -333,10 +343,11 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         ),
     ],
 )
-def test_a_changed_row_with_its_checksum(state: Path, tampering: str, words: str) -> None:
-    """A changed row is found where its checksum was made anew.
+def test_a_changed_row_with_its_checksum_is_found(state: Path, tampering: str, words: str) -> None:
+    """If a row and its checksum were changed, `atoll audit` finds the change, because the audit log has the right
+    values.
 
-    By one that lets the journal's own connection write it: the audit log has it otherwise.
+    A program that writes the row through the journal's own connection also renews the checksum.
     """
     from atoll.store.journal_tables import write_checksums
 
@@ -346,8 +357,10 @@ def test_a_changed_row_with_its_checksum(state: Path, tampering: str, words: str
     assert words in said(state)
 
 
-def test_log_and_tickets_agree(tmp_path: Path) -> None:
-    """What the log tells of refused expired and reopened tickets agrees with them."""
+def test_the_audit_log_agrees_with_the_tickets(tmp_path: Path) -> None:
+    """For refused, expired and reopened tickets, the audit log agrees with the tickets, and `atoll audit` reports
+    nothing.
+    """
     store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ["a", "b"])
     submit(store, 1, "a", 0)

@@ -71,8 +71,11 @@ ANOTHER = "INSERT INTO workflows VALUES ({}, 'w', 'now', 0)"
 MOVE = "PRAGMA wal_checkpoint"
 
 
-def test_copies_again_once_the_log_is_overwritten(state: Path, server: Server, monkeypatch) -> None:
-    """The second change overwrites the log. The first one, in the database since, is not in a copy made before."""
+def test_a_reader_copies_an_overwritten_log_again(state: Path, server: Server, monkeypatch) -> None:
+    """If the write-ahead log is overwritten while a reader copies the journal, the reader copies again.
+
+    The second change overwrites the log. The first change is in the database by then, but not in the copy made before.
+    """
     number = iter(range(3))
 
     def change(name: str) -> None:
@@ -85,8 +88,12 @@ def test_copies_again_once_the_log_is_overwritten(state: Path, server: Server, m
     assert next(number) == 2
 
 
-def test_reads_what_a_checkpoint_moves_from_the_log(state: Path, server: Server, monkeypatch) -> None:
-    """The log has it, too, until it is overwritten: one copy does."""
+def test_a_reader_needs_one_copy_despite_checkpoints(state: Path, server: Server, monkeypatch) -> None:
+    """If a checkpoint moves a change from the log into the database during the copy, one copy is enough to read the
+    change.
+
+    The log still has the change until it is overwritten.
+    """
     copies: list[str] = []
     server(ALONE)
     after_each_copy(monkeypatch, lambda name: (copies.append(name), server(MOVE)))
@@ -95,15 +102,16 @@ def test_reads_what_a_checkpoint_moves_from_the_log(state: Path, server: Server,
     assert copies == ["journal.sqlite", "journal.sqlite-wal"]
 
 
-def test_reads_a_commit_that_comes_between_the_copies(state: Path, server: Server, monkeypatch) -> None:
+def test_a_reader_sees_a_commit_between_copies(state: Path, server: Server, monkeypatch) -> None:
+    """A reader sees a change that is committed after the copy of the database and before the copy of the log."""
     server(ALONE)
     after_each_copy(monkeypatch, lambda name: server(ANOTHER.format(1)) if name == "journal.sqlite" else None)
     with open_state(state) as found:
         assert found.rows(BOTH) == [(2, 1)]
 
 
-def test_drops_an_old_log(state: Path, monkeypatch) -> None:
-    """Drops the copy of a log that is gone. A server that ends during the first copy removes its log."""
+def test_a_reader_drops_a_removed_logs_copy(state: Path, monkeypatch) -> None:
+    """If a server ends during the first copy and removes its log, the reader drops its copy of the log."""
     db = sqlite3.connect(state / "journal.sqlite", isolation_level=None)
     db.execute("PRAGMA locking_mode = EXCLUSIVE")
     db.execute(ALONE)
@@ -119,14 +127,17 @@ def test_drops_an_old_log(state: Path, monkeypatch) -> None:
     assert not (state / "journal.sqlite-wal").exists()
 
 
-def test_gives_up_where_each_copy_is_overtaken(state: Path, server: Server, monkeypatch) -> None:
+def test_a_reader_gives_up_after_ten_copies(state: Path, server: Server, monkeypatch) -> None:
+    """If the journal changes during each of ten copies, the reader gives up with an error that says so."""
     number = iter(range(100))
     after_each_copy(monkeypatch, lambda _: server(ANOTHER.format(next(number)), MOVE))
     with pytest.raises(StoreError, match=r"has changed .* each of the 10 times that it was copied"), open_state(state):
         pass
 
 
-def test_names_a_full_disk_of_temporary_files(state: Path, monkeypatch) -> None:
+def test_a_full_temporary_folder_is_reported(state: Path, monkeypatch) -> None:
+    """If the folder of temporary files is full, the reader's error names this folder and says what to do."""
+
     def fill(_: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -140,7 +151,8 @@ def test_names_a_full_disk_of_temporary_files(state: Path, monkeypatch) -> None:
         pass
 
 
-def test_closes_everything_when_its_block_raises(state: Path) -> None:
+def test_a_reader_closes_everything_after_an_error(state: Path) -> None:
+    """If code that reads a journal raises, the reader closes all its files and leaves none in the state directory."""
     names, files = sorted(state.iterdir()), sorted(open_paths())
     with pytest.raises(ZeroDivisionError), open_state(state):
         raise ZeroDivisionError
@@ -150,7 +162,8 @@ def test_closes_everything_when_its_block_raises(state: Path) -> None:
     assert sorted(state.iterdir()) == names
 
 
-def test_removes_what_a_killed_reader_has_left(state: Path, temporary: Path) -> None:
+def test_a_reader_removes_a_killed_readers_files(state: Path, temporary: Path) -> None:
+    """A reader removes the temporary folder that a killed reader has left."""
     left = temporary / f"{reader.TEMPORARY}{2**22 + 1}-abc"  # no process has this id
     left.mkdir()
     (left / "journal.sqlite").touch()
@@ -158,8 +171,8 @@ def test_removes_what_a_killed_reader_has_left(state: Path, temporary: Path) -> 
         assert not left.exists()
 
 
-def test_a_folder_without_run_has_nothing(tmp_path: Path) -> None:
-    """A directory without run has no status and no failure."""
+def test_a_folder_without_run_has_no_status(tmp_path: Path) -> None:
+    """A folder without a run has no status and no failure. Opening its state is refused."""
     assert saved_status(tmp_path) is None
     assert recorded_failure(tmp_path) == ""
     with pytest.raises(UsageError, match="There is no run in"), open_state(tmp_path):

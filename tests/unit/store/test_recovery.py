@@ -42,7 +42,8 @@ def path_of(store: Store, kind: str, version: int) -> Path:
     return store.directory / "slots" / f"{kind}-0-{number}.safetensors"
 
 
-def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
+def test_a_new_state_directory_is_empty(tmp_path: Path) -> None:
+    """The store of a new directory has no versions, rounds, members or tickets, and its numbers start at 1."""
     store, _ = begin(tmp_path / "new" / "state")
     assert (store.versions.heads(), store.run_log.rounds(), store.run_log.members()) == ((), (), ())
     assert store.tickets.to_go_on() == ()
@@ -50,7 +51,10 @@ def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
     assert not store.run_log.has_begun(0)
 
 
-def test_everything_is_found_again(tmp_path: Path) -> None:
+def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
+    """After a restart, the store has the version, the open round, the tickets and their received parts as before, and
+    the round can go on.
+    """
     store = new_run(tmp_path, 1)
     store.run_log.open_round(0, 1, ("a", "b"))
     submit(store, 3, "a", 1)
@@ -72,8 +76,11 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4")
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    """Killed while it wrote version 1: the draft's slots and the spare ones go, what rows refer to stays."""
+def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
+    """A start removes the slots that a killed process has left and that no row refers to. Other files stay.
+
+    The process was killed while it wrote version 1. Its draft and the spare slots are removed.
+    """
     kill_during(tmp_path, "head.before=kill@2", "run_round(new_run(directory), 0)")
     assert "version-0-1.safetensors" in slot_files(tmp_path)
     (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")
@@ -84,8 +91,10 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header", "state"])
-def test_a_damaged_head_gives_way(tmp_path: Path, damage: str) -> None:
-    """A damaged head gives way to the version before."""
+def test_a_damaged_head_falls_back(tmp_path: Path, damage: str) -> None:
+    """If the newest version is damaged, the run continues from the version before. The updates of the lost version
+    expire.
+    """
     store = new_run(tmp_path, 2)
     store.versions.write_durable()
     store.run_log.open_round(0, 2, ("a", "b"))
@@ -120,12 +129,14 @@ def test_a_damaged_head_gives_way(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_a_lost_versions_number_stays_used(tmp_path: Path) -> None:
+def test_a_lost_versions_number_is_not_reused(tmp_path: Path) -> None:
     """The number of a lost version is not used again.
 
-    Two are lost, one after the other: the run has versions 0, 1 and 4, and keeps 1 and 4 as its newest two.
+    Versions 2 and 3 are lost, one after the other. The run has versions 0, 1 and 4, and keeps 1 and 4 as its newest
+    two.
 
-    Guards against windows of numbers, `head − 1` and `head − keep_versions`, where there is a gap.
+    Guards against ranges of numbers such as `head − 1` and `head − keep_versions`, which are wrong where numbers are
+    missing.
     """
     store = new_run(tmp_path, 1)
     for lost in (2, 3):
@@ -147,7 +158,7 @@ def test_a_lost_versions_number_stays_used(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_slots_header_is_verified(tmp_path: Path) -> None:
-    """The header of a slot is verified where no digest covers it."""
+    """The header of a slot is verified, although no digest covers it."""
     path = tmp_path / "slot"
     path.write_bytes(b"header--data")
     shape = FileShape(12, b"header--", (((8, 4),),))
@@ -159,8 +170,10 @@ def test_a_slots_header_is_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_an_unverified_run_is_refused(tmp_path: Path) -> None:
-    """A run of which nothing verifies is refused and left alone."""
+def test_a_run_without_intact_version_is_refused(tmp_path: Path) -> None:
+    """If all versions of a run are damaged, the start is refused and removes no file. The error says to restore a
+    backup.
+    """
     store = new_run(tmp_path, 1)
     for version in (0, 1):
         flip(path_of(store, "version", version), 12)
@@ -174,6 +187,7 @@ def test_an_unverified_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F13")
 def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
+    """A second recovery finds what the first one found, both without and after another start."""
     store = new_run(tmp_path)
     run_round(store, 0, commit=False)
     store, one = reopen(store)
@@ -184,7 +198,7 @@ def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_damaged_part_is_sent_again(tmp_path: Path) -> None:
-    """A damaged part of an open ticket is sent again."""
+    """If a part of an open ticket is damaged on disk, a restart says so, and the site has to send this part again."""
     store = new_run(tmp_path)
     send_parts(store, 1, "a", 0)
     path = store.tickets.spool(1).slot.path
@@ -198,7 +212,9 @@ def test_a_damaged_part_is_sent_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "remove"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_damaged_accepted_update_expires(tmp_path: Path, damage: str, frozen: bool) -> None:
-    """A damaged accepted update expires and its round is open again."""
+    """If an accepted update is damaged or gone, a restart lets its ticket expire and opens its round again. The site
+    can submit another update.
+    """
     store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
@@ -222,7 +238,10 @@ def test_a_damaged_accepted_update_expires(tmp_path: Path, damage: str, frozen: 
     write_version(store, 1, (1, 3))
 
 
-def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
+def test_a_ticket_without_its_file_starts_again(tmp_path: Path) -> None:
+    """If the file of an open ticket is gone, a restart keeps the ticket, and the site sends its parts from the first
+    one.
+    """
     store = new_run(tmp_path)
     store.tickets.issue(1, "a", 0, 0)
     store.tickets.spool(1).begin_part(0).write(b"half")
@@ -242,6 +261,7 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
+    """If the files of a state directory do not fit the sizes and tensors of the current model, the start is refused."""
     new_run(tmp_path).close()
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):

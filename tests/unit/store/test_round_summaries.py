@@ -57,7 +57,10 @@ def values(found: SiteCurves) -> dict[str, list[float | None]]:
         (2, [1, 10]),
     ],
 )
-def test_chooses_rounds_evenly(store: Store, points: int, versions: list[int]) -> None:
+def test_points_of_curves_are_chosen_evenly(store: Store, points: int, versions: list[int]) -> None:
+    """If there are more rounds than requested points, the points of a curve are chosen evenly, with the first and the
+    last round.
+    """
     put(store, 0)
     for version in range(1, 11):
         put(store, version, loss("a", version / 8))
@@ -69,7 +72,10 @@ def test_chooses_rounds_evenly(store: Store, points: int, versions: list[int]) -
     assert curves(store, points=points, last=10).versions == versions
 
 
-def test_a_curve_has_each_number_and_null_without_one(store: Store) -> None:
+def test_a_curve_has_null_for_missing_numbers(store: Store) -> None:
+    """A curve has a site's number for each round, and null for a round without one. A site without any number has no
+    curve.
+    """
     put(store, 1, loss("a", 1.0), loss("b", 2.0))
     put(store, 2, loss("b", 3.0), SiteRound(site="c", steps=4))
     put(store, 3, loss("a", 4.0))
@@ -81,8 +87,11 @@ def test_a_curve_has_each_number_and_null_without_one(store: Store) -> None:
     assert values(curves(store, fragment=1)) == {"a": [5.0]}
 
 
-def test_draws_one_site_over_its_own_rounds(store: Store) -> None:
-    """In an asynchronous run, few versions have an update of it."""
+def test_one_sites_curve_has_only_its_rounds(store: Store) -> None:
+    """The curve of one requested site has points only for rounds with an update of this site.
+
+    In an asynchronous run, few versions have an update of one site.
+    """
     for version in range(1, 11):
         put(store, version, loss("a" if version % 3 else "b", float(version)))
     found = curves(store, site="b", points=2)
@@ -90,6 +99,7 @@ def test_draws_one_site_over_its_own_rounds(store: Store) -> None:
 
 
 def test_lost_versions_have_no_point(store: Store) -> None:
+    """A curve has no point for a version that was lost."""
     for version in (1, 2, 3):
         put(store, version, loss("a", float(version)))
     with store.journal.transaction():
@@ -97,8 +107,11 @@ def test_lost_versions_have_no_point(store: Store) -> None:
     assert values(curves(store)) == {"a": [1.0, 3.0]}
 
 
-def test_pages_the_longest_curves(store: Store) -> None:
-    """7,000 sites with 2 rounds: 983,040 bytes take 6,733 curves of 96 + 2 × 25 bytes."""
+def test_many_curves_are_sent_in_pages(store: Store) -> None:
+    """If the curves of all sites are too many for one answer, they are sent in pages.
+
+    7,000 sites have 2 rounds. A page of 983,040 bytes has 6,733 curves of 96 + 2 × 25 bytes.
+    """
     names = [f"{number:064}" for number in range(7000)]
     put(store, 1)
     put(store, 2)
@@ -124,7 +137,8 @@ def test_pages_the_longest_curves(store: Store) -> None:
     assert 900_000 < len(first.model_dump_json()) <= 2**20
 
 
-def test_a_damaged_row_of_a_curve_is_named(store: Store) -> None:
+def test_a_damaged_row_of_a_curve_is_reported(store: Store) -> None:
+    """If a row of a curve is damaged in the journal, the error names the row."""
     put(store, 1, loss("a", 1.0))
     with store.journal.transaction():
         store.journal.execute("UPDATE site_rounds SET row_check = row_check + 1")

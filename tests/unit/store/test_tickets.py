@@ -60,8 +60,8 @@ def write_under_way(
     late.join()
 
 
-def test_the_next_version_counts_updates(store: Store) -> None:
-    """An accepted update is counted by the next version."""
+def test_the_next_version_counts_accepted_updates(store: Store) -> None:
+    """An accepted update counts in the next version, and its ticket gets the number of this version."""
     tickets = run_round(store, 0, commit=False)
     row = store.tickets.get(1)
     assert (row.state, row.report.weight, row.report.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
@@ -72,6 +72,9 @@ def test_the_next_version_counts_updates(store: Store) -> None:
 
 
 def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
+    """If a transaction is undone, tickets, their states and their files are as before. After the store is closed,
+    tickets cannot be read.
+    """
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
@@ -101,7 +104,8 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
             asked(1)
 
 
-def test_a_site_has_one_ticket_a_round(store: Store) -> None:
+def test_a_site_has_one_ticket_per_round(store: Store) -> None:
+    """A site has at most one open ticket in a round. If this ticket is refused, the site may get another one."""
     store.tickets.issue(1, "a", 0, 0)
     with pytest.raises(StoreError, match="UNIQUE"):
         store.tickets.issue(2, "a", 0, 0)
@@ -109,7 +113,8 @@ def test_a_site_has_one_ticket_a_round(store: Store) -> None:
     store.tickets.issue(2, "a", 0, 0)  # another try
 
 
-def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
+def test_an_incomplete_update_is_not_accepted(store: Store) -> None:
+    """If parts of an update are missing, it is not accepted and its ticket stays open."""
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 1, update_of("a", 0))
     with pytest.raises(Conflict, match=r"lacks 1 of 2 parts \(first: part 0\)"):
@@ -117,8 +122,8 @@ def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
     assert store.tickets.get(1).state == "open"
 
 
-def test_a_closed_ticket_takes_nothing_more(store: Store) -> None:
-    """A refused or expired ticket takes nothing more and says why."""
+def test_a_closed_ticket_accepts_no_parts(store: Store) -> None:
+    """A refused or expired ticket accepts no more parts, and the error says why."""
     for ticket, site in ((1, "a"), (2, "b")):
         store.tickets.issue(ticket, site, 0, 0)
         send_part(store, ticket, 0, update_of(site, 0))
@@ -134,8 +139,8 @@ def test_a_closed_ticket_takes_nothing_more(store: Store) -> None:
     assert (store.run_log.totals().refused, store.run_log.totals().expired) == (1, 1)
 
 
-def test_an_acknowledged_update_stays(store: Store) -> None:
-    """An acknowledged update can be neither refused nor expired."""
+def test_an_accepted_update_stays_accepted(store: Store) -> None:
+    """An update that was accepted can be neither refused nor expired."""
     submit(store, 1, "a", 0)
     with pytest.raises(StoreError, match="accepted"):
         store.tickets.expire([1], "too late")
@@ -143,14 +148,18 @@ def test_an_acknowledged_update_stays(store: Store) -> None:
         store.tickets.refuse(1, "too late")
 
 
-def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
+def test_an_accepted_update_cannot_be_overwritten(store: Store) -> None:
+    """When an update was accepted, its parts cannot be written again, and its bytes stay."""
     submit(store, 1, "a", 0)
     with pytest.raises(TicketClosed, match="has an update already"):
         store.tickets.spool(1).begin_part(0)
     assert read(store.tickets.spool(1).fd) == update_of("a", 0)
 
 
-def test_what_became_of_the_ticket_before(store: Store) -> None:
+def test_a_sites_last_ticket_shows_its_outcome(store: Store) -> None:
+    """The last ticket of a site is found with its state and version. A site without tickets has none, and an unknown
+    ticket raises `Gone`.
+    """
     run_round(store, 0)
     before = store.tickets.last_of("a", 0)
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
@@ -163,9 +172,9 @@ def test_what_became_of_the_ticket_before(store: Store) -> None:
 
 
 def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer stops the old one and waits for its write.
+    """A new writer of a part cancels the old writer and waits until its write is over.
 
-    The old pwrite is held in the middle: begin_part must not return before it is over.
+    The old write is held in the middle. `begin_part` must not return before this write is over.
     """
     store.tickets.issue(1, "a", 0, 0)
     held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
@@ -190,7 +199,7 @@ def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.Monkey
 
 
 def test_a_superseded_writer_writes_nothing(store: Store) -> None:
-    """A writer that is superseded just before its write writes nothing."""
+    """If a new writer of a part begins just before the old writer writes, the old writer writes nothing."""
     store.tickets.issue(1, "a", 0, 0)
     held = store.tickets.spool(1)
 
@@ -219,7 +228,10 @@ def test_a_superseded_writer_writes_nothing(store: Store) -> None:
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_a_part_written_again_is_unrecorded(store: Store) -> None:
+def test_rewriting_a_part_removes_its_record(store: Store) -> None:
+    """When a part is written again, its record is removed. The part is recorded again only for the newest writer, with
+    all bytes.
+    """
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, update_of("a", 0))
     assert list(store.tickets.parts(1)) == [0]
@@ -235,7 +247,7 @@ def test_a_part_written_again_is_unrecorded(store: Store) -> None:
 
 
 def test_a_part_stays_in_its_range(store: Store) -> None:
-    """A part takes no more than its bytes and stays in its range."""
+    """A part of an update takes no more bytes than it has, and writes only to its own range of the file."""
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, b"0" * 24)
     writer = store.tickets.spool(1).begin_part(1)
@@ -250,6 +262,9 @@ def test_a_part_stays_in_its_range(store: Store) -> None:
 
 @pytest.mark.parametrize("use", ["write", "read"])
 def test_spools_in_use_are_not_reused(store: Store, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+    """A spool, the file of an update, is given to no other ticket while it is written or read. Afterwards it is used
+    again.
+    """
     store.tickets.issue(1, "a", 0, 0)
     spool = store.tickets.spool(1)
     reading = spool.pool.held(spool.slot, READER)
@@ -265,7 +280,7 @@ def test_spools_in_use_are_not_reused(store: Store, monkeypatch: pytest.MonkeyPa
 def test_unneeded_spools_are_removed(store: Store) -> None:
     """Spools that the next round cannot need are removed.
 
-    Four tickets in round 1, two of them expired; the next round keeps as many slots as counted.
+    Round 1 has four tickets, and two of them expire. As many spools are kept as updates have counted.
     """
     store.run_log.open_round(0, 0, ("a", "b", "c", "d"))
     for ticket, site in enumerate("abcd", 1):
@@ -284,8 +299,10 @@ def test_unneeded_spools_are_removed(store: Store) -> None:
     assert [store.slots.holds()[f"spool-0-{n}.bin"] for n in (0, 1)] == [{}, {}]
 
 
-def test_a_round_freezes_its_own_tickets(store: Store) -> None:
-    """A round freezes with accepted tickets of its own only."""
+def test_a_round_freezes_only_accepted_tickets(store: Store) -> None:
+    """A round can be frozen only with accepted tickets of its own. Its version must be made from exactly these
+    tickets.
+    """
     store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
     store.tickets.issue(2, "b", 0, 0)
@@ -303,13 +320,18 @@ def test_a_round_freezes_its_own_tickets(store: Store) -> None:
         write_version(store, 1, ())
 
 
-def test_a_round_freezes_in_given_order(store: Store) -> None:
-    """The machine orders updates by site: the order of their numbers may be another, and would give other bits."""
+def test_a_frozen_round_keeps_the_given_order(store: Store) -> None:
+    """A frozen round keeps its tickets in the given order.
+
+    The round machine orders updates by site. The numbers of the tickets may have another order, which would give other
+    bits.
+    """
     freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 
 
-def test_an_old_lease_ends_no_member(store: Store) -> None:
+def test_an_old_lease_cannot_end_a_member(store: Store) -> None:
+    """The end of an old lease does not change a site with a newer lease. The end of the newer lease does."""
     store.run_log.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
     store.run_log.end_member("a", 1, "dead", "silent")  # an old lease
     assert store.run_log.member("a").state == "alive"
@@ -320,8 +342,8 @@ def test_an_old_lease_ends_no_member(store: Store) -> None:
     assert [member.site for member in store.run_log.members()] == ["a", "b"]
 
 
-def test_threads_get_the_same_spool(store: Store) -> None:
-    """Two threads that ask for a spool get the same."""
+def test_all_threads_get_the_same_spool(store: Store) -> None:
+    """If several threads ask for the spool of a ticket, all get one object, which is held once."""
     store.tickets.issue(1, "a", 0, 0)
     found: list[update_spool.Spool] = []
     threads = [threading.Thread(target=lambda: found.append(store.tickets.spool(1))) for _ in range(8)]
@@ -334,10 +356,11 @@ def test_threads_get_the_same_spool(store: Store) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_a_frozen_round_opens_again(store: Store) -> None:
-    """A frozen round and its tickets are open again.
+def test_a_frozen_round_can_be_reopened(store: Store) -> None:
+    """When a frozen round is reopened, its tickets are open again, also after a restart. Tickets that have counted stay
+    counted.
 
-    Also for a restart; another update may come then. What has counted stays so.
+    Another update may come for a reopened ticket.
     """
     tickets = run_round(store, 0, commit=False)
     store.tickets.reopen(0, 0, tickets, "it has gone")
@@ -361,10 +384,9 @@ def test_a_frozen_round_opens_again(store: Store) -> None:
 # -- slots: the lowest free one is taken
 
 
-def test_slots_are_held_as_in_a_mapping(tmp_path: Path) -> None:
-    """Holders of slots are as in a plain mapping.
-
-    Against a plain mapping of files to their holders, over a thousand random steps.
+def test_slot_holders_match_a_plain_mapping(tmp_path: Path) -> None:
+    """Over a thousand random steps, the slots of a pool have the same holders as a plain mapping of files to their
+    holders.
     """
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
@@ -392,7 +414,10 @@ def test_slots_are_held_as_in_a_mapping(tmp_path: Path) -> None:
 
 
 def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
-    """Of three slots that become free, a pool of at most two removes one."""
+    """If more slots are free than a pool may keep, one slot is removed.
+
+    Three slots become free in a pool of at most two.
+    """
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
     slots = [pool.take(WRITER) for _ in range(3)]
     for slot in slots:
@@ -402,8 +427,8 @@ def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # made anew
 
 
-def test_a_removed_slots_number_means_nothing(tmp_path: Path) -> None:
-    """A slot that was removed says nothing of the file that has its number now."""
+def test_a_removed_slot_cannot_affect_its_successor(tmp_path: Path) -> None:
+    """Holding and dropping a removed slot does not change the new slot that has its number."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
     before, other = pool.take(WRITER), pool.take(WRITER)
     pool.drop(before, WRITER)  # one too many
@@ -447,10 +472,10 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 
 
 @pytest.mark.covers("P9", "F25")
-def test_an_object_needs_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object is removed if its note cannot be written and its publisher is told.
+def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the note of a published object cannot be written, the object is removed and its publisher gets the error.
 
-    A restart would not know it: its publisher must not take it for kept.
+    A restarted server would not know the object, so its publisher must not believe that it is kept.
     """
     objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
     replace = os.replace
@@ -470,10 +495,11 @@ def test_an_object_needs_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.covers("P9")
-def test_the_servers_own_objects_end_with_it(tmp_path: Path) -> None:
-    """An object of its own counts no more does not expire and ends with the server.
+def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
+    """An object that belongs to the server does not count for the limit, does not expire, and is removed when the
+    server ends.
 
-    All objects together may have 5,000 bytes: a second one fits once the first belongs to the server.
+    All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
     """
 
     def opened() -> ObjectStore:

@@ -59,7 +59,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_commit_moves_the_head(store: Store) -> None:
-    """A commit moves the head counts the tickets and frees their spools."""
+    """A commit makes its version the newest one, counts its tickets, and frees their spools."""
     assert (store.versions.state_file(), store.versions.head().state_slot) == (None, None)  # of version 0
     run_round(store, 0)
     head = store.versions.head()
@@ -75,8 +75,8 @@ def test_a_commit_moves_the_head(store: Store) -> None:
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
-def test_a_draft_is_unseen(store: Store) -> None:
-    """Nothing of a draft is seen before its commit."""
+def test_a_draft_is_invisible_before_its_commit(store: Store) -> None:
+    """Nothing of a draft can be seen before its commit. An abandoned draft frees its slot."""
     tickets = run_round(store, 0, commit=False)
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
@@ -90,17 +90,18 @@ def test_a_draft_is_unseen(store: Store) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 2])
-def test_refuses_to_begin_another_version_than_the_next(store: Store, version: int) -> None:
+def test_only_the_next_version_can_begin(store: Store, version: int) -> None:
+    """A draft of any version other than the next one is refused."""
     with pytest.raises(StoreError, match="the newest version is 0, and the next one is 1"):
         store.versions.begin(0, version)
 
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_full_disk_leaves_no_slot(store: Store, arm: Callable[[str], object], nth: int) -> None:
-    """A full disk while a slot is made leaves no file.
+def test_a_full_disk_leaves_no_incomplete_slot(store: Store, arm: Callable[[str], object], nth: int) -> None:
+    """If the disk is full while a slot is created, its file does not stay, and the version can be written later.
 
-    The first slot made is the version's; the outer state has one from version 0.
+    The first new slot is for the version, the second for the outer state.
     """
     run_round(store, 0)
     tickets = run_round(store, 1, commit=False)
@@ -115,10 +116,10 @@ def test_a_full_disk_leaves_no_slot(store: Store, arm: Callable[[str], object], 
     assert write_version(store, 2, tickets).version == 2
 
 
-def test_a_slot_has_its_space_first(tmp_path: Path) -> None:
-    """A slot has its disk space before it is written.
+def test_a_slots_space_is_allocated_before_writing(tmp_path: Path) -> None:
+    """A slot gets its disk space before it is written.
 
-    A full disk is found while nothing is lost, and not in the middle of an update or a version.
+    So a full disk is found before anything is lost, and not in the middle of an update or a version.
     """
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(2**20, HEADER, ()), threading.RLock())
     slot = pool.take(WRITER)
@@ -128,7 +129,9 @@ def test_a_slot_has_its_space_first(tmp_path: Path) -> None:
 
 
 def test_old_versions_are_dropped(store: Store) -> None:
-    """Old versions are dropped and say what to pull and their slots are rewritten."""
+    """Old versions are dropped, and their files are written again. The error for a dropped version has the number of
+    the newest version.
+    """
     run_rounds(store, range(4), durable=True)
     assert [row.version for row in store.versions.kept()] == [3, 4]
     with pytest.raises(Gone, match=r"Version 1 .* The newest version is 4"):
@@ -139,9 +142,9 @@ def test_old_versions_are_dropped(store: Store) -> None:
 
 
 def test_slow_readers_see_one_version(tmp_path: Path) -> None:
-    """A slow reader never sees bytes of another version.
+    """A slow reader never sees bytes of a version other than the one that it has pinned.
 
-    It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept.
+    It reads one byte in each round, long after its version would have been dropped without a pin.
     """
     store = new_run(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
@@ -160,9 +163,11 @@ def test_slow_readers_see_one_version(tmp_path: Path) -> None:
 
 
 def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
-    """The oldest pull is revoked when too many versions are held.
+    """If pulls hold too many versions, the pull of the oldest version is revoked. Its bytes stay until the reader
+    releases them.
 
-    keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0.
+    One version is kept and two may be pinned. Versions 0, 1 and 2 are pinned and 3 is the newest, so version 4 needs
+    the place of version 0.
     """
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     pins = []
@@ -183,8 +188,8 @@ def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
 
 
-def test_a_revoked_slot_waits_for_its_reader(tmp_path: Path) -> None:
-    """A revoked slot is not rewritten before its reader lets go."""
+def test_a_revoked_slot_stays_until_its_release(tmp_path: Path) -> None:
+    """The slot of a revoked version is not rewritten before its reader releases it."""
     store = new_run(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None
@@ -202,18 +207,19 @@ def test_a_revoked_slot_waits_for_its_reader(tmp_path: Path) -> None:
     assert len([name for name in slot_files(tmp_path) if name.startswith("version")]) == 3
 
 
-def test_a_pin_may_outlive_the_store(store: Store) -> None:
+def test_a_pinned_version_stays_readable_after_closing(store: Store) -> None:
+    """A pinned version can still be read after the store is closed."""
     pin = store.versions.pin(0, 0)
     store.close()
     assert read(pin.fd) == content(0)
     pin.release()
 
 
-def test_the_newest_pulled_versions_are_kept(tmp_path: Path) -> None:
-    """Of the versions that workers will pull, the newest are kept.
+def test_the_newest_wanted_versions_are_kept(tmp_path: Path) -> None:
+    """Of the versions that workers will still pull, the newest are kept.
 
-    Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
-    one of the wanted versions.
+    One version is kept and two may be pinned. At the last commit, version 4 is the newest and 3 is durable, so there is
+    room for one wanted version.
     """
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     store.versions.wanted = lambda fragment: {0, 1, 2}
@@ -221,8 +227,11 @@ def test_the_newest_pulled_versions_are_kept(tmp_path: Path) -> None:
     assert [row.version for row in store.versions.kept()] == [2, 4]
 
 
-def test_outer_state_has_two_versions(store: Store) -> None:
-    """Outer state is kept of the head and the one before."""
+def test_outer_state_is_kept_for_two_versions(store: Store) -> None:
+    """The outer state is kept for the newest version and the one before.
+
+    Version 3 is still being read, but no run would go on from it, so its outer state is dropped.
+    """
     run_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
         run_round(store, 4)
@@ -233,8 +242,8 @@ def test_outer_state_has_two_versions(store: Store) -> None:
     assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
-def test_a_durable_version_stays(store: Store) -> None:
-    """The durable version stays until the next is recorded."""
+def test_a_durable_version_is_kept(store: Store) -> None:
+    """The durable version is kept until a newer version is recorded as durable."""
     assert store.versions.durable() is None
     run_round(store, 0)
     assert store.versions.write_durable() == 1
@@ -245,8 +254,8 @@ def test_a_durable_version_stays(store: Store) -> None:
     assert [row.version for row in store.versions.kept()] == [4, 5]
 
 
-def test_durable_means_synced(store: Store, synced: list[str]) -> None:
-    """Durable is said after the files are synced and with the journal synced."""
+def test_a_durable_version_is_synced_first(store: Store, synced: list[str]) -> None:
+    """A version is recorded as durable after its files are synced. The journal is synced with this record."""
     run_round(store, 0)
     store.journal._db.set_trace_callback(
         lambda sql: (
@@ -267,9 +276,9 @@ def test_durable_means_synced(store: Store, synced: list[str]) -> None:
 
 
 def test_a_durable_version_empties_the_log(store: Store, tmp_path: Path) -> None:
-    """SQLite's log is copied into the journal with each durable version.
+    """With each durable version, SQLite's write-ahead log is copied into the journal.
 
-    Else SQLite would copy 64 MB of it at once, in a commit on the event loop.
+    Without this, SQLite would copy 64 MB at once, in a commit on the event loop.
     """
     store.versions.write_durable()
     run_round(store, 0)
@@ -282,7 +291,9 @@ def test_a_durable_version_empties_the_log(store: Store, tmp_path: Path) -> None
 
 @pytest.mark.covers("F26")
 def test_a_failed_fsync_is_fatal(store: Store, arm: Callable[[str], object]) -> None:
-    """A failed fsync is fatal and never tried again."""
+    """After a failed fsync, the store refuses every further write and never tries the fsync again. A restart goes on
+    with the newest version.
+    """
     run_round(store, 0)
     arm("fsync=eio")
     with pytest.raises(SyncFailed, match="fsync of"):
@@ -297,7 +308,9 @@ def test_a_failed_fsync_is_fatal(store: Store, arm: Callable[[str], object]) -> 
 
 @pytest.mark.covers("F26")
 def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Callable[[str], object]) -> None:
-    """With durability `power`, nothing is acknowledged before it is on disk."""
+    """With durability `power`, an update or a version is synced to disk before it is acknowledged. If an fsync fails,
+    the update is not accepted.
+    """
     with new_run(tmp_path, durability="power") as store:
         assert store.journal.value("PRAGMA synchronous") == 2  # FULL
         assert store.versions.durable() == 0
@@ -317,7 +330,10 @@ def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Ca
         assert store.tickets.get(2).state == "open"
 
 
-def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
+def test_an_export_is_a_separate_file(store: Store, tmp_path: Path) -> None:
+    """An export is a separate file, which later versions do not change. If another export replaces it, an open reader
+    keeps the old file.
+    """
     run_round(store, 0)
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
@@ -335,8 +351,8 @@ def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
     assert list(target.parent.iterdir()) == [target]
 
 
-def test_an_export_is_synced_first(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An export is on disk before it has its name."""
+def test_an_export_is_synced_before_its_renaming(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of an export is synced to disk before it gets its name."""
     target = tmp_path / "model"
     seen: list[tuple[str, bool]] = []
     monkeypatch.setattr(Journal, "sync", lambda self, fd, what: seen.append((Path(what).name, target.exists())))
@@ -346,10 +362,10 @@ def test_an_export_is_synced_first(store: Store, tmp_path: Path, monkeypatch: py
     assert folder == (tmp_path.name, True)
 
 
-def test_an_export_has_header_and_files(store: Store, tmp_path: Path) -> None:
-    """An export is its header and what is made of the files.
+def test_an_export_has_header_and_chosen_bytes(store: Store, tmp_path: Path) -> None:
+    """An export has its header and then the chosen ranges of a version and of its outer state, in order.
 
-    Of version 1, which is not the newest, and of the outer state beside it; a run may come twice.
+    The version is not the newest one, and one range comes twice.
     """
 
     def contents(files: Files) -> Iterator[memoryview]:
@@ -366,7 +382,7 @@ def test_an_export_has_header_and_files(store: Store, tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4", "F25")
 def test_a_failed_export_changes_nothing(store: Store, tmp_path: Path, arm: Callable[[str], object]) -> None:
-    """A failed export leaves the old file and nothing else."""
+    """If an export fails, the old file stays as it was, and there is no other file."""
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
     target.write_bytes(b"before")
@@ -379,7 +395,7 @@ def test_a_failed_export_changes_nothing(store: Store, tmp_path: Path, arm: Call
 
 @pytest.mark.covers("D4")
 def test_a_killed_export_is_removed(tmp_path: Path) -> None:
-    """What a killed export left is removed at the next start."""
+    """The next start removes the incomplete file of a killed export."""
     new_run(tmp_path / "state").close()
     (tmp_path / "out").mkdir()
     kill_during(
@@ -391,8 +407,8 @@ def test_a_killed_export_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4")
-def test_a_finished_run_leaves_little(store: Store) -> None:
-    """A finished run leaves its journal its last version and outer state."""
+def test_a_finished_run_keeps_only_its_result(store: Store) -> None:
+    """A finished run keeps only its journal, its last version and the outer state."""
     run_rounds(store, range(3))
     store.versions.write_durable()
     store.run_log.finish()
@@ -404,10 +420,10 @@ def test_a_finished_run_leaves_little(store: Store) -> None:
 
 
 @pytest.mark.covers("F26")
-def test_a_version_is_held_on_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is held while it is brought to disk.
+def test_a_version_is_held_while_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is held while it is synced to disk, so that its slot is not rewritten.
 
-    Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten.
+    Two commits happen during the fsync, and one version is kept. Without a hold, its slot would be used again.
     """
     store = new_run(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
@@ -427,7 +443,7 @@ def test_a_version_is_held_on_its_way(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.covers("F26")
 def test_an_epoch_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The epoch of a start survives a power loss."""
+    """A start syncs its new epoch to disk first, so that a power loss does not undo it."""
     order: list[str] = []
     transaction, sync = Journal.transaction, Journal.sync
 
@@ -443,6 +459,9 @@ def test_an_epoch_survives_a_power_loss(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.covers("F41")
 def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
+    """If the durable version is damaged, the run falls back to a version before, which then counts as durable and is
+    kept.
+    """
     store = new_run(tmp_path)
     run_rounds(store, (0, 1))
     assert store.versions.write_durable() == 2
@@ -459,8 +478,10 @@ def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F27", "F41")
 @pytest.mark.parametrize("durable", [False, True])
-def test_the_last_durable_version_stays(tmp_path: Path, durable: bool) -> None:
-    """The durable version of a finished run goes only when the last one is durable."""
+def test_a_finished_run_keeps_its_durable_version(tmp_path: Path, durable: bool) -> None:
+    """A finished run drops its earlier durable version only if its last version is durable. If the last version is not
+    durable, the run can fall back to the earlier one.
+    """
     store = new_run(tmp_path, 1)
     store.versions.write_durable()
     run_rounds(store, (1, 2))
@@ -478,7 +499,9 @@ def test_the_last_durable_version_stays(tmp_path: Path, durable: bool) -> None:
 
 
 def test_a_difference_names_its_base(tmp_path: Path) -> None:
-    """A difference comes with its version and names its base."""
+    """The difference of a version has the number and the digest of the version that it is based on. The first version
+    has no difference.
+    """
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         assert store.versions.delta(0, 0) is None  # the first version has no base
         row = store.versions.delta(0, 1)
@@ -495,10 +518,10 @@ def test_a_difference_names_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [0, 1])
-def test_some_pulls_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
-    """A pull without a file descriptor holds nothing.
+def test_a_failed_pull_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
+    """If a pull of a difference gets no file descriptor, it holds no slot.
 
-    A pull of a difference needs two: of the version and of the difference.
+    Such a pull needs two descriptors, one for the version and one for the difference.
     """
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
@@ -516,10 +539,10 @@ def test_some_pulls_hold_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert read(pin.fd) == delta_content(1)
 
 
-def test_a_difference_goes_with_its_version(tmp_path: Path) -> None:
-    """A difference goes with its version unless it is being read.
+def test_a_difference_is_dropped_with_its_version(tmp_path: Path) -> None:
+    """A difference is dropped with its version, unless it is being read.
 
-    With keep_versions = 2: version 1 is dropped by version 3, once its difference is not read any more.
+    With `keep_versions` = 2, version 3 drops version 1 when the difference of version 1 is no longer read.
     """
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
@@ -534,8 +557,8 @@ def test_a_difference_goes_with_its_version(tmp_path: Path) -> None:
         assert [name for name in store.slots.holds() if name.startswith("delta")] == names  # the slot is written again
 
 
-def test_a_damaged_difference_is_forgotten(tmp_path: Path) -> None:
-    """A damaged difference is forgotten at a start and its version stays."""
+def test_a_damaged_difference_is_removed(tmp_path: Path) -> None:
+    """If a difference is damaged, a start removes it and keeps its version. The next version has a difference again."""
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         row = store.versions.delta(0, 2)
     flip(tmp_path / "slots" / f"delta-0-{row.slot}.bin", 9)
@@ -549,7 +572,10 @@ def test_a_damaged_difference_is_forgotten(tmp_path: Path) -> None:
         assert found.base_version == 2
 
 
-def test_a_lost_versions_difference_is_gone(tmp_path: Path) -> None:
+def test_a_lost_versions_difference_is_removed(tmp_path: Path) -> None:
+    """If a version is lost, its difference is removed too. The next difference is based on the version before the lost
+    one.
+    """
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         slot = store.versions.head().slot
     flip(tmp_path / "slots" / f"version-0-{slot}.safetensors", 30)
@@ -563,7 +589,9 @@ def test_a_lost_versions_difference_is_gone(tmp_path: Path) -> None:
 
 
 def test_differences_need_their_digests(tmp_path: Path) -> None:
-    """A run that sends differences needs their digests and goes on so."""
+    """In a run that sends differences, each version needs the digests of its difference. The run refuses to go on
+    without differences.
+    """
     with new_run(tmp_path, shapes=WITH_DELTA) as store:
         draft = store.versions.begin(0, 1)
         with pytest.raises(UsageError, match="The draft of version 1 got the wrong number of digests"):

@@ -150,12 +150,14 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
 @pytest.mark.parametrize(
     ("of", "lie"), [*(("manifest", lie) for lie in (*LIES, *MESSAGES)), *(("data", lie) for lie in LIES)]
 )
-def test_reports_an_update_of_a_lying_peer(
+def test_an_update_of_a_lying_peer_fails(
     tmp_path: Path, plan: AggregationPlan, served: PeerServer, of: str, lie: str
 ) -> None:
-    """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well.
+    """If a peer sends a wrong manifest or wrong data, the download of its update raises an error, and the worker's file
+    keeps its size.
 
-    After a wrong manifest, no data is asked for.
+    The honest manifest has digests that no data has, so any data is wrong too. After a wrong manifest, no data is
+    requested.
     """
     lies, store = Lies(plan, of, (LIES | MESSAGES)[lie]), PeerStore(plan, tmp_path, "run", served)
     transfers = PeerTransfers(plan, Http("http://127.0.0.1:1"), served, IDLE_S, lambda _: None)
@@ -171,7 +173,10 @@ def test_reports_an_update_of_a_lying_peer(
     store.close()
 
 
-def test_connects_to_named_addresses_alone(served: PeerServer) -> None:
+def test_a_worker_connects_only_to_named_addresses(served: PeerServer) -> None:
+    """A worker connects only to addresses that the server has named. When an address is no longer named, it is no
+    longer used.
+    """
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1))
         assert served.in_order([ref, "atoll-ref://nonsense"]) == []
@@ -187,15 +192,19 @@ def test_connects_to_named_addresses_alone(served: PeerServer) -> None:
         assert len(peer.requests) == 1
 
 
-def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> None:
-    """Each new address is a line of the log, so a server that names ever more of them, or one twice, adds no more."""
+def test_the_number_of_learned_addresses_is_bounded(served: PeerServer) -> None:
+    """A worker learns a bounded number of addresses, each once.
+
+    Each new address is a line in the log. A server that names ever more addresses, or one twice, adds no more lines.
+    """
     addresses = [f"http://b:{port}" for port in range(1, MOST_ADDRESSES + 3)]
     assert served.learn(addresses[:2] * 2) == addresses[:2]
     assert served.learn(addresses[:-1]) == addresses[2:-2]
     assert served.learn(addresses) == []
 
 
-def test_follows_no_reference_with_a_path() -> None:
+def test_a_peers_reference_with_path_is_refused() -> None:
+    """A worker does not follow a reference to another worker if the reference has a path."""
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1, "/admin"))
         with pytest.raises(Gone, match="is not followed"), connected(ref, IDLE_S, Counters(), loopback=True):
@@ -217,7 +226,10 @@ def moving_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["message", "part"])
-def test_sends_nothing_to_a_moving_name(way: str) -> None:
+def test_a_name_is_checked_again_when_connecting(way: str) -> None:
+    """If the name of another worker leads to this machine when the connection is made, nothing is sent, although an
+    earlier check found another machine.
+    """
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         assert why_no_peer("worker.test", loopback=False) == ""
         ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
@@ -234,7 +246,8 @@ def test_sends_nothing_to_a_moving_name(way: str) -> None:
 
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["attempt", "file"])
-def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
+def test_a_worker_sends_nothing_to_its_own_machine(way: str) -> None:
+    """If another worker's name leads to this machine, the worker neither tries to reach it nor reads a file from it."""
     server = peer_server(name="this.test")
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer, ExitStack() as stack:
         stack.callback(server.close)
@@ -266,13 +279,18 @@ def test_a_worker_sends_nothing_to_its_machine(way: str) -> None:
         "240.0.0.1",
     ],
 )
-def test_no_worker_has_a_clouds_address(host: str) -> None:
-    """Addresses of a cloud's metadata service, of many machines or of none are refused as a worker's."""
+def test_special_addresses_are_refused_for_workers(host: str) -> None:
+    """Addresses of a cloud's metadata service, of many machines or of no machine are refused as the address of a
+    worker.
+    """
     assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
-def test_loopback_is_for_one_machine_alone(host: str) -> None:
+def test_loopback_is_refused_across_machines(host: str) -> None:
+    """A loopback address is accepted for a worker only if all workers are on one machine. Ordinary addresses are always
+    accepted.
+    """
     assert why_no_peer(host, loopback=True) == ""
     assert "leads to this machine itself" in why_no_peer(host, loopback=False)
     for ordinary in ("10.0.0.1", "192.168.7.7", "203.0.113.5", "2001:db8::1", "no-such-host.invalid"):
@@ -299,7 +317,8 @@ def test_loopback_is_for_one_machine_alone(host: str) -> None:
         "http://" + "a" * 300 + ":80",
     ],
 )
-def test_an_address_is_host_and_port(address: str) -> None:
+def test_a_peers_address_has_only_host_and_port(address: str) -> None:
+    """The address of a peer has only a scheme, a host and a port. Any other form is refused."""
     assert PeerWork(stamp=0, peers=["http://a-b.example:80", "https://[::1]:65535"])
     for field in ("peers", "probe"):
         with pytest.raises(ValidationError):
@@ -336,8 +355,11 @@ ORDERS: dict[str, tuple[PeerWork, str]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_follows_no_order_that_does_not_fit(plan: AggregationPlan, order: str) -> None:
-    """The run keeps two versions, pins four, and makes one while another one is removed."""
+def test_orders_that_do_not_fit_are_refused(plan: AggregationPlan, order: str) -> None:
+    """A worker refuses orders of the server that do not fit the run, such as an unknown fragment or too many versions.
+
+    The run keeps two versions, pins four, and makes one while another one is removed, so there are at most eight.
+    """
     work, named = ORDERS[order]
     with pytest.raises(VersionSkew, match=named):
         require_fitting(work, plan)
@@ -361,6 +383,9 @@ def test_follows_no_order_that_does_not_fit(plan: AggregationPlan, order: str) -
     ],
 )
 def test_lists_and_numbers_of_orders_are_bounded(fields: dict[str, Any]) -> None:
+    """A worker refuses orders of the server with a list that is too long, or with a number or name outside its
+    bounds.
+    """
     with pytest.raises(ValidationError):
         PeerWork.model_validate({"stamp": 0} | fields)
 
@@ -389,15 +414,21 @@ def test_lists_and_numbers_of_orders_are_bounded(fields: dict[str, Any]) -> None
         ("codec", {"name": "mean", "path": "x"}),
     ],
 )
-def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, value: Any) -> None:
+def test_a_plan_has_only_bounded_values(plan: AggregationPlan, key: str, value: Any) -> None:
+    """A worker refuses a plan of the run with an unknown key, a value outside its bounds, or an option that could name
+    code.
+    """
     honest = plan.values.message().model_dump()
     SwarmPlan.model_validate(honest)
     with pytest.raises(ValidationError):
         SwarmPlan.model_validate(honest | {key: value})
 
 
-def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proxy in the environment is for servers: a worker cannot check which address a proxy reaches."""
+def test_workers_connect_to_each_other_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers connect to each other without the proxy of the environment.
+
+    That proxy is for servers. A worker cannot check which address a proxy reaches.
+    """
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "")
     ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)

@@ -131,8 +131,11 @@ def mine(tmp_path: Path, theirs: Peer) -> Iterator[Peer]:
 
 
 @pytest.mark.covers("D10")
-def test_takes_no_initial_model_of_other_parts(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server names the digest that it has told, and lists the parts of another file."""
+def test_an_initial_model_must_match_its_digest(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker refuses an initial model with parts that do not belong to its digest.
+
+    The server names the announced digest and lists the parts of another file.
+    """
     wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
     digests = [digest.hex() for digest in other.part_digests]
     listed = messages.VersionManifest(version=0, digest=wanted.digest, part_digests=digests)
@@ -145,7 +148,8 @@ def test_takes_no_initial_model_of_other_parts(mine: Peer, monkeypatch: pytest.M
 
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("damage", ["version", "state", "cut otherwise"])
-def test_asks_the_next_worker_after_other_bytes(mine: Peer, theirs: Peer, damage: str) -> None:
+def test_wrong_bytes_are_requested_from_another_worker(mine: Peer, theirs: Peer, damage: str) -> None:
+    """If a worker sends wrong bytes of a version or its outer state, the version is downloaded from the next worker."""
     wanted, other = theirs.version(), theirs.version()
     honest = theirs.serve(wanted)
     lies = {
@@ -162,7 +166,10 @@ def test_asks_the_next_worker_after_other_bytes(mine: Peer, theirs: Peer, damage
 
 
 @pytest.mark.covers("D10")
-def test_an_update_of_other_bytes_is_not_collected(mine: Peer, theirs: Peer) -> None:
+def test_an_update_with_wrong_bytes_is_refused(mine: Peer, theirs: Peer) -> None:
+    """An aggregator refuses an update with bytes that do not belong to its digest, whatever the manifest of the source
+    says.
+    """
     slot, digests, digest = theirs.update()
     layout = theirs.planned.update
     ref = theirs.server.serve(slot.fd, Manifest.of_layout(layout, digests))
@@ -194,8 +201,10 @@ def test_an_aggregator_checks_its_own_update(mine: Peer) -> None:
 
 
 @pytest.mark.parametrize("when", ["between parts", "within a part"])
-def test_a_withdrawn_file_is_gone_not_damaged(mine: Peer, when: str) -> None:
-    """The file is withdrawn and rewritten while it is read."""
+def test_a_withdrawn_file_is_reported_as_gone(mine: Peer, when: str) -> None:
+    """If a worker's own file is withdrawn and rewritten while it is read, the error is `Gone`, and no part is reported
+    as damaged.
+    """
     version, layout, read = mine.version(with_state=False), mine.planned.version, list[int]()
     ref = mine.server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
 
@@ -221,9 +230,10 @@ def test_a_withdrawn_file_is_gone_not_damaged(mine: Peer, when: str) -> None:
 
 @pytest.mark.covers("D10")
 @pytest.mark.parametrize("how", ["cut", "unreadable"])
-def test_asks_another_worker_for_an_unreadable_file(
+def test_another_worker_supplies_an_unreadable_file(
     mine: Peer, theirs: Peer, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """If a worker cannot read its own file of a version, it downloads the version from another worker."""
     version, theirs_slot = mine.version(with_state=False), theirs.slot(VERSION)
     whole = version.slot.path.read_bytes()
     write_at(theirs_slot.fd, whole, 0)
@@ -239,7 +249,8 @@ def test_asks_another_worker_for_an_unreadable_file(
     assert mine.pull(version, own, other).slot.path.read_bytes() == whole
 
 
-def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Peer) -> None:
+def test_a_worker_uses_its_own_file_first(mine: Peer, theirs: Peer) -> None:
+    """If several workers hold a version, a worker that holds it too uses its own file first."""
     version = theirs.version(with_state=False)
     others = [theirs.serve(version).version for _ in range(3)]
     own = mine.serve(version).version
@@ -248,8 +259,11 @@ def test_a_worker_asks_itself_first_among_several_holders(mine: Peer, theirs: Pe
     assert sorted(ordered) == sorted([*others, own])
 
 
-def test_keeps_no_version_without_its_note(mine: Peer) -> None:
-    """The folder is gone, so that no note can be written. The version's files stay the caller's."""
+def test_a_version_without_its_note_is_not_kept(mine: Peer) -> None:
+    """If the note of a version cannot be written, the worker does not keep the version.
+
+    The folder is gone, so no note can be written. The files of the version stay with the caller.
+    """
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
     mine.store.put(kept)
     shutil.rmtree(mine.folder)
@@ -267,7 +281,8 @@ def test_keeps_no_version_without_its_note(mine: Peer) -> None:
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["none", "version", "state", "header", "cut", "another"])
-def test_a_restart_keeps_what_is_whole(mine: Peer, damage: str) -> None:
+def test_a_restart_keeps_only_undamaged_versions(mine: Peer, damage: str) -> None:
+    """After a restart, a worker keeps a version if its files are undamaged. Damaged files are removed."""
     version = mine.version()
     mine.store.put(replace(version, digest="0" * 64) if damage == "another" else version)
     mine.store.close()
@@ -290,8 +305,11 @@ def test_a_restart_keeps_what_is_whole(mine: Peer, damage: str) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_a_version_survives_a_damaged_one(mine: Peer) -> None:
-    """A restart removes the files of the damaged one, and the next version gets other files."""
+def test_a_damaged_version_does_not_harm_another(mine: Peer) -> None:
+    """After a damaged version, another version can be kept over a restart.
+
+    A restart removes the files of the damaged version, and the next version gets other files.
+    """
     damaged = mine.version(1, with_state=False)
     mine.store.put(damaged)
     write_at(damaged.slot.fd, b"damaged", 5000)
@@ -316,8 +334,10 @@ def test_a_version_survives_a_damaged_one(mine: Peer) -> None:
         {"async.enabled": True, "async.momentum_every": 3, "async.sync_rounds_first": 2},
     ],
 )
-def test_a_worker_makes_the_servers_plan(tmp_path: Path, chosen: dict[str, Any]) -> None:
-    """What decides the bits of a round is the same at both ends, after it has travelled as JSON."""
+def test_a_worker_derives_the_servers_plan(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    """The server sends its plan as JSON. From this plan, a worker derives all values that decide the bits of a round,
+    equal to those of the server.
+    """
     plain = {key: value for key, value in SWARM.items() if not key.startswith("algorithm.")}
     named = plain | {"algorithm.name": "fedavg", "disk.state_dir": tmp_path} | chosen
     ours = plan_of(Settings.build(named), wide_model(), None)

@@ -45,8 +45,8 @@ async def fails_to_pull(swarm: ScriptedSwarm, ticket: int, site: str, times: int
         await swarm.collects(swarm.job.aggregator, {ticket: offer}, failed="connection refused")
 
 
-async def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Path) -> None:
-    """The third failed download of one update replaces the aggregator, and no earlier one does."""
+async def test_three_failed_downloads_replace_an_aggregator(tmp_path: Path) -> None:
+    """An aggregator is replaced at its third failed download of one update, and not before."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         assert (PULLS, swarm.job.aggregator) == (3, "a")
@@ -57,16 +57,19 @@ async def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Pat
         assert (swarm.job.aggregator, list(swarm.job.excluded)) == ("b", ["a"])
 
 
-async def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path) -> None:
-    """Two failures with one update and two with another replace no aggregator."""
+async def test_failed_downloads_are_counted_per_update(tmp_path: Path) -> None:
+    """Two failed downloads of one update and two of another do not replace the aggregator."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         for site in ("b", "c"):
             await fails_to_pull(swarm, swarm.ticket(site), site, 2)
         assert swarm.job.aggregator == "a"
 
 
-async def test_a_site_does_not_collect_its_update(tmp_path: Path) -> None:
-    """Only c itself has not failed to download the update of c: the update is refused, and a goes on."""
+async def test_a_site_does_not_collect_its_own_update(tmp_path: Path) -> None:
+    """If only the site itself has not failed to download an update, the update is refused, and the aggregator goes on.
+
+    Sites `a` and `b` have failed to download the update of `c`.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         await fails_to_pull(swarm, ticket, "c", PULLS)
@@ -77,8 +80,8 @@ async def test_a_site_does_not_collect_its_update(tmp_path: Path) -> None:
         assert (row.state, "could not download it: connection refused" in row.reason) == ("refused", True)
 
 
-async def test_prefers_no_failed_aggregator_for_ten_rounds(tmp_path: Path) -> None:
-    """A worker that failed is chosen last for ten rounds, although its turn comes first."""
+async def test_a_failed_aggregator_is_avoided_for_ten_rounds(tmp_path: Path) -> None:
+    """A worker that has failed as aggregator is chosen last for ten rounds, although its turn comes first."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await fails_to_pull(swarm, swarm.ticket("c"), "c", PULLS)
         assert swarm.swarm._lost_at == {(0, "a"): 0}
@@ -90,8 +93,8 @@ async def test_prefers_no_failed_aggregator_for_ten_rounds(tmp_path: Path) -> No
         assert chosen(0, job) == "b"
 
 
-async def test_prefers_another_aggregator_each_round(tmp_path: Path) -> None:
-    """The next round has another aggregator, unless all others have failed."""
+async def test_each_round_prefers_another_aggregator(tmp_path: Path) -> None:
+    """The next round has an aggregator other than the one before, unless all other workers have failed."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         job = assignments.Assignment(version=0, before="a")
         assert swarm.swarm._aggregator_of(0, job) == "b"
@@ -100,8 +103,12 @@ async def test_prefers_another_aggregator_each_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("losses", "pause_s"), [(2, 1.0), (3, 2.0), (10, IDLE_S), (100_000, IDLE_S)])
-def test_a_failed_worker_waits_twice_as_long(clock: Callable[[float], None], losses: int, pause_s: float) -> None:
-    """All workers have failed: a is asked again after 1 s, then after 2 s, and at most after the idle timeout."""
+def test_pauses_after_failed_aggregators_double(clock: Callable[[float], None], losses: int, pause_s: float) -> None:
+    """If all workers have failed, the pause before one of them is asked again doubles with each failure, up to the idle
+    timeout.
+
+    The pause is 1 s first, then 2 s.
+    """
     lost_s = assignments.time.monotonic()
     job = assignments.Assignment(excluded={"a": None, "b": None}, losses=losses, lost_s=lost_s)
     assert job.pause_s(IDLE_S) == pause_s
@@ -109,8 +116,10 @@ def test_a_failed_worker_waits_twice_as_long(clock: Callable[[float], None], los
     assert job.pause_s(IDLE_S) == 0.0
 
 
-def test_a_lost_aggregator_begins_again_without_its_marks() -> None:
-    """What the old aggregator had done, and which workers could not check it, says nothing of the new one."""
+def test_the_next_aggregator_starts_without_old_marks() -> None:
+    """If an aggregator is lost, its progress and the list of workers that could not check it are cleared. They say
+    nothing of the next aggregator.
+    """
     job = assignments.Assignment(aggregator="a", excluded={"a": None, "b": None}, checker="c", unable={"c"})
     job.since_s, job.busy_s = 1.0, 9.0
     job.lose("it is leaving")
@@ -120,10 +129,10 @@ def test_a_lost_aggregator_begins_again_without_its_marks() -> None:
 
 
 @pytest.mark.parametrize("silent_s", [IDLE_S, IDLE_S + 1])
-async def test_replaces_an_aggregator_that_moves_no_byte(
+async def test_an_aggregator_without_progress_is_replaced(
     tmp_path: Path, clock: Callable[[float], None], silent_s: float
 ) -> None:
-    """An aggregator with work is replaced after more than the idle timeout without a byte."""
+    """If an aggregator with work moves no byte for longer than the idle timeout, it is replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.offer("c", swarm.ticket("c"))  # work for a
         clock(silent_s)
@@ -132,8 +141,8 @@ async def test_replaces_an_aggregator_that_moves_no_byte(
         assert swarm.job.aggregator == ("a" if silent_s == IDLE_S else "b")
 
 
-async def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Progress counts, however long the work takes in the first round."""
+async def test_an_aggregator_with_progress_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """In the first round, an aggregator that moves bytes is not replaced, however long its work takes."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.offer("c", swarm.ticket("c"))
         for moved in range(1, 100):
@@ -143,8 +152,8 @@ async def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, cl
         assert (swarm.job.aggregator, swarm.job.losses) == ("a", 0)
 
 
-async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Without an update to collect, an aggregator has no byte to move."""
+async def test_an_idle_aggregator_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """If there is no update to collect, an aggregator has no byte to move and is not replaced."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         for _ in range(5):
             clock(IDLE_S - 1)
@@ -153,8 +162,11 @@ async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, cl
         assert swarm.job.aggregator == "a"
 
 
-async def test_replaces_an_aggregator_ten_times_slower(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """The longest round took 4 s, so an aggregator that has worked for more than 40 s is replaced, but only once."""
+async def test_an_aggregator_ten_times_slower_is_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """An aggregator that works ten times as long as the longest round is replaced, but only once.
+
+    The longest round took 4 s, so the aggregator is replaced after more than 40 s.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.swarm._longest_s[0] = 4.0
         ticket = swarm.ticket("c")
@@ -172,8 +184,10 @@ async def test_replaces_an_aggregator_ten_times_slower(tmp_path: Path, clock: Ca
             assert swarm.job.aggregator == aggregator, seconds
 
 
-async def test_replaces_an_aggregator_without_the_version(tmp_path: Path) -> None:
-    """The round passes on as soon as the aggregator says so, if another worker has the version."""
+async def test_an_aggregator_without_the_version_is_replaced(tmp_path: Path) -> None:
+    """If an aggregator says that it leaves or no longer has the version, it is replaced at once by another worker with
+    the version.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await swarm.report("a", leaving=True)
         assert (swarm.job.aggregator, swarm.job.lost) == ("b", "a: it is leaving")
@@ -182,8 +196,10 @@ async def test_replaces_an_aggregator_without_the_version(tmp_path: Path) -> Non
         assert (swarm.job.aggregator, swarm.job.lost) == ("c", "b: it no longer has version 0")
 
 
-async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) -> None:
-    """The only worker with the version stays the aggregator, and must stay in the run."""
+async def test_a_leaving_aggregator_without_successor_stays(tmp_path: Path) -> None:
+    """If no other worker has the version, a leaving aggregator stays the aggregator, and the server asks it to stay in
+    the run.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         for site in "bc":
             swarm.workers[site].held.clear()
@@ -192,10 +208,10 @@ async def test_keeps_a_leaving_aggregator_without_a_successor(tmp_path: Path) ->
         assert (swarm.job.aggregator, work.stay) == ("a", True)
 
 
-async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
-    """The aggregator is replaced, and the site's ticket opens again.
+async def test_an_aggregator_that_lost_an_update_is_replaced(tmp_path: Path) -> None:
+    """If an aggregator has lost an accepted update, it is replaced and the site's ticket opens again.
 
-    Both happen only when the site no longer offers the update.
+    Both happen only when the site no longer offers the update. Until then, the aggregator can collect the update again.
     """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
@@ -213,8 +229,10 @@ async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Pat
         assert swarm.run.store.tickets.get(ticket).state == "open"
 
 
-async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) -> None:
-    """The site of an update with NaN gets the refusal with the reason of the worker that looked at it."""
+async def test_an_update_that_the_aggregator_rejects_is_refused(tmp_path: Path) -> None:
+    """If the aggregator finds an update bad, for example with NaN, the server refuses the update with the aggregator's
+    reason.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         await swarm.collects("a", {ticket: swarm.offer("c", ticket)}, bad="weight contains NaN")
@@ -226,8 +244,12 @@ async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) ->
 UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
 
 
-async def test_refuses_an_update_that_none_can_decode(tmp_path: Path) -> None:
-    """The update of b was decoded, so that of c is at fault, not the codec: one worker after the other tries it."""
+async def test_an_undecodable_update_is_refused(tmp_path: Path) -> None:
+    """If no worker can decode an update, the update is refused.
+
+    The update of `b` was decoded, so the update of `c` is wrong, and not the codec. One worker after the other tries
+    it.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         tickets = {site: swarm.ticket(site) for site in "bc"}
         offers = {site: swarm.offer(site, ticket) for site, ticket in tickets.items()}
@@ -242,7 +264,10 @@ async def test_refuses_an_update_that_none_can_decode(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X9")
 async def test_a_codec_that_decodes_nothing_fails_the_run(tmp_path: Path) -> None:
-    """One update that both workers cannot decode may be damaged; a second one shows that the codec is wrong."""
+    """If the workers cannot decode a second update either, the run fails with an error that names the workers.
+
+    A single update that both workers cannot decode may be damaged. A second one shows that the codec is wrong.
+    """
     async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
         offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
         await swarm.collects("a", offers, **UNDECODABLE)
@@ -269,7 +294,9 @@ async def closed_round(swarm: ScriptedSwarm) -> None:
 
 
 async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
-    """The head moves only after the checker has the version, and the round before is on record."""
+    """A new version becomes the newest only after another worker, the checker, has it. The record of the round names
+    the aggregator and the checker.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         reduced = swarm.reduced()
@@ -292,8 +319,10 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
         assert '"checker":"b"' in head.summary_json
 
 
-async def test_replaces_silent_checkers(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Each checker has the idle timeout to get the version. After the last one, the aggregator is replaced."""
+async def test_silent_checkers_are_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """A checker that does not get the version within the idle timeout is replaced. After the last checker, the
+    aggregator is replaced.
+    """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         reduced = swarm.reduced()
@@ -330,7 +359,8 @@ MISMATCH = "the digests of its report do not belong to a version"
     ],
     ids=["other digest", "too few digests", "failed"],
 )
-async def test_replaces_an_aggregator_without_a_sound_result(tmp_path: Path, said: dict[str, Any], lost: str) -> None:
+async def test_an_aggregator_with_a_bad_result_is_replaced(tmp_path: Path, said: dict[str, Any], lost: str) -> None:
+    """If an aggregator reports a failure or digests that do not fit each other, another worker aggregates the round."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         await swarm.report("a", closed=[swarm.reduced(**said)])
@@ -338,7 +368,9 @@ async def test_replaces_an_aggregator_without_a_sound_result(tmp_path: Path, sai
 
 
 async def test_a_full_disk_delays_the_next_aggregator(tmp_path: Path) -> None:
-    """A round that could not be opened again is opened at the next report; until then, no other worker aggregates."""
+    """If a full disk prevents a round from being opened again, no other worker aggregates the round. The next report
+    opens the round.
+    """
 
     def no_space(*_: object) -> None:
         raise DiskFull("The disk is full.")
@@ -355,8 +387,8 @@ async def test_a_full_disk_delays_the_next_aggregator(tmp_path: Path) -> None:
         assert (swarm.run.state.rounds[0].phase, swarm.job.aggregator) == ("open", "b")
 
 
-async def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None:
-    """A late report about the round before it was opened again changes nothing."""
+async def test_a_report_about_other_tickets_is_ignored(tmp_path: Path) -> None:
+    """A late report with other tickets, from before the round was opened again, changes nothing."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
         await swarm.report("a", closed=[swarm.reduced(tickets=[1, 2], digest=None, failed="its disk is full")])
@@ -364,7 +396,7 @@ async def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None
 
 
 async def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> None:
-    """A worker that leaves is asked to stay while no other worker has its update."""
+    """While no other worker has the update of a leaving worker, the server asks this worker to stay."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         offer = swarm.offer("c", ticket)
@@ -374,7 +406,7 @@ async def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> Non
 
 
 async def test_two_workers_keep_the_newest_version(tmp_path: Path) -> None:
-    """If one of two holders leaves the run, a third one is asked to download the version."""
+    """If fewer than two workers hold the newest version, the next worker in the order is asked to download it."""
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         swarm.workers["c"].held.clear()
         assert [hold.version for hold in (await swarm.report("c")).hold] == []

@@ -40,7 +40,8 @@ def report(peers: Peers, site: str, number: int, **said: Any) -> bool:
     return peers[site].take(PeerReport(peer=f"atoll-ref://{site}:1", number=number, **said), idle_timeout_s=60.0)
 
 
-def test_a_report_that_was_overtaken_is_not_believed() -> None:
+def test_an_overtaken_report_is_ignored() -> None:
+    """The server ignores a worker's report if a newer report of this worker came before."""
     peers = some("a", "b")
     assert report(peers, "a", 2, reached="b", leaving=True)
     assert not report(peers, "a", 1)
@@ -51,7 +52,8 @@ def test_a_report_that_was_overtaken_is_not_believed() -> None:
     assert not peers["a"].leaving
 
 
-def test_two_know_each_other_both_ways() -> None:
+def test_two_workers_must_reach_each_other() -> None:
+    """Two workers count as connected when each of them has reached the other. Until then, they are strangers."""
     peers = some("a", "b", "c")
     report(peers, "a", 1, reached="bc")
     assert peers.strangers_of("a") == ["b", "c"]
@@ -62,7 +64,8 @@ def test_two_know_each_other_both_ways() -> None:
     assert peers.strangers_of("b") == ["c"]
 
 
-def test_tells_few_peers_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_has_a_limited_number_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server tells a worker at most `MOST_PEERS` other workers in a message."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.MOST_PEERS", 2)
     peers = some("a", "b", "c", "d")
     assert peers.addresses("b") == [at("a"), at("c")]
@@ -70,7 +73,10 @@ def test_tells_few_peers_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five workers with a version, each site is told of two; all sites together ask more than two."""
+    """Different sites are told of different sources of a version.
+
+    Five workers have the version. Each site is told of two, and all sites together ask more than two.
+    """
     monkeypatch.setattr("atoll.server.swarm.assignments.MOST_SOURCES", 2)
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     run.run_log = SimpleNamespace(version_digest=lambda *_: DIGEST)
@@ -85,7 +91,8 @@ def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(view.sources(0, 3, DIGEST))) == 2
 
 
-def test_checks_a_restarted_worker_anew() -> None:
+def test_a_restarted_worker_is_checked_again() -> None:
+    """When a worker has restarted, other workers must reach it again, and the numbers of its reports start again."""
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")
     report(peers, "b", 7, reached="a")
@@ -96,7 +103,10 @@ def test_checks_a_restarted_worker_anew() -> None:
     assert report(peers, "b", 1)  # its numbers begin again
 
 
-def test_other_bytes_are_not_the_version() -> None:
+def test_a_version_with_another_digest_is_no_source() -> None:
+    """A worker that holds a version with another digest is no source of this version. A leaving worker is asked
+    last.
+    """
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -109,8 +119,11 @@ def test_other_bytes_are_not_the_version() -> None:
 
 
 @pytest.mark.covers("X3")
-def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three, the peer that the two others cannot reach; of two, the one that came last."""
+def test_an_unreachable_peer_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live worker that others cannot reach is evicted, with the reason.
+
+    Of three workers, this is the one that the two others cannot reach. Of two, it is the one that joined last.
+    """
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -132,7 +145,7 @@ def test_evicts_a_peer_unreachable_by_majority(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.covers("X3")
 def test_failed_connections_before_a_restart_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that restarted is not called unreachable because peers failed to reach its dead process."""
+    """A worker that has restarted does not count as unreachable because others failed to reach its dead process."""
     now_s = 100.0
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.time", SimpleNamespace(monotonic=lambda: now_s))
     peers = some("a", "b")
@@ -150,7 +163,8 @@ def test_failed_connections_before_a_restart_do_not_count(monkeypatch: pytest.Mo
     assert peers.unreachable() is None
 
 
-async def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_evicted_worker_may_rejoin_after_restarting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evicted worker may not join again from its old process. It may join from a new process."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
@@ -168,8 +182,12 @@ def version(number: int) -> Held:
     return Held(fragment=0, version=number, digest=DIGEST, source=Source(version="atoll-ref://a"))
 
 
-def test_what_is_to_be_dropped_counts_no_more() -> None:
-    """A server that was killed before it had committed version 1 begins again, and its answers do not name that one."""
+def test_dropped_versions_and_results_no_longer_count() -> None:
+    """If the server's answer leaves out a version or a result, it no longer counts, even if an older report of the
+    worker still has it.
+
+    A server was killed before it committed version 1. It begins again, and its answers leave out version 1.
+    """
     peers, held = some("a"), [version(0), version(1)]
     closed = [ReducedRound(fragment=0, version=1, tickets=[1], digest=DIGEST)]
     kept = Hold(fragment=0, version=0, digest=DIGEST, sources=[])
@@ -195,7 +213,8 @@ def share(ticket: int) -> FrozenUpdate:
     return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
-def test_a_checked_version_has_its_outer_state() -> None:
+def test_a_checker_must_hold_the_outer_state() -> None:
+    """A worker counts as having a new version only if it also holds the right outer state."""
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")

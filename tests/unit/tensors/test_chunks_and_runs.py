@@ -48,7 +48,7 @@ def strided() -> st.SearchStrategy[Tensor]:
 @given(strided(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
-    """A run is a slice in row-major order."""
+    """A run of a tensor is a slice of its elements in row-major order, for reading and for writing."""
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     flat = tensor.contiguous().reshape(-1)
@@ -63,6 +63,7 @@ def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
 @given(strided())
 @settings(max_examples=100, deadline=None)
 def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
+    """The runs of a tensor together have all its bytes in row-major order. All runs but the last are equally long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", 4 * 7)
         runs = [bytes(run) for run in runs_of(tensor)]
@@ -71,7 +72,7 @@ def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
 
 
 def test_one_stream_fills_every_tensor() -> None:
-    """Scatter fills every kind of tensor from one stream."""
+    """`Scatter` fills tensors of every kind from one stream of bytes and keeps their strides."""
     source = {
         "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
         "transposed": torch.arange(12, dtype=torch.float32).reshape(3, 4).t(),
@@ -96,8 +97,8 @@ def test_one_stream_fills_every_tensor() -> None:
         assert targets[name].stride() == torch.zeros_like(tensor).stride()
 
 
-def test_equal_starts_alone_are_no_ties() -> None:
-    """Tensors that begin at one place are tied only where they are the same elements."""
+def test_an_equal_start_does_not_tie_tensors() -> None:
+    """Tensors that begin at the same place in memory are tied only if they have equal shapes, dtypes and strides."""
     row = torch.arange(12.0)
     tensors = {
         "row": row,
@@ -117,8 +118,8 @@ def test_equal_starts_alone_are_no_ties() -> None:
     assert [spec.name for spec in schema.tensors] == [name for name in tensors if name not in aliases]
 
 
-def test_tied_tensors_travel_once() -> None:
-    """Tied tensors travel once and groups follow the module."""
+def test_tied_tensors_are_sent_once() -> None:
+    """A schema has tied tensors only once, with an alias. Its buffers are those of the module."""
     model = Tied()
     owners, aliases = named_tensors(model)
     assert aliases == {"head.weight": "embedding.weight"}
@@ -128,8 +129,8 @@ def test_tied_tensors_travel_once() -> None:
     assert {spec.name for spec in schema.tensors} == model.state_dict().keys() - {"head.weight"}
 
 
-def test_devices_without_addresses_share_nothing_more() -> None:
-    """On a device that tells no addresses what shares memory is one tensor and nothing else is."""
+def test_shared_memory_is_known_without_addresses() -> None:
+    """On a device without memory addresses, tensors count as shared memory only if they really share it."""
     one, other = (torch.zeros(4, 3, device="meta") for _ in range(2))
     assert one.data_ptr() == other.data_ptr() == 0
     assert memory_of(one) != memory_of(other)
@@ -137,8 +138,10 @@ def test_devices_without_addresses_share_nothing_more() -> None:
     assert memory_of(one[:2]) != memory_of(one[2:])
 
 
-def test_a_mapping_recognises_batch_norm() -> None:
-    """A plain mapping recognises batch norm and takes patterns."""
+def test_a_mapping_recognises_its_buffers() -> None:
+    """In a plain mapping, the running statistics of batch norm, integers and names that fit a given pattern count as
+    buffers.
+    """
     state = {
         "a.running_mean": torch.zeros(2),
         "a.weight": torch.zeros(2),
@@ -149,7 +152,10 @@ def test_a_mapping_recognises_batch_norm() -> None:
     assert groups == {"a.running_mean": "buffers", "a.weight": "params", "ema.x": "buffers", "n": "buffers"}
 
 
-def test_a_model_fits_its_schema_alone() -> None:
+def test_a_model_fits_only_its_own_schema() -> None:
+    """A model fits a schema if names, dtypes, shapes, groups and ties agree. A mapping fits in any order, with groups
+    and ties as the schema says.
+    """
     model = Tied()
     schema = schema_of(model)
     fitting = fits(model, schema)
@@ -182,8 +188,10 @@ class Frozen(nn.Linear):
         yield from ((name, each) for name, each in super().named_parameters(*args, **options) if name != "bias")
 
 
-def test_models_name_their_parameters() -> None:
-    """Parameters are those that a model says it has."""
+def test_models_decide_which_tensors_are_parameters() -> None:
+    """The parameters of a model are those that its `named_parameters` gives, and its other tensors are buffers. A model
+    around it decides by itself, as in torch.
+    """
     told, plain = Frozen(2, 3), nn.Linear(2, 3)
     assert {spec.name: spec.group for spec in schema_of(told).tensors} == {"weight": "params", "bias": "buffers"}
     assert fits(told, schema_of(told)) is not None
@@ -211,15 +219,16 @@ def test_models_name_their_parameters() -> None:
         (nn.LazyLinear(2).weight, "lazy tensor"),
     ],
 )
-def test_what_does_not_travel_is_refused_by_name(tensor: object, word: str) -> None:
+def test_tensors_that_cannot_be_sent_are_refused(tensor: object, word: str) -> None:
+    """A tensor that cannot be sent, for example a sparse one, is refused with its name and the reason."""
     with pytest.raises(UsageError, match=rf"'bad'.*{word}"):
         schema_of({"good": torch.zeros(1), "bad": tensor})
 
 
-def test_large_tensors_have_room() -> None:
-    """Large tensors have room and the rest is written.
+def test_large_tensors_are_received_in_place() -> None:
+    """`Scatter` offers the memory of a large contiguous tensor to receive its bytes. All other bytes must be written.
 
-    fp32: `large` holds bytes [0, 2 MiB) after the header, `odd` 40 bytes, `turned` is not contiguous.
+    In fp32, `large` holds the bytes [0, 2 MiB) after the header, `odd` has 40 bytes, and `turned` is not contiguous.
     """
     n = 2**19
     targets = {"large": torch.zeros(n), "odd": torch.zeros(10), "turned": torch.zeros(1024, 512).t()}
@@ -239,8 +248,11 @@ def test_large_tensors_have_room() -> None:
     assert sink.room(turned, 2**20) is None
 
 
-def test_a_model_of_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.accelerator is not asked: torch 2.6 raises an error if the machine has no accelerator."""
+def test_a_cpu_model_does_not_query_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a model on the CPU, `torch.accelerator` is not called.
+
+    torch 2.6 raises an error if the machine has no accelerator.
+    """
 
     def none() -> None:
         raise RuntimeError("Cannot access accelerator device when none is available.")
@@ -249,8 +261,11 @@ def test_a_model_of_the_cpu_asks_no_accelerator(monkeypatch: pytest.MonkeyPatch)
     assert strided_from_a_file() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_unpinnable_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that cannot be pinned is taken as it comes. Not every backend of torch pins memory: they raise."""
+def test_memory_that_cannot_be_pinned_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory cannot be pinned, ordinary memory is used instead.
+
+    Not every backend of torch can pin memory. Such a backend raises an error.
+    """
     monkeypatch.setattr(chunks, "_copies_from_pinned", lambda device: True)
     empty, asked = torch.empty, []
 
@@ -320,8 +335,10 @@ def read(ranges: list[tuple[int, int]], reads: Reads, cut: int = 0) -> tuple[lis
 
 
 @given(RANGES)
-def test_neighbours_are_read_by_one_call(ranges: list[tuple[int, int]]) -> None:
-    """Pieces are read as they lie and neighbours by one call."""
+def test_neighbouring_pieces_are_read_by_one_call(ranges: list[tuple[int, int]]) -> None:
+    """Pieces of a file are read in their order, and neighbouring pieces by one call with a limited number of
+    buffers.
+    """
     reads = Reads()
     found, expected = read(ranges, reads)
     assert found == expected
@@ -330,8 +347,8 @@ def test_neighbours_are_read_by_one_call(ranges: list[tuple[int, int]]) -> None:
     assert len(reads.buffers) <= apart + len(ranges) // MOST_BUFFERS
 
 
-def test_long_rows_are_read_in_calls() -> None:
-    """A long row of pieces is read in calls of bounded size."""
+def test_many_neighbouring_pieces_need_several_calls() -> None:
+    """A long row of neighbouring pieces is read by several calls of limited size."""
     reads = Reads()
     found, expected = read([(0, MOST_RUN_BYTES // 2)] * 5 + [(0, 1)] * 2 * MOST_BUFFERS, reads)
     assert found == expected
@@ -341,19 +358,20 @@ def test_long_rows_are_read_in_calls() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from([0, 3]), st.integers(1, 9)), min_size=1, max_size=20), st.integers(1, 5))
 def test_a_read_that_ends_early_is_continued(ranges: list[tuple[int, int]], most: int) -> None:
+    """If a read returns fewer bytes than requested, further calls read the rest."""
     found, expected = read(ranges, Reads(most))
     assert found == expected
 
 
 def test_a_short_file_is_refused() -> None:
-    """A file that ends before a piece is refused."""
+    """If a file ends before a requested piece does, reading raises `EOFError`."""
     with pytest.raises(EOFError, match="ends at byte 15"):
         read([(0, 10), (0, 6)], Reads(), cut=1)
 
 
 @given(RANGES)
 def test_joined_ranges_do_not_touch(ranges: list[tuple[int, int]]) -> None:
-    """Joined ranges cover the same bytes and none touches the next."""
+    """Joined ranges cover the same bytes as the given ranges, and no two of them touch each other."""
     offset, given_ranges = 0, []
     for skipped, nbytes in ranges:
         given_ranges.append((offset + skipped, nbytes))
@@ -395,8 +413,10 @@ def decoded(run: ByteRun, data: bytes, *, piecewise: bool) -> list[torch.Tensor]
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)), st.sampled_from([2**12, 2**14, 2**24]))
-def test_decoded_runs_have_their_pieces_bits(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
-    """A run decoded by one call has the bits of its pieces."""
+def test_a_decoded_run_matches_its_pieces(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
+    """A run that is decoded by one call has the bits of its pieces, each decoded by itself. Its pieces have one dtype,
+    group and codec.
+    """
     schema = Schema.build(specs)
     layout = layout_of(schema, codec, part_bytes)
     generator = torch.Generator().manual_seed(1)
@@ -424,8 +444,8 @@ def test_decoded_runs_have_their_pieces_bits(specs: list[TensorSpec], codec: str
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)))
-def test_versions_and_updates_share_elements(specs: list[TensorSpec], codec: str) -> None:
-    """Runs of a version find the same elements in an update."""
+def test_runs_of_versions_match_runs_of_updates(specs: list[TensorSpec], codec: str) -> None:
+    """For each run of a version, the matching run of an update has the elements of that run."""
     schema = Schema.build(specs)
     version, update = version_layout(schema, 2**14), RunTable(layout_of(schema, codec, 2**13), 2**18)
     for part in version.parts:
@@ -438,10 +458,10 @@ def test_versions_and_updates_share_elements(specs: list[TensorSpec], codec: str
             assert [len(view) for view in found.split(torch.zeros(found.numel))] == [p.numel for p in run.pieces]
 
 
-def test_views_lie_where_their_elements_lie() -> None:
-    """Views and padding are where the elements of a run lie.
+def test_views_have_the_places_of_their_elements() -> None:
+    """The views of a run are at the places of its elements, and the padding between them can be cleared.
 
-    Three tensors of 5, 16 and 2 fp32 values; in an update 44 and 0 bytes of padding are behind the first two.
+    Three tensors have 5, 16 and 2 values in fp32. In an update, 44 and 0 bytes of padding are behind the first two.
     """
     schema = Schema.build([TensorSpec(name, "F32", (size,)) for name, size in (("a", 5), ("b", 16), ("c", 2))])
     layout = layout_of(schema, "none", 2**20)
@@ -455,7 +475,8 @@ def test_views_lie_where_their_elements_lie() -> None:
     assert memory.tolist() == [0, 1, 2, 3, 4, *[0] * 11, *range(16, 34)]
 
 
-def test_thousands_of_small_tensors_are_a_few_runs() -> None:
+def test_thousands_of_small_tensors_make_few_runs() -> None:
+    """5,000 small tensors make 10 runs, each of at most 512 tensors."""
     schema = Schema.build(TensorSpec(f"t{index}", "F32", (index % 60 + 1,)) for index in range(5_000))
     for layout in (version_layout(schema), layout_of(schema, "bf16", 2**24)):
         table = RunTable(layout, 2**18)

@@ -29,8 +29,8 @@ SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
 @pytest.mark.covers("L8")
 @given(SIZES, st.data())
-def test_the_largest_run_is_small(sizes: list[int], data: st.DataObject) -> None:
-    """The largest run is as small as neighbours allow."""
+def test_the_largest_fragment_is_as_small_as_possible(sizes: list[int], data: st.DataObject) -> None:
+    """If neighbouring tensors stay together, the largest fragment is as small as possible. No fragment is empty."""
     count = data.draw(st.integers(1, len(sizes)))
     ends = cut(sizes, count)
     assert len(ends) == count
@@ -49,7 +49,7 @@ def test_the_largest_run_is_small(sizes: list[int], data: st.DataObject) -> None
 @pytest.mark.covers("L8")
 @given(SIZES, st.data())
 def test_every_tensor_has_one_fragment(sizes: list[int], data: st.DataObject) -> None:
-    """Every tensor is in one fragment and neighbours stay together."""
+    """Each tensor is in exactly one fragment, and neighbours stay together. A model is always split in the same way."""
     count = data.draw(st.integers(1, len(sizes)))
     schema = Schema.build([TensorSpec(f"{index}.weight", "F32", (size,)) for index, size in enumerate(sizes)])
     made = split(schema, count)
@@ -61,8 +61,8 @@ def test_every_tensor_has_one_fragment(sizes: list[int], data: st.DataObject) ->
 
 
 @pytest.mark.covers("L8")
-def test_a_split_survives_journal_and_wire() -> None:
-    """A split comes back from the journal and from the wire as it was."""
+def test_a_split_is_stored_and_sent_unchanged() -> None:
+    """The split of a model into fragments is unchanged after it was stored in the journal or sent in a message."""
     made = split(schema_of(Tied()), 3)
     assert split_of(made.schema.to_json() | {"fragments": list(made.places)}) == made
     assert messages.SchemaMessage.of(made).to_split() == made
@@ -71,7 +71,8 @@ def test_a_split_survives_journal_and_wire() -> None:
     assert whole.schemas[0] is whole.schema
 
 
-def test_a_modules_place_ignores_its_dtype() -> None:
+def test_a_modules_fragment_ignores_its_dtype() -> None:
+    """A module's parameters are in one fragment, whether the model has fp32 or fp64."""
     torch.manual_seed(0)
     single, double = (
         split(schema_of(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(dtype)), 2)
@@ -134,7 +135,10 @@ class Table:
 
 @settings(max_examples=60)
 @given(FOUND, st.integers(1, 6))
-def test_tails_are_gathered_and_given_back(found: list[tuple[tuple[int, ...], str, bool]], ranks: int) -> None:
+def test_ranks_exchange_the_ends_of_shards(found: list[tuple[tuple[int, ...], str, bool]], ranks: int) -> None:
+    """Ranks exchange the ends of their shards, so that each rank holds whole tiles. Afterwards, each shard gets its
+    changed values.
+    """
     schema = Schema.build(TensorSpec(f"t{i}", dtype, shape) for i, (shape, dtype, _) in enumerate(found))
     sharded = {f"t{i}": each for i, (_, _, each) in enumerate(found)}
     before, after = (

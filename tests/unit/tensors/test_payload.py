@@ -60,11 +60,13 @@ def alike(one: object, two: object) -> bool:
 
 @pytest.mark.covers("T1")
 @given(plain)
-def test_plain_values_come_back_as_they_were(payload: Any) -> None:
+def test_plain_values_are_unpacked_unchanged(payload: Any) -> None:
+    """Plain values and their types are unchanged after they were packed, written as JSON and unpacked."""
     assert alike(there_and_back(payload), payload)
 
 
-def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
+def test_packing_a_payload_copies_no_tensor() -> None:
+    """Packing a payload copies no tensor, and parameters become tensors without gradients."""
     layer = nn.Linear(3, 2)
     packed = pack(layer.state_dict())
     assert {tensor.data_ptr() for tensor in packed.tensors} == {layer.weight.data_ptr(), layer.bias.data_ptr()}
@@ -92,12 +94,14 @@ def test_nothing_is_copied_and_parameters_arrive_as_tensors() -> None:
     ],
     ids=lambda skeleton: str(skeleton)[:40],
 )
-def test_a_skeleton_that_is_none_is_refused(skeleton: Any) -> None:
+def test_an_invalid_skeleton_is_refused(skeleton: Any) -> None:
+    """A payload with an invalid skeleton is refused as a bad request."""
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)])
 
 
-def test_what_stands_for_a_tensor_may_be_anything() -> None:
+def test_any_object_may_replace_a_tensor() -> None:
+    """When a payload is unpacked, any object may stand in the place of a tensor."""
     stand_ins = {0: "lazy 0", 1: "lazy 1"}
     packed = pack({"a": torch.ones(1), "b": np.ones(1)})
     assert unpack(packed.skeleton, stand_ins.__getitem__) == {"a": "lazy 0", "b": "lazy 1"}
@@ -116,12 +120,13 @@ def test_what_stands_for_a_tensor_may_be_anything() -> None:
     ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
 )
 def test_a_damaged_skeleton_is_always_refused(skeleton: Any) -> None:
-    """A damaged skeleton is refused also where nothing is built."""
+    """A damaged skeleton of a registered object is refused, even if no object is built."""
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)], build=False)
 
 
-def test_a_looking_server_builds_nothing() -> None:
+def test_unpacking_without_building_needs_no_type() -> None:
+    """A server that only looks at a payload builds no registered object and need not know its type."""
     assert unpack({"a": {"$": "registered", "type": "nobody.knows", "as": None}}, (), build=False) == {"a": None}
 
 
@@ -142,7 +147,8 @@ def entry(dtype: Any = "F32", shape: Any = (1,), offsets: Any = (0, 4)) -> dict[
 
 
 @pytest.mark.covers("D3")
-def test_what_safetensors_writes_is_read() -> None:
+def test_headers_by_safetensors_are_read() -> None:
+    """The header of a file that safetensors has written is read with its metadata, dtypes, shapes and offsets."""
     content = save({"a": torch.ones(2, 3), "b": torch.tensor(3), "c": torch.empty(0)}, {"k": "v"})
     header = parsed(content)
     assert header.metadata == {"k": "v"}
@@ -154,7 +160,8 @@ def test_what_safetensors_writes_is_read() -> None:
 
 
 @pytest.mark.covers("D3")
-def test_a_file_without_tensors_is_one() -> None:
+def test_a_safetensors_file_may_be_empty() -> None:
+    """A safetensors file without tensors is valid."""
     assert parsed(made({})) == Header((), {}, 10)
 
 
@@ -191,7 +198,8 @@ BAD = {
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_no_head_is_refused_by_name(name: str) -> None:
+def test_an_invalid_safetensors_header_is_refused(name: str) -> None:
+    """An invalid safetensors header is refused. The error has the name of the object and the mistake."""
     content, words = BAD[name]
     with pytest.raises(BadRequest, match=words) as caught:
         parsed(content)
@@ -205,14 +213,16 @@ LONG = "x" * 100_000
 @pytest.mark.parametrize(
     "table", [{"a": entry(LONG)}, {LONG: entry("F33")}, {LONG: 1}, {"a": entry(shape=[1] * 100_000)}]
 )
-def test_an_error_about_a_head_is_short(table: dict[str, Any]) -> None:
+def test_an_error_about_a_header_is_short(table: dict[str, Any]) -> None:
+    """The error about an invalid header is short, even if a name or a shape in the header is very long."""
     with pytest.raises(BadRequest) as caught:
         parsed(made(table, bytes(4)))
     assert len(str(caught.value)) < 2_000
 
 
 @pytest.mark.covers("D3")
-def test_too_long_heads_are_not_read() -> None:
+def test_too_long_headers_are_not_read() -> None:
+    """If a file claims to have a header that is too long, only the 8 bytes with its length are read."""
     asked: list[int] = []
 
     def read(at: int, count: int) -> bytes:
@@ -226,7 +236,8 @@ def test_too_long_heads_are_not_read() -> None:
 
 @pytest.mark.covers("D3")
 @given(st.binary(max_size=200), st.integers(0, 300))
-def test_no_bytes_raise_anything_else(data: bytes, at: int) -> None:
+def test_any_bytes_raise_only_bad_request(data: bytes, at: int) -> None:
+    """Any bytes are read as a valid header or raise `BadRequest`. They raise no other error."""
     good = made({"a": entry(), "b": entry("I64", [2], [4, 20])}, bytes(20))
     for content in (data, good[:at] + data + good[at + len(data) :], good[:at]):
         try:
@@ -255,7 +266,8 @@ def open_files(path: Path) -> int:
 
 
 @pytest.mark.covers("D6")
-def test_the_last_of_them_closes_the_file(path: Path) -> None:
+def test_the_last_lazy_tensor_closes_the_file(path: Path) -> None:
+    """A file stays open while a lazy tensor refers to it. The end of the last one closes the file."""
     state = LazyState.open(path)
     one, two = state.ref("w"), state.ref("b")
     del state
@@ -269,7 +281,7 @@ def test_the_last_of_them_closes_the_file(path: Path) -> None:
 
 @pytest.mark.covers("D6")
 def test_a_release_may_be_repeated(path: Path) -> None:
-    """An explicit release may be repeated and leaves what is not lazy."""
+    """Releasing lazy tensors closes their file and may be repeated. Other values in the structure stay as they are."""
     state = LazyState.open(path)
     tree = {"a": [state.ref("w"), torch.ones(1), 3], "b": (state, None)}
     release(tree)
@@ -283,6 +295,7 @@ def test_a_release_may_be_repeated(path: Path) -> None:
 
 @pytest.mark.covers("D6")
 def test_a_release_waits_for_readers() -> None:
+    """If lazy tensors are released during a read, their file is given back when the read is over."""
     entered, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
 
     def read(_: int, memory: memoryview) -> None:
@@ -303,8 +316,11 @@ def test_a_release_waits_for_readers() -> None:
     assert memory == b"xxx"
 
 
-def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
-    """Three bf16 values that stand for fp32: 1.5, −2, 0."""
+def test_encoded_lazy_tensors_are_decoded_at_loading(path: Path) -> None:
+    """Encoded lazy tensors are decoded when they are loaded, as a whole or in runs.
+
+    Three values in bf16 stand for fp32: 1.5, −2 and 0.
+    """
     from atoll.codecs import Bf16Codec
     from atoll.tensors.layout import Segment
     from atoll.tensors.schema import TensorSpec
@@ -322,7 +338,8 @@ def test_encoded_tensors_are_decoded_when_they_are_loaded(path: Path) -> None:
     assert [run.tolist() for run in state.ref("w").runs(8)] == [[1.5, -2.0], [0.0]]
 
 
-def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
+def test_an_invalid_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """If a file is not in the format of safetensors, opening it raises an error and leaves no file descriptor open."""
     path = tmp_path / "x"
     path.write_bytes(b"no safetensors here")
     with pytest.raises(BadRequest, match=r"x claims to have a header"):
@@ -331,8 +348,11 @@ def test_a_file_that_is_none_leaves_no_descriptor(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("T8")
-def test_answers_do_not_meet_in_filters() -> None:
-    """Two answers of one site do not meet in its filter. Each is divided by its own first value."""
+def test_answers_pass_a_filter_one_by_one() -> None:
+    """Two answers of one site pass its filter one after the other.
+
+    The filter divides each answer by the answer's own first value.
+    """
     meeting = threading.Barrier(2)
 
     class ByTheFirst(Filter):

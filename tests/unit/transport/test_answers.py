@@ -168,7 +168,8 @@ def refused(ask: Callable[[], object]) -> AtollError:
 
 
 @pytest.mark.parametrize("case", ANSWERS)
-def test_a_malformed_answer_is_an_error_in_a_line(case: str) -> None:
+def test_a_malformed_answer_is_a_short_error(case: str) -> None:
+    """A malformed, endless or very slow answer raises an error of one short line and takes little memory."""
     serve, kind, text = ANSWERS[case]
     with client(serve) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply, timeout_s=0.3))
@@ -177,7 +178,10 @@ def test_a_malformed_answer_is_an_error_in_a_line(case: str) -> None:
 
 
 def test_a_body_in_very_small_chunks_is_refused() -> None:
-    """An object's manifest may have 24 MiB. In chunks of a byte, they would take a minute to read."""
+    """A body in very small chunks is refused.
+
+    The manifest of an object may have 24 MiB. In chunks of one byte, it would take a minute to read.
+    """
     with client(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as http:
         error = refused(lambda: http.get(routes.OBJECT.format(object="0" * 32), messages.BlobManifest))
     assert type(error) is BadRequest
@@ -232,8 +236,8 @@ BODIES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_body_without_message_is_a_line(case: str) -> None:
-    """A body that is not a valid message is a VersionSkew error of one line."""
+def test_a_body_without_message_is_a_short_error(case: str) -> None:
+    """A body that is not a valid message raises `VersionSkew` with one short line."""
     with client(raw(ok(BODIES[case]))) as http:
         error = refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
     assert type(error) is VersionSkew
@@ -257,7 +261,7 @@ LARGE = {
 
 @pytest.mark.parametrize("case", LARGE)
 def test_large_answers_take_little_memory(case: str) -> None:
-    """A large answer of many values takes little memory.
+    """A large answer with many wrong values is refused and takes little memory.
 
     pydantic takes up to 3 kB for an empty object that is wrong, so 8 MB of them would take 8 GB.
     """
@@ -277,7 +281,7 @@ def schema_body(count: int, *, aliases: str = "[]", fragments: str = "[]", entry
 
 
 def test_large_schemas_take_little_memory() -> None:
-    """A schema of 100 000 tensors takes little memory."""
+    """Reading a schema of 100,000 tensors takes little memory."""
     body = schema_body(100_000)
     peaks = Peaks()
     peaks.begin(os.getpid())
@@ -291,6 +295,7 @@ def test_large_schemas_take_little_memory() -> None:
 
 
 def test_a_schema_is_read_as_it_is_written() -> None:
+    """A schema is equal after it was written as JSON and read, with and without indentation."""
     schema = Schema.build(
         [TensorSpec('a"b{}[],\\:é', "F32", (2, 3)), TensorSpec("c", "I64", (), "buffers")], {"tied": "c"}
     )
@@ -329,8 +334,8 @@ BAD_SCHEMAS = {
 
 
 @pytest.mark.parametrize("case", BAD_SCHEMAS)
-def test_an_impossible_schema_is_a_line(case: str) -> None:
-    """A schema that no server sends is an error in a line."""
+def test_an_impossible_schema_is_a_short_error(case: str) -> None:
+    """A schema that no server sends raises an error of one short line."""
     body, kind, text = BAD_SCHEMAS[case]
     with client(raw(ok(body or schema_body(1_000_000)))) as http:
         error = refused(lambda: http.fetch(routes.SCHEMA, messages.SchemaMessage.split_in, "SchemaMessage"))
@@ -342,8 +347,8 @@ RETRIES = {"NaN": None, "Infinity": 300.0, "-1": None, "1e308": 300.0, "7.5": 7.
 
 
 @pytest.mark.parametrize("text", RETRIES)
-def test_asked_pauses_are_bounded(text: str) -> None:
-    """A pause that an answer asks for has a limit."""
+def test_requested_pauses_are_bounded(text: str) -> None:
+    """A pause that an answer asks for is at most 300 s. An invalid pause is ignored."""
     body = f'{{"code":"busy","message":"later","retry_after_s":{text}}}'.encode()
     with client(raw(ok(body, status="429 Busy"))) as http:
         with pytest.raises(Busy) as caught:
@@ -362,7 +367,10 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("status", [400, 404, 409, 500, 507, 999])
-def test_a_malformed_problem_is_an_error_in_a_line(case: str, status: int) -> None:
+def test_a_malformed_error_body_is_a_short_error(case: str, status: int) -> None:
+    """If the body of an error answer is malformed, the client raises an error of one short line, whatever the HTTP
+    status.
+    """
     with client(raw(ok(PROBLEMS[case], status=f"{status} No"))) as http:
         refused(lambda: http.get(routes.HEARTBEAT, messages.HeartbeatReply))
 
@@ -436,8 +444,8 @@ REPLIES = {each.reply for each in OPERATIONS if isinstance(each.reply, type) and
 
 
 @pytest.mark.parametrize("kind", sorted(REPLIES, key=lambda kind: kind.__name__))
-def test_everything_in_an_answer_has_bounds(kind: type[BaseModel]) -> None:
-    """Every number list and table of an answer has a bound."""
+def test_all_values_in_answers_have_bounds(kind: type[BaseModel]) -> None:
+    """Each integer, list and table in the answers of a server has a bound."""
 
     def unbounded(value: object, place: str) -> Iterator[str]:
         if isinstance(value, list):
@@ -458,7 +466,7 @@ def test_everything_in_an_answer_has_bounds(kind: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize("number", [1e13, 1e308, -1.0])
 def test_estimates_are_read_within_bounds(number: float) -> None:
-    """An estimate out of bounds is read as the nearest one."""
+    """An estimated time outside its bounds is read as the nearest bound."""
     body = json.dumps(REPLY | {"left_s": number}).encode()
     assert read_message(messages.TicketReply, body).left_s == (1e12 if number > 0 else 0.0)
 
@@ -467,15 +475,16 @@ TWICE = ['"name":"n","name":"n"', '"name":"n","n\\u0061me":"m"', '"name":"n","lo
 
 
 @pytest.mark.parametrize("fields", TWICE)
-def test_a_message_with_a_key_twice_is_refused(fields: str) -> None:
+def test_a_message_with_repeated_keys_is_refused(fields: str) -> None:
+    """A message with a key twice in one object is refused, also if one of them is escaped."""
     others = json.dumps({key: value for key, value in RUN_INFO.items() if key != "name"})
     assert read_message(messages.RunInfo, f'{others[:-1]},"name":"na\\"me\\":{{"}}'.encode()).name == 'na"me":{'
     with pytest.raises(ValueError, match="occurs twice in an object"):
         read_message(messages.RunInfo, f"{others[:-1]},{fields}}}".encode())
 
 
-def test_texts_of_servers_are_cut() -> None:
-    """Texts of a server are cut and make no line."""
+def test_texts_of_servers_are_cut_and_cleaned() -> None:
+    """Long texts of a server are cut, and they have no line breaks or control characters."""
     body = json.dumps(RUN_INFO | {"name": "n\n" * 9000, "local_package": "\x1b[2J" * 9000}).encode()
     info = read_message(messages.RunInfo, body)
     for text in (info.name, info.local_package):
@@ -505,7 +514,8 @@ PARTS: dict[str, tuple[Callable[[Connection], None], type[AtollError], str]] = {
 
 
 @pytest.mark.parametrize("case", PARTS)
-def test_a_malformed_part_is_an_error_in_a_line(case: str) -> None:
+def test_a_malformed_part_is_a_short_error(case: str) -> None:
+    """If the answer with a part is malformed, the download raises an error of one short line."""
     serve, kind, text = PARTS[case]
     with client(serve) as http, closing(HttpTransfer(http, 2, 1.0)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 8, ())], []))
@@ -514,7 +524,7 @@ def test_a_malformed_part_is_an_error_in_a_line(case: str) -> None:
 
 
 def test_a_slow_part_is_given_up() -> None:
-    """A part of a byte now and then is given up."""
+    """If the bytes of a part arrive one by one, now and then, the download is given up."""
     head = b"HTTP/1.1 206 Partial\r\nContent-Length: 9999\r\n\r\n"
     with client(trickling(head)) as http, closing(HttpTransfer(http, 2, 0.1)) as transfer:
         error = refused(lambda: transfer.pull("/x", [DIGEST], [Part(0, 0, 9999, ())], []))
@@ -522,7 +532,10 @@ def test_a_slow_part_is_given_up() -> None:
 
 
 def test_a_given_up_part_leaves_no_socket() -> None:
-    """The server says that the connection ends, and the reader stops within the part; an error still refers to it."""
+    """A download that stops within a part leaves no socket open.
+
+    The server says that the connection ends. The reader stops within the part, and an error still refers to the reader.
+    """
     gc.collect()
     with Peer(raw(b"HTTP/1.0 206 P\r\nContent-Length: 8\r\n\r\n" + b"x" * 8)) as peer:
         with warnings.catch_warnings(record=True) as found:
@@ -537,8 +550,11 @@ def test_a_given_up_part_leaves_no_socket() -> None:
     assert [str(each.message) for each in found if issubclass(each.category, ResourceWarning)] == []
 
 
-def test_a_burst_does_not_excuse_a_later_trickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 1,024 bytes a second, 8 MB of the first minute would allow more than two hours without a further byte."""
+def test_a_fast_start_does_not_excuse_slowness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that starts fast and then becomes too slow is given up.
+
+    At 1,024 bytes a second, 8 MB in the first minute would allow more than two hours without a further byte.
+    """
     now_s = [0.0]
     monkeypatch.setattr(answer.time, "monotonic", lambda: now_s[0])
     pace = Pace(60.0)
@@ -550,8 +566,8 @@ def test_a_burst_does_not_excuse_a_later_trickle(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", ["ssh", "gzip", "redirect", "two lengths", "endless error", "trickling body"])
-def test_a_malformed_upload_answer_is_a_line(case: str, tmp_path: Path) -> None:
-    """A malformed answer to an upload is an error in a line."""
+def test_a_malformed_upload_answer_is_a_short_error(case: str, tmp_path: Path) -> None:
+    """If the answer to an upload is malformed, the upload raises an error of one short line."""
     (tmp_path / "file").write_bytes(b"x" * 8)
     with (
         (tmp_path / "file").open("rb") as file,
@@ -564,14 +580,18 @@ def test_a_malformed_upload_answer_is_a_line(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", sorted(ANSWERS.keys() - {name for name in ANSWERS if name.startswith("trickling")}))
 def test_a_malformed_answer_ends_a_fetch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the answer to `atoll.objects.fetch` is malformed, the fetch raises an error of one short line."""
     monkeypatch.setattr(object_client, "PAUSES_S", (0.0,))
     with Peer(ANSWERS[case][0]) as peer:
         reference = f"atoll-ref://127.0.0.1:{peer.port}/{'1' * 32}?expires=9999999999#{'0' * 32}.{'2' * 64}"
         refused(lambda: atoll.objects.fetch(reference, idle_timeout_s=1.0))
 
 
-def test_a_request_may_be_made_within_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage collection may end a site, which then leaves its run, at any moment of another request."""
+def test_a_request_may_run_within_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may be sent while another one is being prepared in the same thread.
+
+    Garbage collection may end a site at any moment of another request. The site then leaves its run.
+    """
     with Peer(lambda connection: connection.answer(200) if connection.request() else None) as peer:
         http, other = Http(peer.url), Http(peer.url)
 

@@ -133,7 +133,7 @@ def body_of(part: Part) -> bytes:
 
 @pytest.mark.parametrize("connections", [1, 3])
 def test_parts_arrive_while_others_are_written(tmp_path: Path, receiver: Receiver, connections: int) -> None:
-    """A part arrives before the next one is written."""
+    """A part of a file arrives at the server before the next part is written."""
     writer = Writer(tmp_path, receiver.url, connections)
     told: list[int] = []
     with writer.pushing(on_bytes=told.append) as pushing:
@@ -147,8 +147,8 @@ def test_parts_arrive_while_others_are_written(tmp_path: Path, receiver: Receive
     writer.close()
 
 
-def test_adding_never_waits(writer: Writer, receiver: Receiver) -> None:
-    """Adding never waits and leaving waits for what was added."""
+def test_adding_parts_never_waits(writer: Writer, receiver: Receiver) -> None:
+    """Adding parts to an upload does not wait until they are sent. Leaving the upload waits for all added parts."""
     receiver.open.clear()
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -157,8 +157,8 @@ def test_adding_never_waits(writer: Writer, receiver: Receiver) -> None:
     assert pushing.sent == set(range(COUNT))
 
 
-def test_an_error_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
-    """An error ends the sending and is kept not raised."""
+def test_an_error_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
+    """If a part fails, the upload ends and no other part is sent. The error is kept and not raised."""
     receiver.answers = {2: [TicketClosed("The round is over.")]}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts[:4])  # over one connection: 3 is in the queue, or not even that, when 2 fails
@@ -171,7 +171,7 @@ def test_an_error_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
 
 
 def test_a_damaged_part_is_sent_again(writer: Writer, receiver: Receiver) -> None:
-    """A part that arrives damaged is sent again alone."""
+    """If a part arrives damaged, only this part is sent again."""
     receiver.answers = {1: [PartCorrupt("damaged")] * (PART_ATTEMPTS - 1)}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -182,7 +182,8 @@ def test_a_damaged_part_is_sent_again(writer: Writer, receiver: Receiver) -> Non
     }
 
 
-def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) -> None:
+def test_lasting_damage_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
+    """If a part arrives damaged at each of its `PART_ATTEMPTS` attempts, the upload ends with this error."""
     receiver.answers = {0: [PartCorrupt("damaged")] * PART_ATTEMPTS}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -191,7 +192,8 @@ def test_damage_that_lasts_ends_the_sending(writer: Writer, receiver: Receiver) 
     assert len(receiver.bodies[0]) == PART_ATTEMPTS
 
 
-def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) -> None:
+def test_an_interrupted_write_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
+    """If the code that writes the file raises, no further part is sent."""
     receiver.open.clear()
     used = []
 
@@ -210,6 +212,7 @@ def test_sends_no_more_after_a_failed_write(writer: Writer, receiver: Receiver) 
 
 
 def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
+    """After a part, a connection that was cut is not kept, and an intact one is."""
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: connection.cut(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
@@ -218,19 +221,20 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
 
 
 def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
-    """A connection during which another timed out is not kept.
+    """A connection is not kept if another connection timed out during its use.
 
-    The network may have lost the connection although the part's answer came: the next part would wait for it.
+    The network may have lost the connection, although the part's answer came. The next part would wait for it.
     """
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
 
 
-def test_a_closed_connection_is_no_failure(tmp_path: Path) -> None:
-    """A connection that the server has closed does not count as a failed attempt.
+def test_a_closed_idle_connection_is_no_failure(tmp_path: Path) -> None:
+    """If the server has closed an idle connection, the next part begins with a new one, and no failed attempt is
+    counted.
 
-    Between two rounds a server closes idle connections; the next part then begins with a new one.
+    A server closes idle connections between two rounds.
     """
     answered = threading.Semaphore(0)
 
@@ -308,7 +312,8 @@ class Held:
 
 
 @pytest.mark.covers("P5")
-def test_a_stall_is_tried_again_while_others_move() -> None:
+def test_a_stalled_part_is_requested_again() -> None:
+    """If one connection stalls while another one moves bytes, the stalled part is requested again."""
     held = Held()
     with moves_slowly() as peer, transfer(peer.url, 2.0) as parts:
         parts.pull("/data", DIGESTS, BOTH, [held])
@@ -319,7 +324,7 @@ def test_a_stall_is_tried_again_while_others_move() -> None:
 
 @pytest.mark.covers("P5")
 def test_a_silent_peer_is_asked_once() -> None:
-    """A peer that says nothing is asked once over each connection."""
+    """A peer that sends nothing gets one request on each connection, and then the download is given up."""
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts:
         with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
             parts.pull("/data", DIGESTS, BOTH, [Held()])
@@ -327,11 +332,11 @@ def test_a_silent_peer_is_asked_once() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_buffers_keep_no_transfer_alive(tmp_path: Path) -> None:
-    """Bytes that only fill buffers on the way to a silent peer are not progress.
+def test_bytes_in_buffers_are_no_progress(tmp_path: Path) -> None:
+    """Bytes that only fill buffers on the way to a silent peer do not count as progress.
 
-    Each of the two connections gets some MB into the buffers between the two. The first that stands still may be tried
-    again, as the other has moved later; what the buffers take of that does not count.
+    Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
+    again, as the other has moved later.
     """
     (tmp_path / "file").write_bytes(DATA)
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:
@@ -342,7 +347,7 @@ def test_buffers_keep_no_transfer_alive(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P5")
 def test_a_slow_upload_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An upload that is read very slowly is given up.
+    """If a peer reads an upload very slowly, the upload is given up.
 
     An hour passes before the connection takes the eight bytes of the part.
     """
@@ -360,7 +365,8 @@ def test_a_slow_upload_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.covers("P5")
-def test_silence_is_counted_from_what_moved_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_counts_from_the_last_movement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The silence of a transfer counts from the last time that bytes moved."""
     now = [100.0]
     monkeypatch.setattr(part_transfer.time, "monotonic", lambda: now[0])
     hands = TransferPool(1)
@@ -487,9 +493,10 @@ def push_while_written(parts: HttpTransfer, fd: int) -> None:
 def test_ctrl_c_stops_sending(
     tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
-    """After Ctrl-C, nothing is sent any more.
+    """After Ctrl-C, an upload sends nothing more, and no thread is left.
 
-    Guards against a pool that is left before its threads are: they sent what was opened under its file's number.
+    Guards against a pool that is left before its threads end: they sent another file that was opened under the number
+    of the outbox.
     """
     fd = opened(tmp_path / "outbox.bin", b"update\n")
     with ctrl_c_when(lambda: peer.accepted == 2):
@@ -503,16 +510,16 @@ def test_ctrl_c_stops_sending(
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("push", [push_all, push_while_written])
-def test_a_second_ctrl_c_harms_no_sender(
+def test_a_second_ctrl_c_sends_no_other_file(
     tmp_path: Path,
     peer: StandingStill,
     parts: HttpTransfer,
     monkeypatch: pytest.MonkeyPatch,
     push: Callable[[HttpTransfer, int], None],
 ) -> None:
-    """A second Ctrl-C leaves threads that send the outbox alone.
+    """After a second Ctrl-C, threads that are still sending go on with the outbox and send no other file.
 
-    The worst of moments: before any connection was cut.
+    The second Ctrl-C comes at the worst moment, before any connection was cut.
     """
     fd = opened(tmp_path / "outbox.bin", b"update\n")
 
@@ -537,8 +544,8 @@ def test_a_second_ctrl_c_harms_no_sender(
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_stops_asking(peer: StandingStill, parts: HttpTransfer) -> None:
-    """After Ctrl-C in a pull, nothing is asked for any more."""
+def test_ctrl_c_stops_downloading(peer: StandingStill, parts: HttpTransfer) -> None:
+    """After Ctrl-C, a download sends no further request, and no thread is left."""
     with ctrl_c_when(lambda: peer.accepted == 2):
         parts.pull("/v1/fragments/0/versions/0", [bytes(32)] * len(LARGE_LAYOUT.parts), LARGE_LAYOUT.parts, [])
     assert left_behind() == []
@@ -547,9 +554,9 @@ def test_ctrl_c_stops_asking(peer: StandingStill, parts: HttpTransfer) -> None:
 
 
 def test_a_connecting_socket_can_be_cut(peer: StandingStill) -> None:
-    """A connection is cut while it is being made.
+    """A connection can be cut while it is being made.
 
-    A peer that takes the connection and never answers the TLS handshake.
+    The peer accepts the connection and never answers the TLS handshake.
     """
     connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
     with ThreadPoolExecutor(1) as pool:
@@ -563,8 +570,10 @@ def test_a_connecting_socket_can_be_cut(peer: StandingStill) -> None:
     connection.close()
 
 
-def test_a_used_descriptor_names_its_file(tmp_path: Path) -> None:
-    """A descriptor names its file while it is in use."""
+def test_a_descriptor_in_use_stays_open(tmp_path: Path) -> None:
+    """A file descriptor stays open while it is in use, even if it is closed meanwhile. After its use, the descriptor is
+    closed.
+    """
     fd = opened(tmp_path / "file", b"mine")
     file = Descriptor(fd)
     with file.used() as number:
@@ -581,8 +590,11 @@ def test_a_used_descriptor_names_its_file(tmp_path: Path) -> None:
 # -- calls that time out
 
 
-def test_after_a_timeout_calls_have_new_connections() -> None:
-    """A firewall may have forgotten all older ones: a call on each of them would time out, too."""
+def test_calls_after_a_timeout_use_new_connections() -> None:
+    """After a timeout, calls use new connections.
+
+    A firewall may have forgotten all older connections, and a call on each of them would time out too.
+    """
     both = threading.Barrier(2)
 
     def answer(connection: Connection, request: Request) -> None:
@@ -606,8 +618,10 @@ def test_after_a_timeout_calls_have_new_connections() -> None:
         assert len(peer.connections) == 4
 
 
-def test_a_timeout_renews_the_idle_timeout() -> None:
-    """After a timeout, the next transfer has the whole idle timeout, until one is complete."""
+def test_a_timeout_lengthens_the_next_timeout() -> None:
+    """After a timeout, the next transfer has the whole idle timeout instead of the shorter first timeout, until one
+    transfer is complete.
+    """
 
     def answer(connection: Connection, request: Request) -> None:
         if len(peer.requests) not in (1, 4):
@@ -653,8 +667,8 @@ def test_a_transfers_error_has_its_cause(tmp_path: Path) -> None:
     ],
     ids=["temporary", "given"],
 )
-def test_a_full_disk_names_another_folder(folder: Path | None, where: str, remedy: str) -> None:
-    """A full disk is named with the way to another folder."""
+def test_a_full_disk_suggests_another_folder(folder: Path | None, where: str, remedy: str) -> None:
+    """If the disk of a folder is full, the error names the folder and says how to use another one."""
     error = unnamed_file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
     assert isinstance(error, DiskFull)
     assert error.message == f"The disk of {where} is full."

@@ -224,12 +224,16 @@ class Plain(asyncio.Transport):
         (head(b"put", PATH, b"Content-Length: 5"), None),
     ],
 )
-def test_only_the_plainest_heads_are_understood(data: bytes, expected: int | None) -> None:
+def test_only_plain_request_heads_allow_the_bypass(data: bytes, expected: int | None) -> None:
+    """The bypass understands only plain request heads: a part with one length, or a GET without a body. It leaves all
+    other requests to aiohttp.
+    """
     assert request_body._body_bytes(data) == expected
 
 
 @pytest.mark.parametrize("cuts", ["whole", "bytes", "head"])
-def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: str) -> None:
+def test_parts_and_downloads_may_alternate_on_one_connection(tmp_path: Path, cuts: str) -> None:
+    """Uploads of parts and downloads may alternate on one connection, however their bytes are cut."""
     host = Host(tmp_path, keep, 3001, content_of(3 * CHUNK_BYTES + 5))
 
     turns: list[tuple[bytes, list[tuple[int, bytes]]]] = []
@@ -242,6 +246,7 @@ def test_parts_and_downloads_take_turns_on_one_connection(tmp_path: Path, cuts: 
 
 
 def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
+    """If a client sends several requests without waiting for the answers, the server answers them in order."""
     host = Host(tmp_path, keep, 10, content_of(2 * CHUNK_BYTES))
 
     both = head(b"GET", b"/file") + part(content_of(10))
@@ -250,9 +255,9 @@ def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
 
 
 def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
-    """Nothing of a part is read before its turn.
+    """Nothing of a part is read before the requests that came before it are answered.
 
-    40 requests come before it at once: aiohttp holds the connection at 32 of them, and lets it go at 16.
+    40 requests come before the part at once. aiohttp holds the connection at 32 of them and lets it go on at 16.
     """
     seen: list[tuple[int, int, bool]] = []
 
@@ -288,8 +293,8 @@ def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
     assert seen == [(3033, 3033, False)]
 
 
-def test_held_back_bytes_stay_so(tmp_path: Path) -> None:
-    """What aiohttp holds back stays held back after a part.
+def test_the_end_of_a_part_resumes_no_reading(tmp_path: Path) -> None:
+    """If aiohttp has paused the reading of a connection, the end of a part does not resume it.
 
     The end of a part says nothing about what aiohttp can take.
     """
@@ -310,7 +315,10 @@ def test_held_back_bytes_stay_so(tmp_path: Path) -> None:
 
 
 def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
-    """After any other request, the connection passes bytes to aiohttp."""
+    """After any other request, a connection passes all its bytes to aiohttp.
+
+    A body that looks like the head of a part stays a body.
+    """
     host = Host(tmp_path, keep, 3001)
 
     smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body
@@ -326,7 +334,10 @@ def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("begin", [b"GET /file HTTP/1.1\nHost: here\n\n", b"GET /file HTTP/1.1\r\nHost: here\n"])
 def test_odd_line_ends_are_left_to_aiohttp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    """aiohttp says at once what it thinks of them; the bypass would wait for the end of a head that never comes."""
+    """If a request head has unusual line ends, aiohttp gets its bytes and answers at once.
+
+    The bypass would wait for the end of a head that never comes.
+    """
     monkeypatch.setattr(request_body, "HEAD_S", 3600.0)
     host = Host(tmp_path, keep)
 
@@ -339,7 +350,7 @@ def test_odd_line_ends_are_left_to_aiohttp(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_large_head_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None:
-    """However it arrives."""
+    """A large request head is left to aiohttp, whether it arrives at once or in pieces."""
     host = Host(tmp_path, keep, 3001)
     lines = [b"X-%d: %s" % (index, b"y" * 1000) for index in range(20)]
     sent = part(content_of(3001)).replace(b"Host: here", b"Host: here\r\n" + b"\r\n".join(lines))
@@ -371,8 +382,8 @@ def test_a_large_head_is_left_to_aiohttp(tmp_path: Path, together: bool) -> None
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_refused_part_is_read_away(tmp_path: Path, together: bool) -> None:
-    """A refused part is read away and the connection goes on."""
+def test_a_refused_part_is_discarded(tmp_path: Path, together: bool) -> None:
+    """The bytes of a refused part are read and discarded, and the connection can be used for the next request."""
     host = Host(tmp_path, refuse)
     sent = part(content_of(200_000))
     end = sent.index(b"\r\n\r\n") + 4
@@ -385,8 +396,8 @@ def test_a_refused_part_is_read_away(tmp_path: Path, together: bool) -> None:
     )
 
 
-def test_a_failing_sink_spares_the_connection(tmp_path: Path) -> None:
-    """A sink that fails within a part leaves the connection usable."""
+def test_a_failing_sink_leaves_the_connection_usable(tmp_path: Path) -> None:
+    """If storing a part fails before its end, the connection can still be used for the next request."""
 
     class Full(Exception):
         pass
@@ -412,6 +423,9 @@ def test_a_failing_sink_spares_the_connection(tmp_path: Path) -> None:
 
 
 def test_a_leaving_client_ends_its_part(tmp_path: Path) -> None:
+    """If a client closes its connection within a part, the request for this part ends, and the part stays
+    incomplete.
+    """
     host = Host(tmp_path, keep, 5000)
 
     async def story(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -426,13 +440,15 @@ def test_a_leaving_client_ends_its_part(tmp_path: Path) -> None:
     assert not host.sinks[0].complete
 
 
-def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
+def test_a_stalled_part_is_aborted(tmp_path: Path) -> None:
+    """If no byte of a part arrives within the idle timeout, the server closes the connection."""
     host = Host(tmp_path, keep, 5000, idle_s=0.05)
     talk(host, (part(content_of(5000))[:2000], []), ends=True)
     assert not host.sinks[0].complete
 
 
-def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
+def test_a_stalled_reader_is_disconnected(tmp_path: Path) -> None:
+    """If a client reads nothing of its download within the idle timeout, the server closes the connection."""
     host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES), idle_s=0.05)  # more than any socket buffers
 
     async def main() -> None:
@@ -447,16 +463,16 @@ def test_breaks_off_a_reader_that_stands_still(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_peer_that_withholds_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that withholds the rest of a refused part is ended."""
+def test_a_peer_that_withholds_bytes_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a client does not send the rest of a refused part, the server closes the connection."""
     monkeypatch.setattr(request_body, "DISCARD_S", 0.05)
     talk(Host(tmp_path, refuse, 5000), (part(content_of(5000))[:2000], [(409, b"refused")]), ends=True)
 
 
-def test_a_part_read_elsewhere_is_broken_off(tmp_path: Path) -> None:
-    """A part of which something else has read is broken off.
+def test_a_part_read_elsewhere_is_aborted(tmp_path: Path) -> None:
+    """If other code has read some bytes of a part, the server closes the connection and does not accept the part.
 
-    Whatever makes the transport read again: a body with a hole in it is not received.
+    A body with a gap is never received, whatever makes the transport read again.
     """
 
     async def meddle(request: web.Request, host: Host) -> web.StreamResponse:
@@ -467,10 +483,10 @@ def test_a_part_read_elsewhere_is_broken_off(tmp_path: Path) -> None:
     talk(Host(tmp_path, meddle, 3001), (part(content_of(3001)), []), ends=True)
 
 
-def test_a_once_slow_reader_may_idle() -> None:
-    """A reader that once fell behind may be idle later.
+def test_a_formerly_slow_reader_may_idle() -> None:
+    """A client that once read too slowly may be idle later without being disconnected.
 
-    Guards against a look after the reader that goes on when all is written: it would find nothing moving.
+    Guards against a check of slow readers that goes on when all is written: it would find that nothing moves.
     """
 
     async def main() -> None:
@@ -486,6 +502,7 @@ def test_a_once_slow_reader_may_idle() -> None:
 
 
 def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
+    """If a version is revoked during its download, the rest of its bytes is not sent."""
     host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES))
 
     async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -500,10 +517,10 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
     run(host, story)
 
 
-def test_bytes_in_the_transport_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that the transport still has are not overwritten.
+def test_bytes_in_the_transport_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that the transport has not sent yet are not overwritten.
 
-    From Python 3.12 on, asyncio queues the memory that it is given; before, it copied what it could not send.
+    From Python 3.12 on, asyncio queues the memory that it gets. Before, it copied what it could not send.
     """
     content = bytes(range(256)) * 64
     (tmp_path / "file").write_bytes(content)
@@ -536,10 +553,11 @@ def test_bytes_in_the_transport_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.covers("F24")
 @pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
-def test_slow_headers_hold_up_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
-    """Slow headers hold up no others and are ended.
+def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
+    """Connections that never finish a request head do not delay other requests, and the server closes these
+    connections.
 
-    500 connections that never finish a head; requests between them are answered; then they are closed.
+    There are 500 of them. Requests in between are answered.
     """
     host = Host(tmp_path, keep, 3001)
 
@@ -566,10 +584,10 @@ def test_slow_headers_hold_up_no_others(tmp_path: Path, monkeypatch: pytest.Monk
     asyncio.run(main())
 
 
-def test_a_turn_ends_after_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn ends after its slice however much there is.
+def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The turn of a connection at a thread ends after its time slice, even if more bytes are there.
 
-    Guards against one fast peer that keeps a pool thread for its whole part.
+    Guards against one fast peer that keeps a thread of the pool for its whole part.
     """
     ours, theirs = socket.socketpair()
     front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
@@ -588,7 +606,10 @@ def test_a_turn_ends_after_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
-    """Two threads, three parts that have begun and stand still: a fourth one goes through."""
+    """A slow part does not keep a thread of the pool.
+
+    There are two threads and three parts that have begun and stand still. A fourth part still goes through.
+    """
     host = Host(tmp_path, keep, 5000)
 
     async def main() -> None:
@@ -611,7 +632,11 @@ def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_request_waits_for_its_thread() -> None:
-    """The request's socket is closed next. The thread would read from whatever gets the descriptor's number."""
+    """A cancelled request ends only when its thread has ended.
+
+    The socket of the request is closed next. A thread that still runs would read from another file that gets the
+    socket's descriptor number.
+    """
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -100,7 +100,8 @@ def written(text: str, size: int) -> str:
 
 
 @pytest.mark.parametrize("case", SATISFIED)
-def test_sends_the_range_that_was_asked_for(version: Version, case: str) -> None:
+def test_a_requested_range_is_sent(version: Version, case: str) -> None:
+    """For a valid range, the server answers 206 with exactly these bytes and the headers that describe them."""
     text, start, stop = SATISFIED[case]
     size = len(version.content)
     status, body, headers = version.get(Range=written(text, size))
@@ -113,7 +114,7 @@ def test_sends_the_range_that_was_asked_for(version: Version, case: str) -> None
 
 @pytest.mark.parametrize("case", IGNORED)
 def test_odd_ranges_get_the_whole_file(version: Version, case: str) -> None:
-    """Sends the whole file where the range is malformed or of several."""
+    """If a `Range` header is malformed or has several ranges, the server answers 200 with the whole file."""
     text = IGNORED[case].encode("utf-8").decode("latin-1")  # as bytes on the wire
     status, body, headers = version.get(Range=text)
     assert (status, body == version.content) == (200, True)
@@ -121,15 +122,17 @@ def test_odd_ranges_get_the_whole_file(version: Version, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", UNSATISFIABLE)
-def test_refuses_an_empty_range(version: Version, case: str) -> None:
-    """Refuses a range without a byte of the file."""
+def test_an_empty_range_is_refused(version: Version, case: str) -> None:
+    """If a range has no byte of the file, the server answers 416 with the size of the file."""
     size = len(version.content)
     status, _, headers = version.get(Range=written(UNSATISFIABLE[case], size))
     assert (status, headers["Content-Range"]) == (416, f"bytes */{size}")
 
 
-def test_another_file_ignores_if_range(version: Version) -> None:
-    """If-Range asks for the whole file where it is another one."""
+def test_if_range_for_another_file_ignores_the_range(version: Version) -> None:
+    """If `If-Range` has another validator than the file's digest, the server sends the whole file. A weak validator or
+    a date never matches.
+    """
 
     def status(condition: str, text: str = "bytes=0-9") -> int:
         found, body, _ = version.get(Range=text, If_Range=condition)
@@ -146,6 +149,7 @@ def test_another_file_ignores_if_range(version: Version) -> None:
 
 @pytest.mark.parametrize("text", ["bytes=0-", "bytes=0-0", "bytes=-5", "bytes=-0", "bytes=1-"])
 def test_an_empty_file_has_no_range(text: str) -> None:
+    """Every requested range of an empty file raises `RangeNotSatisfiable`."""
     from atoll.transport.serve_range import RangeNotSatisfiable, parse_range
 
     assert parse_range(None, 0) is None

@@ -61,10 +61,12 @@ def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
 
 
 @pytest.mark.covers("L25")
-def test_an_advanced_base_is_another_version(place: Participation) -> None:
-    """A base that was advanced is not taken for the version it was.
+def test_an_advanced_base_is_not_its_old_version(place: Participation) -> None:
+    """After a site has added its update to its base, the base no longer counts as the version from before. A pull of
+    this version restores its weights.
 
-    Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under its digest.
+    Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under the digest of
+    version 0.
     """
     ticket = place.exchange.ask().ticket
     tensors = named_tensors(nn.Linear(8, 4))[0]
@@ -79,11 +81,10 @@ def test_an_advanced_base_is_another_version(place: Participation) -> None:
 
 
 @pytest.mark.covers("L10")
-def test_a_lost_lease_is_taken_once(place: Participation) -> None:
-    """A lost lease is taken anew once however many notice.
+def test_a_lost_lease_is_renewed_once(place: Participation) -> None:
+    """If several callers notice one lost lease, the site joins again only once.
 
-    Guards against `rejoin` without the comparison: heartbeat and transfers would void each
-    other's lease for ever.
+    Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
     """
     lost = place.session.http.lease
     for _ in range(3):
@@ -94,9 +95,10 @@ def test_a_lost_lease_is_taken_once(place: Participation) -> None:
 
 @pytest.mark.covers("L10", "F19")
 def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participation) -> None:
-    """A late request under the worker's own old lease ends no worker.
+    """A late request under the worker's own old lease fails, and the worker goes on.
 
-    Guards against taking it for that of a process that another one has replaced: that would end this one.
+    Guards against taking such a request for that of a process which another one has replaced. This would end the
+    worker.
     """
     late = Http(server.url)
     late.lease = place.session.http.lease
@@ -109,9 +111,9 @@ def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participatio
 
 @pytest.mark.covers("L10")
 def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that find the lease lost at once join once.
+    """If two threads find the lease lost at the same time, the site joins again only once.
 
-    Guards against `rejoin` without its lock: the second would see the old lease while the first still joins.
+    Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
     """
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
@@ -127,10 +129,10 @@ def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.covers("F3", "L10")
-def test_other_bytes_are_not_ours(place: Participation) -> None:
-    """A part of other bytes at the server is not taken for ours.
+def test_a_part_with_other_bytes_is_not_counted(place: Participation) -> None:
+    """A part at the server counts as sent only if its digest is that of the site's own part.
 
-    What an attempt before sent under the same ticket, and what has been formed anew since.
+    An attempt before may have sent other bytes under this ticket, and the update has been formed again since.
     """
     ticket = formed(place)
     push(place)
@@ -141,7 +143,10 @@ def test_other_bytes_are_not_ours(place: Participation) -> None:
 
 @pytest.mark.covers("F3")
 def test_a_note_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note is replaced whole or not at all. Guards against `write_note` that writes into the note itself."""
+    """A note is replaced as a whole or not at all, even if the disk is full.
+
+    Guards against `write_note` that writes into the existing note.
+    """
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
     base_and_outbox.write_note(path, note)
@@ -157,8 +162,8 @@ def test_a_note_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.covers("F41")
-def test_a_noted_base_is_not_pulled(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base that is what its note says is read once and not pulled."""
+def test_an_intact_base_is_not_pulled(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base file that matches its note is read once and not downloaded."""
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         next(iter(worker)).load_into(nn.Linear(8, 4))
     digest, read = ScratchFile.digest, []
@@ -182,10 +187,11 @@ def feeding_back(folder: Path) -> atoll.Server:
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_an_advanced_base_has_local_progress(tmp_path: Path, adopted: bool) -> None:
-    """The update counted, and the worker goes on from its own weights: 0.4 is sent once more, not 0.8.
+def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) -> None:
+    """If an update has counted and the site goes on from its own weights, the error of encoding is sent once more: 0.4,
+    and not 0.8.
 
-    Whether it had heard that the update counted before it lost the server, or not.
+    This holds whether or not the site had heard that the update counted before it lost the server.
     """
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
@@ -208,10 +214,10 @@ def test_an_advanced_base_has_local_progress(tmp_path: Path, adopted: bool) -> N
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
 
 
-def test_adopts_an_earlier_update_first(tmp_path: Path) -> None:
-    """Adopts what an earlier update left before it forms the next.
+def test_an_earlier_updates_residual_is_added_first(tmp_path: Path) -> None:
+    """Before a site forms an update, it adds what encoding has lost of an earlier update that counted.
 
-    Tickets that came by `ask`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1.
+    The tickets come from `ask`. 0.4 and the 0.4 left before make 0.8, which is rounded to 1.
     """
 
     def move_(tensors: dict[str, Tensor]) -> None:
@@ -227,10 +233,12 @@ def test_adopts_an_earlier_update_first(tmp_path: Path) -> None:
         assert weights["w"].tolist() == [-254.0, -1.0]
 
 
-def test_a_kill_leaves_the_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill while an update gets another ticket leaves the residual with the update.
+def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed while an update gets another ticket, the next try gives this ticket to the update and to
+    its residual.
 
-    Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending.
+    Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the old
+    one.
     """
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         formed(place, lambda tensors: tensors["w"].sub_(torch.tensor([127.0, 0.4])))
@@ -257,10 +265,10 @@ def test_a_kill_leaves_the_residual(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.covers("F30")
-def test_another_layout_is_refused_first(tmp_path: Path) -> None:
-    """A layout or schema that is not the server's is refused before a byte moves.
+def test_another_layout_or_schema_is_refused_first(tmp_path: Path) -> None:
+    """A layout or schema other than the server's is refused before any byte is sent.
 
-    Guards against `form` without the comparison of layouts; `_fetch_schema` without that of schemas.
+    Guards against `form` without the comparison of layouts, and `_fetch_schema` without that of schemas.
     """
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
@@ -318,7 +326,7 @@ class Late:
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
 def test_an_undone_part_is_sent_again(large_place: Participation, times: int) -> None:
-    """A part that a late attempt undid is sent again alone."""
+    """If a late attempt makes the server forget a part, only this part is sent again."""
     late = Late(large_place, formed(large_place).id, times)
     assert isinstance(large_place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
@@ -328,6 +336,7 @@ def test_an_undone_part_is_sent_again(large_place: Participation, times: int) ->
 
 
 def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
+    """If the server has forgotten a part more than `MAX_CONFLICTS` times, the site raises the conflict."""
     late = Late(large_place, formed(large_place).id, MAX_CONFLICTS + 1)
     with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
         large_place.exchange.deliver()
@@ -357,6 +366,7 @@ class FromFile:
 
 @pytest.mark.usefixtures("pulled_apart")
 def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
+    """An exchange can pull a version through any carrier, here from a file and without a download from the server."""
     exchange = large_place.exchange
     ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]
     assert ticket is not None
@@ -402,7 +412,10 @@ def info(mode: str) -> messages.RunInfo:
         pytest.param(5, B, "counted", None, id="it counts"),
     ],
 )
-def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
+def test_only_forgotten_updates_are_sent_again(mode: str, version: int, bits: str, fate: str, base: int | None) -> None:
+    """A site sends an update again under a new ticket if the earlier ticket has expired and the new ticket has the base
+    of the update. It never sends an update again that has counted.
+    """
     ticket = ticket_from(version, bits)
     again = resend_note(note(), ticket, LOST, info(mode), lambda _: LOST.model_copy(update={"state": fate}))
     assert (again and (again.ticket, again.base_version, again.sent)) == (base and (9, base, False))
@@ -410,10 +423,11 @@ def test_only_what_the_server_has_forgotten(mode: str, version: int, bits: str, 
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize(("mode", "sent"), [("async", True), ("async", False), ("sync", True)])
-def test_async_runs_take_forgotten_updates(mode: str, sent: bool) -> None:
-    """An asynchronous run takes a forgotten update against its head.
+def test_async_runs_accept_forgotten_updates(mode: str, sent: bool) -> None:
+    """In an asynchronous run, a site sends a forgotten update again to the newest version, if the server had
+    acknowledged the update.
 
-    Where the server had acknowledged it; one that never came is part of what is local.
+    An update that never arrived is part of the site's local progress.
     """
     ticket = ticket_from(2, B)
     again = resend_note(note(sent=sent), ticket, LOST, info(mode), lambda _: LOST)
@@ -432,10 +446,10 @@ def quiet_server(tmp_path: Path) -> Iterator[atoll.Server]:
         yield server
 
 
-def test_heartbeats_keep_their_distance(
+def test_heartbeats_keep_a_smallest_gap(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often the state changes, heartbeats keep their distance."""
+    """However often a site's state changes, its heartbeats are at least `HEARTBEAT_GAP_S` apart."""
     monkeypatch.setattr(session_module, "HEARTBEAT_GAP_S", 0.1)
     sent: list[float] = []
     send = Session._send_heartbeat
@@ -461,9 +475,9 @@ def test_heartbeats_keep_their_distance(
 def test_a_silent_server_is_left_soon(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that stands still is left soon.
+    """If the server does not answer, a site leaves the run within a short time.
 
-    Guards against a goodbye of half a minute or more after Ctrl-C; the server learns of it by the silence.
+    Guards against a goodbye of half a minute or more after Ctrl-C. The server learns of the end by the silence.
     """
     monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
     with Proxy(int(quiet_server.url.rpartition(":")[2])) as proxy:

@@ -27,8 +27,8 @@ ROUNDS = 4
 
 
 @pytest.mark.covers("L7")
-def test_takes_the_lowest_round_first() -> None:
-    """Takes the lowest round first and of those the first fragment."""
+def test_the_fragment_in_the_lowest_round_leads() -> None:
+    """A worker takes the free fragment in the lowest round. Of several such fragments, it takes the first one."""
     order = FragmentOrder(SyncRules(every=6, fragments=3))
     assert order.pick([Candidate(1), Candidate(1), Candidate(1)]) == 0
     assert order.pick([Candidate(2), Candidate(1), Candidate(1)]) == 1
@@ -37,8 +37,8 @@ def test_takes_the_lowest_round_first() -> None:
 
 
 @pytest.mark.covers("L7")
-def test_cycles_wait_for_no_worker() -> None:
-    """Takes the cycle where rounds wait for no worker."""
+def test_fragments_take_turns_if_rounds_never_wait() -> None:
+    """If rounds wait for no worker, a worker takes its free fragments in turn, whatever their rounds."""
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False), first=1)
     assert order.pick([Candidate(1), Candidate(9), Candidate(1)]) == 1
     order.took(1)
@@ -48,7 +48,9 @@ def test_cycles_wait_for_no_worker() -> None:
 
 @pytest.mark.covers("L7")
 def test_async_runs_take_waiting_rounds_first() -> None:
-    """Takes the rounds that wait first in an asynchronous run that begins with some."""
+    """If an asynchronous run begins with rounds that wait for all workers, a worker takes a fragment in such a round
+    first.
+    """
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False, sync_rounds_first=2), first=0)
     assert order.pick([Candidate(3), Candidate(3), Candidate(2)]) == 2
     assert order.pick([Candidate(3), Candidate(3), Candidate(3)]) == 0
@@ -56,10 +58,11 @@ def test_async_runs_take_waiting_rounds_first() -> None:
 
 @pytest.mark.covers("L6", "L18")
 @pytest.mark.parametrize(("local_steps", "expected"), [((0, 0), 3), ((4, 0), 2), ((4, 2), 1), ((1, 1), 1)])
-def test_turns_are_a_share_apart(local_steps: tuple[int, int], expected: int) -> None:
-    """Turns are a share of the local steps apart.
+def test_turns_have_a_share_of_the_steps(local_steps: tuple[int, int], expected: int) -> None:
+    """The number of steps between two turns is the smallest number of local steps, divided by the number of fragments,
+    and at least one.
 
-    H = 6 over K = 2 fragments: 3 steps; with H_w = 4: 2; never less than one.
+    H = 6 over K = 2 fragments makes 3 steps. With H_w = 4, there are 2.
     """
     places = [Candidate(1, local_steps=steps) for steps in local_steps]
     assert FragmentOrder(SyncRules(every=6, fragments=2)).steps_between(places) == expected
@@ -84,11 +87,11 @@ class Worker:
 
 @pytest.mark.covers("L7")
 @given(data=st.data())
-def test_no_two_workers_wait_for_each_other(data: st.DataObject) -> None:
-    """Workers submit in any interleaving, and any update may break off and be due again; the run always goes on.
+def test_workers_never_wait_for_each_other(data: st.DataObject) -> None:
+    """Workers may submit in any order, and any update may break off and be due again. The run always goes on.
 
-    A worker with as many updates under way as it may have waits for the oldest, and submits nothing meanwhile. A round
-    closes once every worker has submitted to it. A worker that is started again begins with what is open.
+    A worker with as many updates under way as allowed waits for the oldest one and submits nothing meanwhile. A round
+    closes when every worker has submitted to it. A restarted worker begins with the open rounds.
     """
     fragments, count = data.draw(st.integers(1, 4), "fragments"), data.draw(st.integers(1, 4), "workers")
     most = data.draw(st.integers(1, fragments), "max_inflight")
@@ -148,7 +151,8 @@ def move(bar: TransferProgress, clock: Clock, seconds: int) -> None:
 
 
 @pytest.mark.covers("X4")
-def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_does_not_change_the_rate(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """An outage of an hour does not change the rate that the progress lines of a transfer show."""
     bar = TransferProgress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 10)
     clock.now_s += 3600.0
@@ -163,8 +167,8 @@ def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.Log
 
 
 @pytest.mark.covers("X4")
-def test_the_last_line_has_the_interruption(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The last line says how long a transfer was interrupted."""
+def test_the_last_progress_line_shows_the_pause(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """The last progress line of a transfer says for how long the transfer was paused."""
     bar = TransferProgress("a: submitting", 4 * MB, clock=clock)
     bar.resume()  # as it is called before the first attempt, too
     move(bar, clock, 2)
@@ -176,8 +180,8 @@ def test_the_last_line_has_the_interruption(clock: Clock, caplog: pytest.LogCapt
 
 
 @pytest.mark.covers("X4")
-def test_a_workers_state_is_in_words() -> None:
-    """What a worker does in a run is said in words."""
+def test_settings_of_a_run_are_worded() -> None:
+    """The settings of a run that matter for a worker, such as codecs and fragments, are shown as words."""
     info = messages.RunInfo.model_construct(codec=ReceivedName("bf16"), fragments=1)
     assert in_words(info, 60) == "H = 60, codec bf16"
     more = {
@@ -208,10 +212,9 @@ def test_the_shown_speed_ignores_a_long_stall(clock: Clock, caplog: pytest.LogCa
 
 
 @pytest.mark.covers("P10")
-def test_failures_of_peers_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
-    """Failures of ever new peers are not remembered without end.
-
-    The same failure of a peer is said once, until a thousand other peers have failed since.
+def test_old_failures_of_peers_are_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    """The same failure of a peer is logged once. When a thousand other peers have failed since, it is forgotten and
+    logged again.
     """
     caplog.set_level(logging.INFO, "atoll")
     troubles = Troubles()
@@ -229,7 +232,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 def test_outages_are_logged_again_later(caplog: pytest.LogCaptureFixture) -> None:
-    """Logs an outage again after some minutes with the number of skipped turns."""
+    """During an outage, the warning is logged again after some minutes, with the number of skipped turns. The end of
+    the outage is logged once.
+    """
     caplog.set_level("INFO", "atoll")
     now_s = [0.0]
     outage = Outage(lambda: now_s[0])
@@ -247,6 +252,7 @@ def test_outages_are_logged_again_later(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_single_process_has_no_ranks_to_ask() -> None:
+    """A single process is the first rank and asks no other rank."""
     ranks = RankGroup.of_process(nn.Linear(1, 1))
     assert (ranks.is_first, ranks.is_distributed) == (True, False)
     assert ranks.from_rank0(lambda: 3) == 3

@@ -39,10 +39,10 @@ def one_run(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.covers("D4")
-def test_no_process_begins_in_a_vanishing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process begins in a folder that is being removed.
+def test_a_folder_being_removed_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an earlier folder of a site is being removed, no process can start in it.
 
-    The folder itself is locked until it is gone, and the file that names the lock goes last.
+    The folder itself is locked until it is gone, and the file that names the lock is removed last.
     """
     first = one_run(tmp_path, "first")
     unlink, removed = os.unlink, []
@@ -63,10 +63,10 @@ def test_no_process_begins_in_a_vanishing_folder(tmp_path: Path, monkeypatch: py
         assert first.exists()
 
 
-def test_takes_a_lock_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes a lock anew when its folder is removed at that moment.
+def test_a_removed_lock_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the folder is removed while a process takes its lock, the process takes the lock in a new folder.
 
-    Guards against holding the lock of a file that is no longer there, beside a process that holds the new one.
+    Guards against holding the lock of a removed file, beside a process that holds the new lock.
     """
     folder = tmp_path / "a" / "run"
     flock, removals = fcntl.flock, iter([True])
@@ -85,7 +85,7 @@ def test_takes_a_lock_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_forked_children_close_locks(tmp_path: Path) -> None:
-    """A forked child closes its copies of locks and no other file."""
+    """A forked child closes its copies of locks and no other file. So the lock is free when the parent gives it up."""
     with locked(tmp_path, "a"):
         pass
     theirs, ours = socket.socketpair()  # `theirs` gets the number that the lock had
@@ -121,10 +121,11 @@ def test_forked_children_close_locks(tmp_path: Path) -> None:
     ],
     ids=["whole", "first-of-two", "second-of-two"],
 )
-def test_ranks_take_other_numbers_files(tmp_path: Path, share: tuple[int, int] | None, stays: set[str]) -> None:
-    """Files of another number of ranks go each by one rank.
+def test_files_of_other_rank_counts_are_removed(tmp_path: Path, share: tuple[int, int] | None, stays: set[str]) -> None:
+    """Files from another number of ranks are removed, each by one rank.
 
-    Whole, two ranks and three, in an earlier run and in this one; what a rank leaves, another one takes.
+    There are files of a whole site, of two ranks and of three, in an earlier run and in this one. Another rank removes
+    what one rank leaves.
     """
     homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
     for each in (tmp_path / "a" / f"{home}{run}" for home in homes for run in ("old", "run")):
@@ -147,8 +148,9 @@ MODEL = Schema.build([TensorSpec("w", "F32", (1,)), TensorSpec("frozen", "F32", 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
-def test_a_lost_update_matters_when_counted(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
-    """What is lost of a pending update matters only where it counted.
+def test_a_lost_residual_matters_only_if_counted(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
+    """If the residual of a pending update is lost, the residual is zero after this update has counted. If the update
+    was refused, the earlier residual stays.
 
     A power loss takes the file that was written last, and mostly the update with it.
     """
@@ -199,8 +201,11 @@ SINCE = pytest.mark.parametrize("restarted", [False, True], ids=["running", "res
 
 
 @SINCE
-def test_a_site_goes_back_with_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool) -> None:
-    """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
+def test_server_rollbacks_reset_residuals(tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool) -> None:
+    """If the server goes back to an earlier version, the site sets its residual to zero and says so.
+
+    What is left of a version that is gone or made again belongs to nothing that the server has.
+    """
     mine = again = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.adopt_if_counted(outcome("counted"))
@@ -217,10 +222,10 @@ def test_a_site_goes_back_with_its_server(tmp_path: Path, caplog: pytest.LogCapt
     again.close()
 
 
-def test_a_take_back_leaves_the_last_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What is left after a take back is of the update before.
+def test_taking_back_an_update_restores_the_residual(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If an update is taken back, the residual is that of the update before.
 
-    Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left.
+    Update 8, from version 4, is taken back. Another update from version 4 still adds what update 7 left.
     """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -232,8 +237,10 @@ def test_a_take_back_leaves_the_last_update(tmp_path: Path, caplog: pytest.LogCa
     mine.close()
 
 
-def test_a_killed_forming_is_no_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A kill while an update is formed again is not called a damage."""
+def test_a_killed_forming_is_not_reported_as_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the process is killed while it forms an update again, the next start keeps the earlier residual and reports no
+    damage.
+    """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.begin()
@@ -248,8 +255,10 @@ def test_a_killed_forming_is_no_damage(tmp_path: Path, caplog: pytest.LogCapture
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
-def test_only_own_undamaged_files_are_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
-    """Only what the site left in this run undamaged is believed."""
+def test_only_own_undamaged_residuals_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """A site uses only the undamaged residuals that it left in this run. In any other case they are zero, and damage is
+    logged.
+    """
     counted_residuals(tmp_path / "w").close()
     path = tmp_path / "w" / "residual-1.bin"
     if case == "no note":
@@ -264,8 +273,10 @@ def test_only_own_undamaged_files_are_believed(tmp_path: Path, caplog: pytest.Lo
     assert (damage in caplog.text) is (case == "damaged")
 
 
-def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
-    """A digest is of what is there: a hole and written zeros are the same, and so is a copy without holes."""
+def test_a_digest_reads_holes_as_zeros(tmp_path: Path) -> None:
+    """The digest of a file is equal with holes and with written zeros. It differs for other bytes, or for bytes in
+    another place.
+    """
     chunk, files = 2**21, [ScratchFile(tmp_path / name, 5 * 2**21 + 8, ()) for name in "ab"]
     for place in (0, 3, 5):
         for file in files:
@@ -282,10 +293,10 @@ def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
         file.close()
 
 
-def test_unset_tensors_stay(tmp_path: Path) -> None:
-    """A tensor of which an update sets nothing stays as it is.
+def test_tensors_that_no_update_sets_stay(tmp_path: Path) -> None:
+    """If an update sets nothing of a tensor, this tensor stays as it is in the algorithm's state.
 
-    Two updates that count: the first sets both tensors, the second one of them, where the files take turns.
+    Two updates count. The first one sets both tensors and the second one only one of them, and the files take turns.
     """
     state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
@@ -323,10 +334,14 @@ MOMENTUM = "atoll.momentum.w"
         pytest.param(Counted(), 0.0, 0.0, id="no-update"),
     ],
 )
-def test_state_steps_back_with_the_server(
+def test_algorithm_state_goes_back_with_the_server(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool, last: Counted, value: float, counts_again: float
 ) -> None:
-    """Update 2 is lost and may be sent again; without any update, the state is zero."""
+    """If the server goes back, the algorithm's state of a site goes back to the last update that the server has
+    counted.
+
+    Update 2 is lost and may be sent again. Without any counted update, the state is zero.
+    """
     state = counted_state(tmp_path)
     if restarted:
         state.close()
@@ -340,10 +355,11 @@ def test_state_steps_back_with_the_server(
 
 
 @pytest.mark.covers("S2")
-def test_earlier_state_has_one_update(tmp_path: Path) -> None:
-    """The state before an update belongs to one update only.
+def test_an_earlier_state_belongs_to_one_update(tmp_path: Path) -> None:
+    """The state before an update is used only for the update that has left this state. For any other update, an error
+    says that the state is lost.
 
-    Another update from version 0, which a restored server has counted, did not leave this state.
+    A restored server has counted another update from version 0, which did not leave this state.
     """
     state = counted_state(tmp_path)
     assert state.last_updates == [
@@ -357,9 +373,9 @@ def test_earlier_state_has_one_update(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S2", "F41")
 def test_new_states_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that may start from zero is checked like any other.
+    """If a state may start from zero, later damage to it is noticed as with any other state.
 
-    From then on, zero is the state after the update that the server named: damage to it is noticed.
+    From then on, zero is the state after the update that the server named.
     """
     state = counted_state(tmp_path)
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
@@ -376,10 +392,9 @@ def test_new_states_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- the difference between two versions
 
 
-def test_only_missing_differences_are_downloaded(tmp_path: Path) -> None:
-    """Of a difference, only what is missing is downloaded again.
-
-    Its first part arrived; the process goes on, starts again, or has lost the file meanwhile.
+def test_only_missing_parts_of_differences_are_downloaded(tmp_path: Path) -> None:
+    """If some parts of a difference have arrived, only the missing parts are downloaded, also after a restart. If the
+    file is lost, all parts are downloaded.
     """
     schema = Schema.build([TensorSpec(name, "F32", (2**14,)) for name in "abc"])
     downlink = Downlink.of(file_layout(schema.tensors, b"", 2**16), OwnName("bf16"), {})

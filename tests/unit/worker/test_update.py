@@ -84,8 +84,8 @@ def is_described_by(outbox: Outbox, formed: Formed) -> bool:
     return (formed.part_digests, formed.digest) == (parts, outbox.layout.blob_id(parts))
 
 
-def test_params_travel_as_differences(tmp_path: Path) -> None:
-    """Params travel as base minus local and buffers as they are."""
+def test_parameters_are_sent_as_differences(tmp_path: Path) -> None:
+    """An update has its parameters as base minus local, and its buffers as they are."""
     start = {"w": torch.tensor([1.0, 2.0, 3.0]), "a.running_mean": torch.tensor([5.0]), "n": torch.tensor(7)}
     local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
     outbox = Outbox(tmp_path, layout_of(start))
@@ -110,8 +110,12 @@ class Shifted(NoneCodec):
 
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "shifted"])
-def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: str) -> None:
-    """1,300 tensors of odd sizes, some strided, of four dtypes; twice with the same tables, over what was there."""
+def test_small_neighbours_are_encoded_independently(tmp_path: Path, codec: str) -> None:
+    """Many small tensors that are encoded together get the bytes that each would get alone.
+
+    There are 1,300 tensors of odd sizes and of four dtypes, some of them strided. The update is formed twice, over
+    earlier bytes.
+    """
     generator = torch.Generator().manual_seed(0)
     codecs = {**CODECS, "shifted": Shifted()}
     start: dict[str, Tensor] = {}
@@ -140,10 +144,9 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
 
 
 @pytest.mark.covers("L14")
-def test_unmoved_parameters_are_zero(tmp_path: Path) -> None:
-    """A pseudo-gradient is zero only where no parameter moved.
-
-    Buffers do not count; one element of the last tensor does.
+def test_an_update_without_movement_is_zero(tmp_path: Path) -> None:
+    """An update counts as zero only if no parameter has changed, not even one element. Changes of buffers do not
+    count.
     """
     start = {"a": torch.ones(5000), "b": torch.ones(3), "x.running_mean": torch.zeros(2)}
     base, outbox = base_with(tmp_path, start), Outbox(tmp_path, layout_of(start))
@@ -154,10 +157,10 @@ def test_unmoved_parameters_are_zero(tmp_path: Path) -> None:
 
 
 def test_versions_load_into_any_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is loaded into tensors however they lie.
+    """A version is loaded with few reads into tensors with any layout in memory.
 
-    Straight into memory that lies as the file does, and by a scratch into the rest; more tensors than one read has
-    targets, some of them not asked for, one of several chunks.
+    Memory with the layout of the file is filled directly, and other memory from a buffer. There are more tensors than
+    one read has targets, and some of them are not requested.
     """
     torch.manual_seed(0)
     start = {f"small.{index}": torch.randn(index % 7, 3) for index in range(1200)}
@@ -178,16 +181,16 @@ def test_versions_load_into_any_tensors(tmp_path: Path, monkeypatch: pytest.Monk
     base.close()
 
 
-def test_shared_elements_are_named(tmp_path: Path) -> None:
-    """A tensor with elements that share memory is named."""
+def test_expanded_tensors_are_refused(tmp_path: Path) -> None:
+    """If the elements of a tensor share memory, as after `expand()`, the error names the tensor and the remedy."""
     base = base_with(tmp_path, {"a": torch.ones(2), "mask": torch.arange(3.0)})
     with pytest.raises(UsageError, match=r"'mask' was made by expand\(\).*Add \.clone\(\) after expand\(\)"):
         load_({"a": torch.zeros(2), "mask": torch.zeros(1).expand(3)}, base)
     base.close()
 
 
-def test_a_size_limit_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is larger than the process may write is not called a full disk."""
+def test_a_size_limit_is_not_called_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a file would be larger than the process may write, the error names this limit and is no `DiskFull`."""
 
     def refuse(fd: int, nbytes: int) -> None:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
@@ -208,8 +211,8 @@ class Wrapped(Tensor):
         return self
 
 
-def test_other_memory_is_copied_to(tmp_path: Path) -> None:
-    """A target that is not plain memory of the dtype gets a copy."""
+def test_unusual_targets_are_filled_by_a_copy(tmp_path: Path) -> None:
+    """A target of another dtype, of its own tensor class or with a negated view is filled by a copy."""
     start = {"a": torch.arange(4.0), "b": torch.arange(6.0).view(2, 3), "c": torch.arange(5.0)}
     base = base_with(tmp_path, start)
     twisted = torch.zeros(5, dtype=torch.complex64)
@@ -227,7 +230,9 @@ def test_other_memory_is_copied_to(tmp_path: Path) -> None:
 
 
 def test_autograd_sees_replaced_versions(tmp_path: Path) -> None:
-    """Autograd is told that a version has replaced what it kept."""
+    """If a version is loaded between the forward and the backward pass, autograd raises an error. Its gradient would be
+    that of another model.
+    """
     base = base_with(tmp_path, {"w": torch.full((3,), 5.0)})
     w = torch.ones(3, requires_grad=True)
     loss = (w * w).sum()
@@ -237,7 +242,8 @@ def test_autograd_sees_replaced_versions(tmp_path: Path) -> None:
     base.close()
 
 
-def test_a_base_that_ends_early_is_named(tmp_path: Path) -> None:
+def test_a_base_that_ends_early_is_reported(tmp_path: Path) -> None:
+    """If a base file ends too early, loading raises an error with the name of the file."""
     start = {"a": torch.ones(5000), "b": torch.ones(3)}
     base = base_with(tmp_path, start)
     os.truncate(base.path, base.nbytes - 8)
@@ -247,7 +253,7 @@ def test_a_base_that_ends_early_is_named(tmp_path: Path) -> None:
 
 
 def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
-    """Rebase carries local steps over to the new head."""
+    """A rebase adds the local steps to the newest version. Buffers take the values of that version."""
     base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
     head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
     local = {"w": torch.tensor([1.5, 1.0]), "n": torch.tensor(5)}
@@ -263,7 +269,10 @@ def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
 
 
 def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
-    """bfloat16 holds 256 and 258, not 257: so 1 + (258 − 1) is 258, or 256 if the difference is rounded too."""
+    """A rebase rounds only once to a narrow dtype.
+
+    bfloat16 has 256 and 258, but not 257. So 1 + (258 − 1) is 258, and would be 256 if the difference were rounded too.
+    """
     base = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()})
     head = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()}, 1, "base-next")
     local = {"w": torch.tensor([258.0]).bfloat16()}
@@ -273,7 +282,8 @@ def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L25")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_rebase_is_the_specified_one(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_rebase_matches_its_specification(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A rebase gives parameters and buffers the bits of the specification."""
     generator = torch.Generator().manual_seed(3)
     start, head, local = (
         {"w": torch.randn(300, generator=generator).to(dtype), "n": torch.tensor(number)} for number in (4, 6, 5)
@@ -288,8 +298,12 @@ def test_a_rebase_is_the_specified_one(tmp_path: Path, dtype: torch.dtype) -> No
 
 
 @pytest.mark.covers("L25")
-def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
-    """A lost acknowledgement: the update of w = 1.5 counted, training went on to 1.75, the head moved to 9."""
+def test_a_submitted_update_is_not_rebased_again(tmp_path: Path) -> None:
+    """If the acknowledgement of an update is lost, a rebase adds only the steps since this update.
+
+    The update of w = 1.5 has counted, the training went on to 1.75, and the newest version is 9. So w is 9 + (1.75 −
+    1.5).
+    """
     start = {"w": torch.tensor([1.0])}
     base = base_with(tmp_path, start)
     outbox = Outbox(tmp_path, layout_of(start))
@@ -307,7 +321,7 @@ THREE_TILES = {"w": torch.arange(3 * TILE, dtype=torch.float32)}
 
 @pytest.mark.covers("F1")
 def test_a_broken_pull_resumes(tmp_path: Path) -> None:
-    """A pull that broke off resumes at the part."""
+    """A pull that broke off resumes with the missing part. A pull of another version begins with all parts."""
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     note = BaseNote("run", 0, 5, "f" * 64, digests_of(base), complete=False)
     assert [part.index for part in base.begin(note)] == [0, 1, 2]  # another version: nothing is kept
@@ -318,8 +332,10 @@ def test_a_broken_pull_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
-def test_a_pulled_version_is_not_held(tmp_path: Path) -> None:
-    """A version is not held while it is pulled."""
+def test_a_version_is_not_held_before_its_end(tmp_path: Path) -> None:
+    """While a version is being pulled, the base file holds no version. When the pull is complete, the file holds the
+    new one.
+    """
     base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
     assert base.holds("run", f"{1:064x}")
     base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests_of(base), complete=False))
@@ -332,9 +348,9 @@ def test_a_pulled_version_is_not_held(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F1")
 def test_wrong_parts_are_found(tmp_path: Path) -> None:
-    """Of some parts, only the wrong ones are found.
+    """Of the given parts, `differing` finds only the wrong ones.
 
-    Digests are always of all parts: of two parts looked at, the right one is not taken for wrong.
+    The digests are always those of all parts. If two parts are checked, the right one is not taken for wrong.
     """
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     first, second, third = base.layout.parts
@@ -347,8 +363,10 @@ def test_wrong_parts_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F3")
-def test_a_sealed_outbox_survives(tmp_path: Path) -> None:
-    """A sealed outbox survives the process and an unsealed one does not."""
+def test_a_sealed_outbox_survives_a_restart(tmp_path: Path) -> None:
+    """A sealed outbox is found again by the next process. An unsealed or cleared one, or one with another layout, is
+    not.
+    """
     start = {"w": torch.ones(4)}
     layout = layout_of(start)
     outbox = Outbox(tmp_path, layout)
@@ -368,8 +386,10 @@ def test_a_sealed_outbox_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_a_replaced_process_learns_it(tmp_path: Path) -> None:
-    """A second process of a site learns of the first."""
+def test_a_second_process_learns_of_the_first(tmp_path: Path) -> None:
+    """If a second process takes the lock of a site, the error names the first process and suggests another site
+    name.
+    """
     with locked(tmp_path / "clinic-a", "clinic-a"):
         with pytest.raises(StateLocked, match=rf"'clinic-a' is in use: process {os.getpid()} on .*another site name"):
             with locked(tmp_path / "clinic-a", "clinic-a"):
@@ -385,10 +405,10 @@ ODD = {"scalar": (), "empty": (0,), "one": (1,), "block": (256,), "more": (257,)
 @pytest.mark.parametrize("part_bytes", [4096, 70_000, 2**24])
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_odd_tensors_are_encoded_alone(tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int) -> None:
-    """Odd tensors are encoded as if each were alone.
+def test_odd_tensors_are_encoded_independently(tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int) -> None:
+    """Tensors of any shape, strides and dtype are encoded as if each were alone, however the update is cut.
 
-    Of any shape, strides and dtype, however the update is cut; what is lost of each is kept in its dtype of sums.
+    The error of encoding each tensor is kept in the dtype in which it is summed.
     """
     start = {name: torch.randn(shape).to(dtype) for name, shape in ODD.items()}
     start["long"] = torch.randn(600, 500).to(dtype)
@@ -434,7 +454,9 @@ def tensors(seed: int) -> dict[str, Tensor]:
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> None:
-    """Every element is mixed in the dtype of accumulation."""
+    """A merge mixes each element of the version and of the local weights in the dtype of accumulation. With α = 0 or 1,
+    it takes one side exactly.
+    """
     held, local = tensors(1), tensors(2)
     if alpha == 0:
         local["single"].fill_(float("nan"))  # of which nothing is left
@@ -453,9 +475,11 @@ def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> Non
 
 @pytest.mark.covers("L7", "X10")
 def test_merging_mixes_only_buffers_that_are_averaged(tmp_path: Path) -> None:
-    """With α = ¼, 8 of the version and 4 of the site make 7; of the others, the site takes the version's 8 or keeps 4.
+    """A merge mixes only buffers that are averaged. Other buffers take the value of the version or keep that of the
+    site.
 
-    A sum of integers cannot be mixed, and a float sum counts over all sites.
+    With α = ¼, 8 of the version and 4 of the site make 7. A sum of integers cannot be mixed, and a float sum counts
+    over all sites.
     """
     names = ("mean", "first", "max", "sum", "keep")
     schema = Schema.build([TensorSpec(name, "F32", (1,), f"buffers.{name}") for name in names])
@@ -483,8 +507,11 @@ class Counting(Bf16Codec):
         super().decode_(source, target, dtype)
 
 
-def test_update_is_decoded_until_enough_arrives(tmp_path: Path) -> None:
-    """The first piece is lost, the second does not move, half of the third arrives: the fourth is not decoded."""
+def test_updates_are_decoded_until_enough_arrives(tmp_path: Path) -> None:
+    """To find what encoding loses, an update is decoded piece by piece until enough of the change has arrived.
+
+    The first piece is lost, the second does not move, and half of the third arrives. The fourth is not decoded.
+    """
     start = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
     codecs = CODECS | {"bf16": Counting()}
     local = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}

@@ -16,10 +16,11 @@ class Time:
         return self.now_s
 
 
-def test_each_update_begins_its_own_time() -> None:
-    """Time is training or waiting and begins anew with each update.
+def test_each_update_has_its_own_time() -> None:
+    """The time since the last update is divided into training and waiting, and begins again with each update.
 
-    3 s of training, 2 s of waiting, 5 s of training: 8 and 2. Then 1 s of each, the wait still under way.
+    3 s of training, 2 s of waiting and 5 s of training make 8 and 2. Then there is 1 s of each, with the wait still
+    under way.
     """
     time = Time()
     clock = ReportClock(time)
@@ -38,6 +39,7 @@ def test_each_update_begins_its_own_time() -> None:
 
 
 def test_each_fragment_has_times_of_its_own() -> None:
+    """Each fragment has its own times of training and waiting since its last update."""
     time = Time()
     clock = ReportClock(time)
     time.now_s += 4
@@ -49,7 +51,8 @@ def test_each_fragment_has_times_of_its_own() -> None:
     assert (again.train_seconds, again.wait_seconds) == (0.0, 2.0)
 
 
-def test_a_wait_that_an_error_ends_counts() -> None:
+def test_a_wait_ended_by_an_error_counts() -> None:
+    """If an error ends a wait, the time until then counts as waiting."""
     time = Time()
     clock = ReportClock(time)
 
