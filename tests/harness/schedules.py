@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import hypothesis
 import hypothesis.strategies as st
 
+from atoll.rounds import events
 from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import Rules
 from harness.sim_checks import Checks, Violation
-from harness.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
+from harness.sim_server import MUTANTS, RESTART_S, Mutant, Reply, Request, SimServer
 from harness.sim_worker import SimWorker, Site
 
 __all__ = ["MUTANTS", "Fault", "Schedule", "Violation", "explore", "schedules", "simulate"]
@@ -57,9 +58,12 @@ FAULTS = (
     "fail",
     "end",
     "poison",
+    "pause",
+    "resume",
     "clock forward",
     "clock back",
 )
+STOPS = ("stop run", "stop run now")
 FATES = ("deliver", "deliver", "deliver", "deliver", "lose", "double", "late", "late reply")
 
 
@@ -196,12 +200,19 @@ class World:
                 self.wall_jump_s += DAY_S
             case "clock back":
                 self.wall_jump_s -= DAY_S
+            case "pause":
+                self.server.control(events.RunPaused())
+            case "resume":
+                self.server.control(events.RunResumed())
+            case "stop run" | "stop run now" as kind:
+                self.server.control(events.RunStopped(now=kind == "stop run now"))
             case "lose":
                 self.server.lose(fault.worker % self.schedule.fragments)
 
     def heal(self) -> None:
         """Faults stop: messages arrive, the disk holds, and every site has one process that runs."""
         self.calm = True
+        self.after(2 * RESTART_S, lambda: self.server.control(events.RunResumed()))  # the server may be down now
         for site, processes in zip(self.sites, self.workers, strict=True):
             for process in processes:
                 process.carry_on()
@@ -223,23 +234,27 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
     heads = [len(versions) for versions in world.checks.versions]
 
     def moved() -> bool:
-        return all(len(now) > before for now, before in zip(world.checks.versions, heads, strict=True))
+        return (world.server.up and world.server.state.finished) or all(len(now) > before for now, before in zip(world.checks.versions, heads, strict=True))
 
     world.run(FAULTS_END_S + LIVENESS_S, moved)
     world.checks.require(moved(), f"no version came within {LIVENESS_S:g} s after the faults stopped")
     world.checks.nothing_lost(world.server.journal)
+    world.checks.counts["finished"] += world.server.state.finished
     world.checks.counts["versions"] = sum(len(versions) for versions in world.checks.versions)
     return world.checks.counts
 
 
 @st.composite
-def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
-    """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost."""
+def schedules(draw: st.DrawFn, swarm: bool = False, stops: bool = False) -> Schedule:
+    """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost.
+
+    With `stops`, the admin may stop the run.
+    """
     workers = draw(st.integers(2, 4))
     sites = draw(st.integers(1, workers))
     min_sites = draw(st.integers(1, sites))
     is_async = draw(st.booleans())
-    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm
+    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm + STOPS * 3 * stops
     fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(kinds), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
@@ -260,12 +275,15 @@ def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
     )
 
 
-def explore(examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False) -> Counter[str]:
+def explore(
+    examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False, stops: bool = False
+) -> Counter[str]:
     """Play `examples` schedules, the same ones each time; how often what happened in all of them.
 
     Args:
         mutant: a key of `MUTANTS` plants that bug.
         swarm: whether workers aggregate, and are lost with what they had collected.
+        stops: whether the admin may stop the run.
         shrink: whether a schedule that fails is made small before it is reported.
 
     Raises:
@@ -283,7 +301,7 @@ def explore(examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(schedules(swarm))
+    @hypothesis.given(schedules(swarm, stops))
     def play(schedule: Schedule) -> None:
         try:
             total.update(simulate(schedule, mutant))

@@ -24,6 +24,12 @@ def test_no_schedule_breaks_a_promise():
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
 
+def test_a_stopped_run_finishes_in_every_schedule():
+    """No round opens after the stop, and no acknowledged update is lost but those of a round that is ended at once."""
+    seen = explore(examples=120, stops=True)
+    assert all(seen[what] > 10 for what in ("finished", "RoundStopped", "crashes", *schedules.STOPS)), seen
+
+
 def test_a_run_without_faults_makes_a_version_every_few_seconds():
     # A round: ask 2 s, train at most 7 s, polls of 4 s, submit 2 s, pass 2 s; in 150 s at least 6 of them.
     counts = simulate(PLAIN)
@@ -63,8 +69,8 @@ def no_help_from_late_joiners(monkeypatch):
 
 
 def every_restart_opens_the_round_anew(monkeypatch):
-    def restored(rules, journal, tickets, now_s):
-        return original(rules, replace(journal, expected=None), tickets, now_s)
+    def restored(rules, journal, tickets, now_s, **more):
+        return original(rules, replace(journal, expected=None), tickets, now_s, **more)
 
     original = machine._restored
     monkeypatch.setattr(machine, "_restored", restored)

@@ -176,7 +176,7 @@ class Coordinator:
         await wait_for_end(self._saving_best, self._last_write)
         await self._background.save_metrics()
         await asyncio.wrap_future(self._background.persistor.idle())
-        why_finished = run.ledger.rules.tracking.why(run.state.progress)
+        why_finished = run.state.why_ended
         number = min(run.store.versions.heads())
         what = "the run" if not run.has_workflows else "training"
         reason = f", {why_finished}" if why_finished else ""
