@@ -234,7 +234,9 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
     heads = [len(versions) for versions in world.checks.versions]
 
     def moved() -> bool:
-        return (world.server.up and world.server.state.finished) or all(len(now) > before for now, before in zip(world.checks.versions, heads, strict=True))
+        return (world.server.up and world.server.state.finished) or all(
+            len(now) > before for now, before in zip(world.checks.versions, heads, strict=True)
+        )
 
     world.run(FAULTS_END_S + LIVENESS_S, moved)
     world.checks.require(moved(), f"no version came within {LIVENESS_S:g} s after the faults stopped")

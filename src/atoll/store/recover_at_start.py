@@ -87,7 +87,9 @@ class Recovery:
                     return [f"Version {back_to} is damaged or missing, so the run does not go back to it."]
                 said = [self._fall_back(fragment, head, back_to, asked=True) for fragment, head in later.items()]
                 if said:
-                    self._run_log.begin_generation(back_to, f"The run went back to version {back_to}, as its admin asked")
+                    self._run_log.begin_generation(
+                        back_to, f"The run went back to version {back_to}, as its admin asked"
+                    )
                 for fragment, head in later.items():
                     event = WentBack(fragment=fragment, version=back_to, lost=head, at=utc_text())
                     self._events.append(event.model_dump_json(exclude={"number"}), of_site=False)

@@ -417,7 +417,11 @@ class Versions:
             {row.version for row in self.kept(fragment) if row.state_slot is not None or not row.state_digests}
             for fragment in range(len(heads))
         ]
-        able = {each for each in set.union(*whole) if all(each in found or each >= head for found, head in zip(whole, heads, strict=True))}
+        able = {
+            each
+            for each in set.union(*whole)
+            if all(each in found or each >= head for found, head in zip(whole, heads, strict=True))
+        }
         if version not in able or version >= max(heads):
             earlier = sorted(each for each in able if each < max(heads))
             raise Gone(

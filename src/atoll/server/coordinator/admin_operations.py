@@ -79,7 +79,9 @@ class AdminOperations:
             else ""
         )
         if why:
-            remedy = "Stop the server, run `atoll rollback` with --dir, and start it again." if run.has_workflows else ""
+            remedy = (
+                "Stop the server, run `atoll rollback` with --dir, and start it again." if run.has_workflows else ""
+            )
             raise Conflict(f"The run {why}, so it cannot go back while it runs.", remedy)
         if all(round_.head == version for round_ in run.state.rounds):
             return self._reply(f"version {version} is the newest already")
