@@ -64,6 +64,12 @@ FAULTS = (
     "clock back",
 )
 STOPS = ("stop run", "stop run now")
+OF_THE_ADMIN: dict[str, events.RunPaused | events.RunResumed | events.RunStopped] = {
+    "pause": events.RunPaused(),
+    "resume": events.RunResumed(),
+    "stop run": events.RunStopped(),
+    "stop run now": events.RunStopped(now=True),
+}
 FATES = ("deliver", "deliver", "deliver", "deliver", "lose", "double", "late", "late reply")
 
 
@@ -196,16 +202,10 @@ class World:
                 newest.leave("out of memory" if fault.kind == "fail" else "")
             case "poison":
                 site.poisoned = True
-            case "clock forward":
-                self.wall_jump_s += DAY_S
-            case "clock back":
-                self.wall_jump_s -= DAY_S
-            case "pause":
-                self.server.control(events.RunPaused())
-            case "resume":
-                self.server.control(events.RunResumed())
-            case "stop run" | "stop run now" as kind:
-                self.server.control(events.RunStopped(now=kind == "stop run now"))
+            case "clock forward" | "clock back":
+                self.wall_jump_s += DAY_S if fault.kind == "clock forward" else -DAY_S
+            case kind if kind in OF_THE_ADMIN:
+                self.server.control(OF_THE_ADMIN[kind])
             case "lose":
                 self.server.lose(fault.worker % self.schedule.fragments)
 

@@ -136,14 +136,21 @@ class SimJournal:
                 self.fragments[fragment] = replace(self.fragments[fragment], frozen=())
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="open", order=0)
+            case events.RunFinished():
+                self.finished = True
+            case _:
+                return self._control(effect)
+        return True
+
+    def _control(self, effect: events.Effect) -> bool:
+        """Write what the admin's event has led to; False where `effect` is none of these."""
+        match effect:
             case events.ControlsChanged(paused, stopping):
                 self.paused, self.stopping = paused, stopping
             case events.RoundStopped(fragment):
                 row = self.fragments[fragment]
                 begun = row.head > 0 or row.sat_out_rounds > 0
                 self.fragments[fragment] = replace(row, expected=None, frozen=(), started=begun)
-            case events.RunFinished():
-                self.finished = True
             case _:
                 return False
         return True

@@ -417,16 +417,17 @@ class Versions:
             {row.version for row in self.kept(fragment) if row.state_slot is not None or not row.state_digests}
             for fragment in range(len(heads))
         ]
-        able = {
+        earlier = [
             each
-            for each in set.union(*whole)
-            if all(each in found or each >= head for found, head in zip(whole, heads, strict=True))
-        }
-        if version not in able or version >= max(heads):
-            earlier = sorted(each for each in able if each < max(heads))
+            for each in sorted(set.union(*whole))
+            if each < max(heads)
+            and all(each in found or each >= head for found, head in zip(whole, heads, strict=True))
+        ]
+        if version not in earlier:
+            kept = ", ".join(map(str, earlier)) or "none"
             raise Gone(
-                f"The server does not have version {version} with the state after it.",
-                f"It can go back to: {', '.join(map(str, earlier)) or 'none'}. disk.keep_versions says how many it keeps.",
+                f"The run cannot go back to version {version}: the server does not have it with the state after it.",
+                f"Versions that it has so: {kept}. To have more of them later, raise disk.keep_versions.",
             )
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
