@@ -58,12 +58,9 @@ FAULTS = (
     "fail",
     "end",
     "poison",
-    "pause",
-    "resume",
     "clock forward",
     "clock back",
 )
-STOPS = ("stop run", "stop run now")
 OF_THE_ADMIN: dict[str, events.RunPaused | events.RunResumed | events.RunStopped] = {
     "pause": events.RunPaused(),
     "resume": events.RunResumed(),
@@ -247,16 +244,16 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, swarm: bool = False, stops: bool = False) -> Schedule:
+def schedules(draw: st.DrawFn, swarm: bool = False, admin: bool = False) -> Schedule:
     """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost.
 
-    With `stops`, the admin may stop the run.
+    With `admin`, the admin may pause, resume and stop the run.
     """
     workers = draw(st.integers(2, 4))
     sites = draw(st.integers(1, workers))
     min_sites = draw(st.integers(1, sites))
     is_async = draw(st.booleans())
-    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm + STOPS * 3 * stops
+    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm + (*OF_THE_ADMIN,) * 3 * admin
     fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(kinds), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
@@ -278,14 +275,14 @@ def schedules(draw: st.DrawFn, swarm: bool = False, stops: bool = False) -> Sche
 
 
 def explore(
-    examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False, stops: bool = False
+    examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False, admin: bool = False
 ) -> Counter[str]:
     """Play `examples` schedules, the same ones each time; how often what happened in all of them.
 
     Args:
         mutant: a key of `MUTANTS` plants that bug.
         swarm: whether workers aggregate, and are lost with what they had collected.
-        stops: whether the admin may stop the run.
+        admin: whether the admin may pause, resume and stop the run.
         shrink: whether a schedule that fails is made small before it is reported.
 
     Raises:
@@ -303,7 +300,7 @@ def explore(
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(schedules(swarm, stops))
+    @hypothesis.given(schedules(swarm, admin))
     def play(schedule: Schedule) -> None:
         try:
             total.update(simulate(schedule, mutant))

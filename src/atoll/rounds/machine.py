@@ -63,10 +63,7 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _commit(draft, fragment, version, value)
         case events.AggregatorLost() | events.StateLost():
             _repeat(draft, event)
-        case events.TrainingBegins():
-            draft.change(rules=replace(state.rules, held=False))
-            _review_rounds(draft)
-        case events.RunPaused() | events.RunResumed() | events.RunStopped():
+        case events.TrainingBegins() | events.RunPaused() | events.RunResumed() | events.RunStopped():
             _control(draft, event)
         case events.TimePassed():
             _end_silent(draft)
@@ -264,9 +261,15 @@ def _hold(draft: StateDraft, fragment: int, event: str) -> None:
     draft.change_round(fragment, phase=phase, expected={}, tickets=tickets, frozen=(), until_s=None, first_s=None)
 
 
-def _control(draft: StateDraft, event: events.RunPaused | events.RunResumed | events.RunStopped) -> None:
-    """Pause, resume or stop the run. An event that changes nothing, or comes after the end, is without effect."""
+def _control(
+    draft: StateDraft, event: events.TrainingBegins | events.RunPaused | events.RunResumed | events.RunStopped
+) -> None:
+    """Begin, pause, resume or stop the rounds. An event that comes after the end has no effect."""
     state = draft.state
+    if isinstance(event, events.TrainingBegins):
+        draft.change(rules=replace(state.rules, held=False))
+        _review_rounds(draft)
+        return
     if state.finished:
         return
     stopping = state.stopping or isinstance(event, events.RunStopped)
@@ -280,11 +283,16 @@ def _control(draft: StateDraft, event: events.RunPaused | events.RunResumed | ev
         if stopping and phase in ("gathering", "paused"):
             _end_open(draft, fragment, "run finished", STOPPED)
             _finish(draft, fragment, "stopped")
-        elif isinstance(event, events.RunStopped) and event.now and phase == "open":
+        elif isinstance(event, events.RunStopped) and phase == "open" and (event.now or _is_untouched(draft, fragment)):
             _stop_round(draft, fragment)
         elif phase == "paused" and not paused:
             _open_next(draft, fragment, "resumed")
     _review_rounds(draft)
+
+
+def _is_untouched(draft: StateDraft, fragment: int) -> bool:
+    """Return whether no site works for the present round."""
+    return not any(ticket.is_live for ticket in draft.round(fragment).tickets.values())
 
 
 def _stop_round(draft: StateDraft, fragment: int) -> None:

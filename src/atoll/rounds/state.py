@@ -24,7 +24,6 @@ from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.transitions import IllegalTransition, IssuedTicket
 
-
 PAUSED = "the run is paused, so no site gets a ticket until its admin resumes it"
 
 

@@ -199,8 +199,10 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        then = "no longer count" if asked else "must be submitted again"
-        return f"{reason[0].upper()}{reason[1:]}: {number_of(len(lost), 'update')} {then}.{anew}"
+        then = f"{number_of(len(lost), 'update')} must be submitted again"
+        if asked:
+            then = f"{number_of(sum(ticket.is_in for ticket in lost), 'update')} no longer counted"
+        return f"{reason[0].upper()}{reason[1:]}: {then}.{anew}"
 
     # -- updates
 

@@ -24,10 +24,14 @@ def test_no_schedule_breaks_a_promise():
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
 
-def test_a_stopped_run_finishes_in_every_schedule():
-    """No round opens after the stop, and no acknowledged update is lost but those of a round that is ended at once."""
-    seen = explore(examples=120, stops=True)
-    assert all(seen[what] > 10 for what in ("finished", "RoundStopped", "crashes", *schedules.STOPS)), seen
+def test_runs_are_paused_and_stopped_in_every_schedule():
+    """A paused run opens no round and issues no ticket; a stopped run finishes.
+
+    No acknowledged update is lost, except those of a round that is ended at once.
+    """
+    seen = explore(examples=200, admin=True)
+    wanted = ("finished", "RoundStopped", "crashes", "versions", *schedules.OF_THE_ADMIN)
+    assert all(seen[what] > 10 for what in wanted), seen
 
 
 def test_a_run_without_faults_makes_a_version_every_few_seconds():

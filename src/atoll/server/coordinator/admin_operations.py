@@ -114,7 +114,7 @@ class AdminOperations:
             return ""
         which = f"round {numbers[0]} is" if len(numbers) == 1 else f"rounds {listed(list(map(str, numbers)))} are"
         count = sum(ticket.state == "open" for round_ in rounds for ticket in round_.tickets.values())
-        return f"; {which} under way and may end, with {number_of(count, 'update')} that sites are training"
+        return f"; {which} under way, and {number_of(count, 'update')} of it may still come"
 
     def _reply(self, text: str, version: int | None = None) -> messages.Controlled:
         state = self._run.state

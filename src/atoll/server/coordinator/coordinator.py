@@ -90,7 +90,8 @@ class Coordinator:
         self._background.complete_metrics()
         if run.state.finished:
             if not run.has_workflows:
-                LOG.info("this run has ended. To train further, raise rounds.total; for a new run, use another folder")
+                how = "run `atoll resume` with --dir" if run.state.stopping else "raise rounds.total"
+                LOG.info("this run has ended. To train further, %s; for a new run, use another folder", how)
             if snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
                 run.spawn(self._finish())
         else:
