@@ -17,7 +17,7 @@ try:
     from typer.core import TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli import audit, config, control, evaluate, export, new, server, simulate, status, worker
+    from atoll.cli import audit, config, control, evaluate, export, logs, new, server, simulate, status, worker
     from atoll.cli.text import print_line
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
@@ -73,6 +73,7 @@ app.command("simulate")(simulate.command)
 app.command("status")(status.command)
 for each in (control.pause, control.resume, control.stop, control.rollback):
     app.command(each.__name__)(each)
+app.command("logs")(logs.command)
 app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)

@@ -324,7 +324,7 @@ class Http:
         try:
             connection = response.connection
             assert isinstance(connection, _Connection)
-            most_bytes = routes.answer_bytes(path) if response.status < 400 else routes.PROBLEM_BYTES
+            most_bytes = routes.answer_bytes(path.partition("?")[0]) if response.status < 400 else routes.PROBLEM_BYTES
             answer = connection.answer.body(most_bytes)
         except BaseException:
             response.close()
