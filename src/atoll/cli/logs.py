@@ -22,7 +22,6 @@ from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file
 
 WAIT_S = routes.LONG_POLL_S
-EVENT: TypeAdapter[run_events.RunEvent] = TypeAdapter(run_events.RunEvent)
 ENDS = (run_events.RunFinished, run_events.RunFailed)
 
 
@@ -115,9 +114,10 @@ def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> It
 
 def _known(events: Iterable[dict[str, object]]) -> Iterator[run_events.RunEvent]:
     """Yield the events that this version of Atoll knows."""
+    kind: TypeAdapter[run_events.RunEvent] = TypeAdapter(run_events.RunEvent)
     for event in events:
         try:
-            yield EVENT.validate_python(event)
+            yield kind.validate_python(event)
         except ValidationError:
             continue
 
