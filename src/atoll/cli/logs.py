@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
 from atoll.cli.status import HERE
 from atoll.cli.stored_status import admin_token, stored_status
 from atoll.errors import Gone, ServerUnreachable, UsageError
 from atoll.format_text import of_fragment, visible
-from atoll.protocol import routes, run_events
+from atoll.protocol import routes
 from atoll.rounds.closing_policy import listed
 from atoll.store.reader import has_run, open_state
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file
 
+if TYPE_CHECKING:
+    from atoll.protocol import run_events
+
 WAIT_S = routes.LONG_POLL_S
-ENDS = (run_events.RunFinished, run_events.RunFailed)
+ENDS = ("run finished", "run failed")
 
 
 def command(
@@ -86,12 +90,14 @@ def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> It
     Raises:
         ServerUnreachable: no server answers, or it has ended before the run.
     """
+    from atoll.protocol.run_events import EventPage
+
     within, is_answered = 0, False
     while True:
         wait_s = WAIT_S if follow else 0.0
         path = f"{routes.EVENTS}?after={after}&within={within}&wait_s={wait_s}"
         try:
-            page = ask(address, path, run_events.EventPage, token=token, timeout_s=routes.CALL_TIMEOUT_S)
+            page = ask(address, path, EventPage, token=token, timeout_s=routes.CALL_TIMEOUT_S)
         except Gone:
             if not after:
                 raise
@@ -114,37 +120,31 @@ def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> It
 
 def _known(events: Iterable[dict[str, object]]) -> Iterator[run_events.RunEvent]:
     """Yield the events that this version of Atoll knows."""
-    kind: TypeAdapter[run_events.RunEvent] = TypeAdapter(run_events.RunEvent)
+    from atoll.protocol.run_events import EventPage  # it takes a while
+
     for event in events:
-        try:
-            yield kind.validate_python(event)
-        except ValidationError:
-            continue
+        with suppress(ValidationError):
+            yield EventPage.model_validate({"events": [event], "oldest": 0, "newest": 0}).events[0]
 
 
 def _print(events: Iterable[run_events.RunEvent], site: str | None, *, as_json: bool) -> bool:
     """Print the events that are of a site or of the whole run. Return whether the run has ended with one of them."""
     ended = False
     for event in events:
-        ended = isinstance(event, ENDS)
+        ended = event.what in ENDS
         if site is None or site in _sites(event) or ended:
             print(event.model_dump_json() if as_json else visible(f"{event.at}  {line(event)}"))
     sys.stdout.flush()
     return ended
 
 
-def _sites(event: run_events.RunEvent) -> list[str]:
+def _sites(event: Any) -> list[str]:
     """Return the sites that an event is about."""
-    match event:
-        case run_events.RoundEnded(summary=summary):
-            return [*summary.workers, *summary.sat_out]
-        case run_events.RoundOpened(expected=sites) | run_events.RoundClosed(sites=sites):
-            return sites
-        case run_events.TaskOpened(sites=sites):
-            return sites
-        case run_events.Warned(text=text):
-            return [text.partition(":")[0]]
-    return [getattr(event, "site", "")]
+    if event.what == "round ended":
+        return [*event.summary.workers, *event.summary.sat_out]
+    if event.what == "warning":
+        return [event.text.partition(":")[0]]
+    return [*getattr(event, "expected", ()), *getattr(event, "sites", ()), getattr(event, "site", "")]
 
 
 def _round(event: Any) -> str:

@@ -388,6 +388,12 @@ class Controls:
     back_to: int | None
 
 
+def controls(query: Callable[..., list[tuple[Any, ...]]]) -> Controls:
+    """Return what the admin has asked of the run, by a function that reads the journal."""
+    ((paused, stopping, back_to),) = query("SELECT paused, stopping, back_to FROM meta")
+    return Controls(bool(paused), bool(stopping), None if back_to < 0 else back_to)
+
+
 def utc_text() -> str:
     """Return the current time in UTC, as ISO 8601 with whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")

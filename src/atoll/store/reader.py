@@ -32,7 +32,17 @@ from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, read_head
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
-from atoll.store.journal_tables import AuditRow, MemberRow, RoundState, Row, RunRow, Table, VersionRow
+from atoll.store.journal_tables import (
+    AuditRow,
+    Controls,
+    MemberRow,
+    RoundState,
+    Row,
+    RunRow,
+    Table,
+    VersionRow,
+    controls,
+)
 from atoll.store.round_summaries import Summary, site_curves, summaries, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
@@ -99,6 +109,10 @@ class StateReader:
         """Return the journal's epoch, whether the run's rounds have ended, and why it has failed ("": it has not)."""
         ((epoch, finished, failed),) = self.rows("SELECT epoch, finished, failed FROM meta")
         return epoch, bool(finished), failed
+
+    def controls(self) -> Controls:
+        """Return what the admin has asked of the run."""
+        return controls(self.rows)
 
     def heads(self) -> list[Head]:
         """Return the newest version of each fragment, in the order of the fragments."""

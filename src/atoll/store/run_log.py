@@ -26,6 +26,7 @@ from atoll.store.journal_tables import (
     RunRow,
     SatOutRow,
     Totals,
+    controls,
     utc_text,
 )
 from atoll.store.round_summaries import Summary, ended_rounds, summaries, with_sites
@@ -108,8 +109,7 @@ class RunLog:
     @property
     def controls(self) -> Controls:
         """What the admin has asked of the run."""
-        ((paused, stopping, back_to),) = self._journal.rows("SELECT paused, stopping, back_to FROM meta")
-        return Controls(bool(paused), bool(stopping), None if back_to < 0 else back_to)
+        return controls(self._journal.rows)
 
     def control(self, *, paused: bool, stopping: bool) -> None:
         """Record whether the run is paused, and whether it is being stopped."""
