@@ -261,23 +261,10 @@ COLUMNS = (
 )
 
 
-MOST_IMPORTANT = [
-    "site",
-    "state",
-    "step",
-    "waited",
-    "rounds",
-    "doing",
-    "metrics",
-    "trained",
-    "heard",
-    "version",
-    "stale",
-    "steps/s",
-    "up",
-    "down",
-    "retries",
-]
+MOST_IMPORTANT = (
+    *("site", "state", "step", "waited", "rounds", "doing", "metrics", "trained", "heard"),
+    *("version", "stale", "steps/s", "up", "down", "retries"),
+)
 """The order in which columns get a place on a terminal that is too narrow for all."""
 FOLDED, FOLD_CHARS = ("doing", "metrics"), 24
 """Columns whose texts may be broken into several lines, and the width from which on they may be."""
