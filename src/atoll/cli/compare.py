@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll.cli.stored_status import stored_status
-from atoll.cli.text import duration, require_file, size
+from atoll.cli.text import aligned, duration, require_file, size
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
@@ -133,8 +133,7 @@ def table(runs: Sequence[Compared]) -> list[str]:
             metric = each.metrics.get(name)
             cells += [f"{metric.last:.4g}", f"{metric.best:.4g} ({metric.best_round})"] if metric else ["-", "-"]
         rows.append(cells)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned(rows)
 
 
 def draw(runs: Sequence[Compared], out: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,10 +96,9 @@ def rollback(
     Updates since then no longer count. The numbers of the versions since then are not used again.
     """
     run = _Target(server, state_dir, token_file)
-    before = run.epoch()
     answer = run.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
-    if before is not None and answer.text.startswith("the run goes back"):
-        answer = run.wait_until_back(answer, before)
+    if answer.text.startswith("the run goes back"):
+        answer = run.wait_until_back(answer)
     run.show(answer, json, f"To watch it: atoll status{run.flags}.")
 
 
@@ -151,39 +150,27 @@ class _Target:
     def _status(self) -> status_messages.Status:
         return ask(self._address, routes.STATUS, status_messages.Status, token=self._token)
 
-    def epoch(self) -> int | None:
-        """Return the epoch of the server; None if none answers."""
-        try:
-            return self._status().epoch if self._address else None
-        except ServerUnreachable:
-            return None
-
-    def wait_until_back(self, answer: admin_messages.Controlled, before: int) -> admin_messages.Controlled:
+    def wait_until_back(self, asked: admin_messages.Controlled) -> admin_messages.Controlled:
         """Wait until the server serves the run again, after it has gone back.
 
         Raises:
             Conflict: it has not gone back: the version was damaged.
             ServerUnreachable: the server did not come back in time.
         """
-        until_s = time.monotonic() + BACK_S
-        while time.monotonic() < until_s:
-            try:
-                status = self._status()
-                if status.epoch > before:
-                    break
-            except TRANSIENT:
-                pass
+        status, until_s = None, time.monotonic() + BACK_S
+        while status is None or status.epoch <= asked.epoch:
+            if time.monotonic() > until_s:
+                raise ServerUnreachable(
+                    f"The server at {self._address} has not come back within {BACK_S:g} s.",
+                    "Start it again: the run then goes back.",
+                )
             time.sleep(LOOK_S)
-        else:
-            raise ServerUnreachable(
-                f"The server at {self._address} has not come back within {BACK_S:g} s.",
-                "Start it again: the run then goes back.",
-            )
-        update = {"version": status.version, "epoch": status.epoch}
-        if not any(each.fragment == 0 and each.version <= answer.version for each in status.fragments):
+            with suppress(*TRANSIENT):
+                status = self._status()
+        if not any(fragment.version <= asked.version for fragment in status.fragments):
             raise Conflict(f"The run is at version {status.version} still.", "See the server's log.")
-        text = f"the run has gone back to version {answer.version}; its sites take it with their next round"
-        return answer.model_copy(update={**update, "text": text})
+        text = f"the run has gone back to version {asked.version}; its sites take it with their next round"
+        return asked.model_copy(update={"version": status.version, "epoch": status.epoch, "text": text})
 
     def show(self, answer: admin_messages.Controlled, as_json: bool, then: str) -> None:
         """Print an answer, and what can be done next."""

@@ -48,12 +48,12 @@ def command(
     token_file: TokenFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Print what happened in a run, one line an event: who joined, rounds and their results, refusals, warnings."""
+    """Print what happened in a run, one line an event: joins, rounds and their results, refusals, warnings."""
     if folder is not None and (server is not None or token_file is not None):
         raise UsageError("STATE_DIR cannot be combined with --server and --token-file.", "Leave out one of them.")
     if folder is None and server is None and has_run(HERE):
         folder = HERE
-    last, events = 0, list[run_events.RunEvent]()
+    last, events = 0, list[Any]()
     if folder is not None:
         with open_state(folder) as state:
             events = list(_known(state.events()))

@@ -18,6 +18,7 @@ import typer
 from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import (
     against_data_parallel,
+    aligned,
     awaited,
     best_line,
     codecs,
@@ -267,7 +268,7 @@ MOST_IMPORTANT = (
 )
 """The order in which columns get a place on a terminal that is too narrow for all."""
 FOLDED, FOLD_CHARS = ("doing", "metrics"), 24
-"""Columns whose texts may be broken into several lines, and the width from which on they may be."""
+"""Columns with texts that may be broken into several lines, and the width from which on they may be."""
 
 
 def picked(status: status_messages.Status, most: int) -> tuple[list[status_messages.WorkerStatus], str]:
@@ -390,10 +391,8 @@ def placed(place: status_messages.PlaceStatus) -> str:
 def plain(status: status_messages.Status, address: str) -> list[str]:
     """Return the status as lines of text with aligned columns."""
     workers, rest = picked(status, ROWS)
-    rows = [list(COLUMNS), *map(worker_row, workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    body = [*body, *filter(None, [rest])] if workers else ["no worker has joined yet"]
+    rows = aligned([COLUMNS, *map(worker_row, workers)])
+    body = [*rows, *filter(None, [rest])] if workers else ["no worker has joined yet"]
     return [*headline(status, address), *body, *latest(status)]
 
 
@@ -422,7 +421,8 @@ def table(status: status_messages.Status, address: str, width: int, height: int 
     colours = {"alive": "green", "dead": "red", "failed": "red", "left": "dim"}
     grid = Table(box=None, pad_edge=False, header_style="bold")
     lines, ends = headline(status, address), latest(status)
-    most = ROWS if height is None else max(LEAST_ROWS, height - len(lines) - len(ends) - 4)
+    used = sum(len(line) // width + 1 for line in (*lines, *ends)) + 5
+    most = ROWS if height is None else max(LEAST_ROWS, height - used)
     workers, rest = picked(status, most)
     rows = list(map(worker_row, workers))
     shown = columns_for([COLUMNS, *rows], width)

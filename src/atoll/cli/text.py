@@ -67,6 +67,12 @@ def require_file(out: Path, example: str) -> None:
     require_writable_folder(out.parent, ELSEWHERE)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines of text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def staleness(counts: Mapping[str, int]) -> str:
     """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
 

@@ -178,8 +178,7 @@ def test_a_kill_while_going_back_loses_nothing(
 ) -> None:
     """The start that goes back is killed once it has; the next one finds the earlier version, and goes back no more."""
     ask("rollback", "0", "--dir", "state", folder=killed)
-    port = {"network.port": halfway.port}
-    with ForkedServer(nursery, killed, ("recover.midway",), **(halfway.settings | port)) as server:
+    with ForkedServer(nursery, killed, ("recover.midway",), port=halfway.port, **halfway.settings) as server:
         wait_until(lambda: server.process.deaths == 1, "the kill")
         wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json", folder=killed))["version"] == 0, "0")
     assert ask_journal(killed / "state", "SELECT back_to FROM meta") == [(-1,)]
