@@ -6,6 +6,7 @@ from contextlib import closing
 
 from pydantic import BaseModel
 
+import atoll
 from atoll.cli.stored_status import admin_token
 from atoll.protocol import routes
 from atoll.protocol.admin_messages import Controlled, PauseRun, RollBack, StopRun
@@ -14,22 +15,23 @@ from atoll.transport.http_client import http_to
 from kit.world import World
 
 
-def asked(world: World, path: str, message: BaseModel) -> Controlled:
-    """What the server of a world answers to its admin."""
-    with closing(http_to(world.url, token=admin_token(world.folder / "state"))) as http:
+def asked(run: World | atoll.Server, path: str, message: BaseModel) -> Controlled:
+    """What the server of a run answers to its admin."""
+    server = run.server if isinstance(run, World) else run
+    with closing(http_to(server.url, token=admin_token(server.settings.disk.state_dir))) as http:
         return http.post(path, message, Controlled)
 
 
-def pause(world: World) -> Controlled:
-    return asked(world, routes.PAUSE, PauseRun(paused=True))
+def pause(run: World | atoll.Server) -> Controlled:
+    return asked(run, routes.PAUSE, PauseRun(paused=True))
 
 
-def resume(world: World) -> Controlled:
-    return asked(world, routes.PAUSE, PauseRun(paused=False))
+def resume(run: World | atoll.Server) -> Controlled:
+    return asked(run, routes.PAUSE, PauseRun(paused=False))
 
 
-def stop(world: World, *, now: bool = False) -> Controlled:
-    return asked(world, routes.STOP, StopRun(now=now))
+def stop(run: World | atoll.Server, *, now: bool = False) -> Controlled:
+    return asked(run, routes.STOP, StopRun(now=now))
 
 
 def roll_back(world: World, version: int) -> Controlled:

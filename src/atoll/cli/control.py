@@ -6,6 +6,7 @@ writes the wish into the journal, and the next start of the server carries it ou
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import shlex
 import time
@@ -98,7 +99,7 @@ def rollback(
     run = _Target(server, state_dir, token_file)
     answer = run.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
     if answer.text.startswith("the run goes back"):
-        answer = run.wait_until_back(answer)
+        answer = run.wait_until_back(answer, version)
     run.show(answer, json, f"To watch it: atoll status{run.flags}.")
 
 
@@ -135,7 +136,7 @@ class _Target:
         """
         try:
             if not self._address:
-                raise ServerUnreachable("No server has run here yet.")
+                raise Conflict(f"No server has served the run in {self._dir}: a simulation has no admin.", "")
             if self._run and self._status().run != self._run:
                 raise ServerUnreachable(f"The server at {self._address} has another run.")
             with closing(http_to(self._address, token=self._token)) as http:
@@ -150,15 +151,15 @@ class _Target:
     def _status(self) -> status_messages.Status:
         return ask(self._address, routes.STATUS, status_messages.Status, token=self._token)
 
-    def wait_until_back(self, asked: admin_messages.Controlled) -> admin_messages.Controlled:
-        """Wait until the server serves the run again, after it has gone back.
+    def wait_until_back(self, before: admin_messages.Controlled, version: int) -> admin_messages.Controlled:
+        """Wait until the server serves the run again, after it has gone back to a version.
 
         Raises:
             Conflict: it has not gone back: the version was damaged.
             ServerUnreachable: the server did not come back in time.
         """
         status, until_s = None, time.monotonic() + BACK_S
-        while status is None or status.epoch <= asked.epoch:
+        while status is None or status.epoch <= before.epoch:
             if time.monotonic() > until_s:
                 raise ServerUnreachable(
                     f"The server at {self._address} has not come back within {BACK_S:g} s.",
@@ -167,10 +168,10 @@ class _Target:
             time.sleep(LOOK_S)
             with suppress(*TRANSIENT):
                 status = self._status()
-        if not any(fragment.version <= asked.version for fragment in status.fragments):
-            raise Conflict(f"The run is at version {status.version} still.", "See the server's log.")
-        text = f"the run has gone back to version {asked.version}; its sites take it with their next round"
-        return asked.model_copy(update={"version": status.version, "epoch": status.epoch, "text": text})
+        if any(each.version == before.version for each in status.history):  # a lost version is no longer there
+            raise Conflict(f"The run has not gone back: version {version} is damaged.", "See the server's log.")
+        text = f"the run has gone back to version {version}; its sites take it with their next round"
+        return before.model_copy(update={"version": status.version, "epoch": status.epoch, "text": text})
 
     def show(self, answer: admin_messages.Controlled, as_json: bool, then: str) -> None:
         """Print an answer, and what can be done next."""
@@ -190,7 +191,7 @@ def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
     with closing(Store(state_dir)) as store:
         log, controls = store.run_log, store.run_log.controls
         heads = store.versions.heads()
-        paused, stopping, version = controls.paused, controls.stopping, min(heads, default=0)
+        paused, stopping, newest = controls.paused, controls.stopping, max(heads, default=0)
         if isinstance(message, admin_messages.PauseRun) and not message.paused:
             paused = stopping = False
             text = "goes on with the next start of its server"
@@ -201,13 +202,15 @@ def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
         elif isinstance(message, admin_messages.StopRun):
             paused, stopping = False, True
             text = "is finished after its present round, with the next start of its server"
+        elif log.run is not None and json_module.loads(log.run.settings_json)["swarm.enabled"]:
+            raise Conflict("The run is a swarm, so it cannot go back: earlier versions are at its sites.", "")
         else:
-            if version != message.version or max(heads) != version:
+            text = f"goes back to version {message.version} with the next start of its server"
+            if {*heads} != {message.version}:
                 store.versions.require_whole(message.version)
                 log.ask_back_to(message.version)
-            version, text = message.version, f"goes back to version {message.version} with the next start of its server"
         if (paused, stopping) != (controls.paused, controls.stopping):
             log.control(paused=paused, stopping=stopping)
         return admin_messages.Controlled(
-            paused=paused, stopping=stopping, version=version, epoch=log.epoch, text=f"no server runs; the run {text}"
+            paused=paused, stopping=stopping, version=newest, epoch=log.epoch, text=f"no server runs; the run {text}"
         )

@@ -30,6 +30,6 @@ class Controlled(Message):
 
     paused: bool
     stopping: bool
-    version: Count = Field(description="The newest version; after RollBack, the version from which the run goes on.")
+    version: Count = Field(description="The newest version when the request came.")
     epoch: Count = Field(description="The server's epoch. It rises when the run has gone back.")
     text: Shown = Field(description="What happens now, as a sentence.")

@@ -146,6 +146,7 @@ def test_a_run_goes_back_while_its_sites_train(
     said = ask("rollback", "1", "--dir", "state")
     assert said.startswith("the run has gone back to version 1; its sites take it with their next round.")
     assert fragment_of(ask("status", "--dir", "state", "--json"))["version"] == 1
+    assert ask("rollback", "1", "--dir", "state").startswith("version 1 is the newest already.")
     ask("resume", "--dir", "state")
     wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json"))["version"] >= 4, "versions 3 and 4")
     ask("stop", "--dir", "state")

@@ -89,7 +89,7 @@ class AdminOperations:
         run.store.run_log.ask_back_to(version)
         LOG.warning("going back to version %d, as the admin asked", version)
         run.begins_again.set()
-        return self._reply(f"the run goes back to version {version}", version)
+        return self._reply(f"the run goes back to version {version}")
 
     def _record(self, event: events.RunPaused | events.RunResumed | events.RunStopped) -> None:
         before = self._run.state
@@ -116,13 +116,12 @@ class AdminOperations:
         count = sum(ticket.state == "open" for round_ in rounds for ticket in round_.tickets.values())
         return f"; {which} under way, and {number_of(count, 'update')} of it may still come"
 
-    def _reply(self, text: str, version: int | None = None) -> messages.Controlled:
+    def _reply(self, text: str) -> messages.Controlled:
         state = self._run.state
-        newest = min(round_.head for round_ in state.rounds)
         return messages.Controlled(
             paused=state.paused,
             stopping=state.stopping,
-            version=newest if version is None else version,
+            version=max(round_.head for round_ in state.rounds),
             epoch=self._run.store.run_log.epoch,
             text=text,
         )
