@@ -550,6 +550,10 @@ class TimeLeft:
         if self._count >= self._fragments:
             self._commits_s.append(now_s)
 
+    def begin_again(self) -> None:
+        """Forget the times so far, because the run was paused between them."""
+        self._commits_s.clear()
+
     def of(self, state: State, now_s: float) -> float | None:
         """Return the estimated remaining seconds.
 
