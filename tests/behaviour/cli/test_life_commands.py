@@ -177,10 +177,11 @@ def test_without_a_server_the_next_start_obeys(
 def test_a_kill_while_going_back_loses_nothing(
     nursery: Nursery, halfway: Halfway, killed: Path, ask: Callable[..., str]
 ) -> None:
-    """The start that goes back is killed once it has; the next one finds the earlier version, and goes back no more."""
+    """One start is killed before it goes back, the next after it has; the third finds the earlier version."""
     ask("rollback", "0", "--dir", "state", folder=killed)
-    with ForkedServer(nursery, killed, ("recover.midway",), port=halfway.port, **halfway.settings) as server:
-        wait_until(lambda: server.process.deaths == 1, "the kill")
+    lives = ("epoch.raised=kill", "recover.midway=kill")
+    with ForkedServer(nursery, killed, lives, port=halfway.port, **halfway.settings) as server:
+        wait_until(lambda: server.process.deaths == 2, "two kills", 60)
         wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json", folder=killed))["version"] == 0, "0")
     assert ask_journal(killed / "state", "SELECT back_to FROM meta") == [(-1,)]
     found = ask_journal(killed / "state", "SELECT count(*) FROM audit WHERE what = 'fell back'")
