@@ -183,8 +183,8 @@ def test_a_kill_while_going_back_loses_nothing(
     with ForkedServer(nursery, killed, lives, port=halfway.port, **halfway.settings) as server:
         wait_until(lambda: server.process.deaths == 2, "two kills", 60)
         wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json", folder=killed))["version"] == 0, "0")
-    assert ask_journal(killed / "state", "SELECT back_to FROM meta") == [(-1,)]
-    found = ask_journal(killed / "state", "SELECT count(*) FROM audit WHERE what = 'fell back'")
+    assert ask_journal(killed, "SELECT back_to FROM meta") == [(-1,)]
+    found = ask_journal(killed, "SELECT count(*) FROM audit WHERE what = 'fell back'")
     assert found == [(1,)]
     assert "none changed or removed" in ask("audit", "state", folder=killed)
 

@@ -479,7 +479,7 @@ def test_many_sites_are_capped_by_need(known) -> None:
     assert len(lines) <= 30
     (rest,) = [line for line in lines if line.startswith("and ")]
     assert rest.strip() == f"and {500 - len(shown)} more: {500 - len(shown)} alive (atoll status --json has all)"
-    assert any("s469 (3 s), and 20 more" in line for line in drawn(many, 1000, 30))
+    assert any("s469 (3.0 s), and 20 more" in line for line in drawn(many, 1000, 30))
 
 
 def test_a_watch_ends_without_a_server(tmp_path, monkeypatch, capsys) -> None:
