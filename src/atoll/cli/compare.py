@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,36 +20,11 @@ from atoll.store.round_summaries import ended_rounds
 
 RUNS = Path("runs")
 """Folder in which `atoll run` keeps runs, so that a run can be given by its name."""
+SHOWN = ("run", "state", "algorithm", "rounds", "version", "sites")
+"""What the table shows as it is."""
 
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric over the rounds of a run: (round, weighted mean over its sites) of each round that reports it."""
-
-    last: float
-    best: float
-    best_round: int
-    points: list[tuple[int, float]]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """What is compared of a run.
-
-    Attributes:
-        seconds_per_round: mean time from one version to the next; None: fewer than two versions.
-        bytes_up: bytes of all updates in its versions.
-    """
-
-    run: str
-    state: str
-    algorithm: str
-    rounds: int
-    version: int
-    sites: int
-    bytes_up: int
-    seconds_per_round: float | None
-    metrics: dict[str, Metric]
+Compared = dict[str, Any]
+"""What is compared of a run, as `--json` prints it."""
 
 
 def command(
@@ -68,7 +42,7 @@ def command(
         require_file(plot, "compare.png")
     found = [_compared(each) for each in runs]
     if json:
-        print(json_module.dumps([asdict(each) for each in found], indent=2))
+        print(json_module.dumps(found, indent=2))
     else:
         print("\n".join(map(visible, table(found))))
     if plot is not None:
@@ -81,28 +55,23 @@ def _compared(run: Path) -> Compared:
     folder = run if has_run(run) or not has_run(RUNS / run) else RUNS / run
     status, _ = stored_status(folder)
     with open_state(folder) as state:
-        rounds = ended_rounds(state.rows, None, 0)
-    summaries = [status_messages.RoundSummary.model_validate_json(each.summary_json) for each in rounds]
+        rounds = ended_rounds(state.rows, None)
+    every = [status_messages.RoundSummary.model_validate_json(each.summary_json) for each in rounds]
+    summaries = [each for each in every if each.fragment == 0]  # a round of several fragments counts once
     names = sorted({name for each in summaries for name in each.metrics})
-    times = [datetime.fromisoformat(each.created_at) for each in rounds]
+    times = [datetime.fromisoformat(each.created_at) for each in rounds if each.fragment == 0]
     seconds = (times[-1] - times[0]).total_seconds() / (len(times) - 1) if len(times) > 1 else None
-    return Compared(
-        run=str(run),
-        state="failed"
-        if status.failed
-        else "finished"
-        if status.finished
-        else "paused"
-        if status.paused
-        else "not over",
-        algorithm=status.algorithm,
-        rounds=len(summaries),
-        version=status.version,
-        sites=len(status.workers),
-        bytes_up=sum(each.bytes_up for each in summaries),
-        seconds_per_round=seconds,
-        metrics={name: _metric(name, summaries, status.best) for name in names},
-    )
+    return {
+        "run": str(run),
+        "state": _state(status),
+        "algorithm": status.algorithm,
+        "rounds": len(summaries),
+        "version": status.version,
+        "sites": len(status.workers),
+        "bytes_up": sum(each.bytes_up for each in every),
+        "seconds_per_round": seconds,
+        "metrics": {name: _metric(name, summaries, status.best) for name in names},
+    }
 
 
 def _state(status: status_messages.Status) -> str:
@@ -113,25 +82,26 @@ def _state(status: status_messages.Status) -> str:
 
 def _metric(
     name: str, summaries: Sequence[status_messages.RoundSummary], tracked: status_messages.BestStatus | None
-) -> Metric:
+) -> dict[str, Any]:
+    """Return a metric's last and best value, the round of the best one, and (round, value) of each round with it."""
     points = [(each.round, each.metrics[name]) for each in summaries if name in each.metrics]
     mode = tracked.mode if tracked is not None and tracked.metric == name else "min" if name.endswith("loss") else "max"
     best_round, best = (min if mode == "min" else max)(points, key=lambda point: point[1])
-    return Metric(points[-1][1], best, best_round, points)
+    return {"last": points[-1][1], "best": best, "best_round": best_round, "points": points}
 
 
 def table(runs: Sequence[Compared]) -> list[str]:
     """Return the runs as lines of text with aligned columns: one line a run, two columns a metric."""
-    names = sorted({name for each in runs for name in each.metrics})
-    head = ["run", "state", "algorithm", "rounds", "version", "sites", "sent", "s/round"]
-    rows = [head + [column for name in names for column in (name, f"best {name} (round)")]]
+    names = sorted({name for each in runs for name in each["metrics"]})
+    rows = [[*SHOWN, "sent", "s/round", *(column for name in names for column in (name, f"best {name} (round)"))]]
     for each in runs:
-        pace = "-" if each.seconds_per_round is None else duration(each.seconds_per_round)
-        cells = [each.run, each.state, each.algorithm, str(each.rounds), str(each.version), str(each.sites)]
-        cells += [size(each.bytes_up), pace]
+        pace = "-" if each["seconds_per_round"] is None else duration(each["seconds_per_round"])
+        cells = [*(str(each[name]) for name in SHOWN), size(each["bytes_up"]), pace]
         for name in names:
-            metric = each.metrics.get(name)
-            cells += [f"{metric.last:.4g}", f"{metric.best:.4g} ({metric.best_round})"] if metric else ["-", "-"]
+            metric = each["metrics"].get(name)
+            cells += (
+                [f"{metric['last']:.4g}", f"{metric['best']:.4g} ({metric['best_round']})"] if metric else ["-", "-"]
+            )
         rows.append(cells)
     return aligned(rows)
 
@@ -146,15 +116,15 @@ def draw(runs: Sequence[Compared], out: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("--plot needs matplotlib, which is not installed.", "pip install matplotlib.") from None
-    names = sorted({name for each in runs for name in each.metrics})
+    names = sorted({name for each in runs for name in each["metrics"]})
     if not names:
         raise UsageError("The runs have reported no metrics, so there is nothing to draw.", "Leave out --plot.")
     figure = Figure(figsize=(7, 3 * len(names)), layout="constrained")
     axes: Any = figure.subplots(len(names), squeeze=False)
     for name, (axis,) in zip(names, axes, strict=True):
         for each in runs:
-            if metric := each.metrics.get(name):
-                axis.plot(*zip(*metric.points, strict=True), label=each.run)
+            if metric := each["metrics"].get(name):
+                axis.plot(*zip(*metric["points"], strict=True), label=each["run"])
         axis.set(ylabel=name, xlabel="round")
         axis.legend()
     try:

@@ -13,7 +13,6 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,7 +25,7 @@ from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
 from atoll.transport.http_client import Http, http_to
 
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH, INSTALL = (2, 6), "pip install 'torch>=2.6,<3'"
 MOST_APART_S = 30.0
 """Seconds between two clocks from which on certificates may seem invalid, and times in logs do not match."""
 LOOK_S = 10.0
@@ -93,20 +92,13 @@ def _checks(address: str, folder: Path, port: int) -> Iterator[Found]:
 
 def _torch() -> Iterator[Found]:
     try:
-        found = version("torch")
-    except PackageNotFoundError:
-        yield Found("torch", "wrong", "not installed.", "pip install 'torch>=2.6,<3'")
-        return
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdecimal())
-    if not OLDEST_TORCH <= numbers < (3,):
-        yield Found("torch", "wrong", f"{found} is not supported.", "pip install 'torch>=2.6,<3'")
-        return
-    try:
         import torch
     except (ImportError, OSError) as error:
-        yield Found("torch", "wrong", f"{found} cannot be imported: {error}.", "Install it again.")
+        yield Found("torch", "wrong", f"cannot be imported: {error}.", INSTALL)
         return
-    yield Found("torch", "ok", f"{found}, {torch.get_num_threads()} threads")
+    fits = OLDEST_TORCH <= tuple(map(int, torch.__version__.split(".")[:2])) < (3,)
+    text = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    yield Found("torch", "ok", text) if fits else Found("torch", "wrong", f"{text}: not supported.", INSTALL)
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(each) for each in range(torch.cuda.device_count()))
         yield Found("gpu", "ok", names)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, halfway_run
+from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, halfway_run, serve
 from kit.processes import Outcome, command, running
+from kit.tls import write_certificate
 
 from atoll.store.reader import open_state
 
@@ -235,6 +236,29 @@ def test_doctor_finds_what_is_wrong(ask: Callable[..., str], refused: Callable[.
     assert found["reach"]["state"] == "ok"
     wrong = refused("doctor", "--server", "http://127.0.0.1:9", "--dir", "/proc/nothing")
     assert wrong.startswith("1 ")
+
+
+def test_doctor_checks_tls_token_and_clock_of_a_server(
+    ask: Callable[..., str], nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the authority, TLS is wrong and nothing more is asked; with another token, the token alone is wrong."""
+    monkeypatch.setenv("ATOLL_TOKEN", "of-this-run")
+    with serve(tmp_path, **write_certificate(tmp_path), **{"network.host": "localhost"}) as server:
+        words = ("doctor", "--server", server.url, "--json")
+        authority = {"ATOLL_TLS_CA": str(tmp_path / "ca.pem")}
+        found = {each["check"]: each for each in json.loads(ask(*words, ATOLL_TOKEN="of-this-run", **authority))}
+        assert {found[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
+        assert "its certificate is accepted" in found["tls"]["text"]
+        for environment, wrong, said in (
+            ({"ATOLL_TOKEN": "another", **authority}, "token", "token"),
+            ({"ATOLL_TOKEN": "of-this-run"}, "tls", "cannot prove its identity"),
+        ):
+            outcome = command(nursery, tmp_path, *words, **environment)
+            assert outcome.returncode == 1
+            (only,) = [each for each in json.loads(outcome.stdout) if each["state"] == "wrong"]
+            assert only["check"] == wrong
+            assert said in only["text"]
+            assert only["remedy"]
 
 
 @pytest.mark.usefixtures("fresh_processes")
