@@ -192,7 +192,7 @@ def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
         log, controls = store.run_log, store.run_log.controls
         heads = store.versions.heads()
         paused, stopping, newest = controls.paused, controls.stopping, max(heads, default=0)
-        if isinstance(message, admin_messages.PauseRun) and not message.paused:
+        if isinstance(message, admin_messages.PauseRun) and not message.paused and (stopping or not log.finished):
             paused = stopping = False
             text = "goes on with the next start of its server"
         elif log.finished:
