@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -45,6 +46,8 @@ def command(
         print(json_module.dumps(found, indent=2))
     else:
         print("\n".join(map(visible, table(found))))
+        if plot is None:
+            print(f"To draw the metrics: atoll compare {' '.join(map(str, runs))} --plot compare.png", file=sys.stderr)
     if plot is not None:
         draw(found, plot)
         if not json:
