@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import hypothesis
 import hypothesis.strategies as st
 
+from atoll.rounds import events
 from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import Rules
 from harness.sim_checks import Checks, Violation
-from harness.sim_server import MUTANTS, Mutant, Reply, Request, SimServer
+from harness.sim_server import MUTANTS, RESTART_S, Mutant, Reply, Request, SimServer
 from harness.sim_worker import SimWorker, Site
 
 __all__ = ["MUTANTS", "Fault", "Schedule", "Violation", "explore", "schedules", "simulate"]
@@ -60,6 +61,12 @@ FAULTS = (
     "clock forward",
     "clock back",
 )
+OF_THE_ADMIN: dict[str, events.RunPaused | events.RunResumed | events.RunStopped] = {
+    "pause": events.RunPaused(),
+    "resume": events.RunResumed(),
+    "stop run": events.RunStopped(),
+    "stop run now": events.RunStopped(now=True),
+}
 FATES = ("deliver", "deliver", "deliver", "deliver", "lose", "double", "late", "late reply")
 
 
@@ -192,16 +199,17 @@ class World:
                 newest.leave("out of memory" if fault.kind == "fail" else "")
             case "poison":
                 site.poisoned = True
-            case "clock forward":
-                self.wall_jump_s += DAY_S
-            case "clock back":
-                self.wall_jump_s -= DAY_S
+            case "clock forward" | "clock back":
+                self.wall_jump_s += DAY_S if fault.kind == "clock forward" else -DAY_S
+            case kind if kind in OF_THE_ADMIN:
+                self.server.control(OF_THE_ADMIN[kind])
             case "lose":
                 self.server.lose(fault.worker % self.schedule.fragments)
 
     def heal(self) -> None:
         """Faults stop: messages arrive, the disk holds, and every site has one process that runs."""
         self.calm = True
+        self.after(2 * RESTART_S, lambda: self.server.control(events.RunResumed()))  # the server may be down now
         for site, processes in zip(self.sites, self.workers, strict=True):
             for process in processes:
                 process.carry_on()
@@ -223,23 +231,29 @@ def simulate(schedule: Schedule, mutant: Mutant = "") -> Counter[str]:
     heads = [len(versions) for versions in world.checks.versions]
 
     def moved() -> bool:
-        return all(len(now) > before for now, before in zip(world.checks.versions, heads, strict=True))
+        return (world.server.up and world.server.state.finished) or all(
+            len(now) > before for now, before in zip(world.checks.versions, heads, strict=True)
+        )
 
     world.run(FAULTS_END_S + LIVENESS_S, moved)
     world.checks.require(moved(), f"no version came within {LIVENESS_S:g} s after the faults stopped")
     world.checks.nothing_lost(world.server.journal)
+    world.checks.counts["finished"] += world.server.state.finished
     world.checks.counts["versions"] = sum(len(versions) for versions in world.checks.versions)
     return world.checks.counts
 
 
 @st.composite
-def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
-    """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost."""
+def schedules(draw: st.DrawFn, swarm: bool = False, admin: bool = False) -> Schedule:
+    """Any schedule: up to four workers, two fragments, and a dozen faults; in a swarm, aggregating workers are lost.
+
+    With `admin`, the admin may pause, resume and stop the run.
+    """
     workers = draw(st.integers(2, 4))
     sites = draw(st.integers(1, workers))
     min_sites = draw(st.integers(1, sites))
     is_async = draw(st.booleans())
-    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm
+    kinds = FAULTS + ("lose",) * len(FAULTS) * swarm + (*OF_THE_ADMIN,) * 3 * admin
     fault = st.builds(Fault, st.integers(0, int(FAULTS_END_S)), st.sampled_from(kinds), st.integers(0, workers - 1))
     crash = st.tuples(st.integers(1, 25), st.sampled_from(("before", "after")))
     return Schedule(
@@ -260,12 +274,15 @@ def schedules(draw: st.DrawFn, swarm: bool = False) -> Schedule:
     )
 
 
-def explore(examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False) -> Counter[str]:
+def explore(
+    examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool = False, admin: bool = False
+) -> Counter[str]:
     """Play `examples` schedules, the same ones each time; how often what happened in all of them.
 
     Args:
         mutant: a key of `MUTANTS` plants that bug.
         swarm: whether workers aggregate, and are lost with what they had collected.
+        admin: whether the admin may pause, resume and stop the run.
         shrink: whether a schedule that fails is made small before it is reported.
 
     Raises:
@@ -283,7 +300,7 @@ def explore(examples: int, mutant: Mutant = "", shrink: bool = True, swarm: bool
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(schedules(swarm))
+    @hypothesis.given(schedules(swarm, admin))
     def play(schedule: Schedule) -> None:
         try:
             total.update(simulate(schedule, mutant))

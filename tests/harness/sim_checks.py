@@ -52,6 +52,8 @@ class Checks:
     reopened: set[int] = field(default_factory=set)
     versions: list[list[tuple[int, ...]]] = field(init=False)
     model: list[Fraction] = field(init=False)
+    paused: bool = False
+    stopping: bool = False
     _lease: dict[str, int] = field(default_factory=dict)
     _heard_s: dict[str, float] = field(default_factory=dict)
     _awaited: dict[int, set[str]] = field(default_factory=dict)
@@ -89,6 +91,7 @@ class Checks:
                     awaited.discard(site)
             case events.RoundOpened(fragment, base, expected):
                 self.require(base == len(self.versions[fragment]), f"a round opened from version {base}")
+                self.require(not self.paused and not self.stopping, "a round opened in a run that is paused or stopped")
                 self._awaited[fragment] = set(expected)
                 self._opened_s[fragment] = self.now_s
             case events.RoundReopened(fragment, base, tickets):  # its workers still have what they sent
@@ -97,7 +100,10 @@ class Checks:
                 self._closed.discard((fragment, base))
             case events.ExpectedChanged(fragment, _, expected):
                 self._awaited[fragment] |= {site for site in expected if site in self._lease}
+            case events.ControlsChanged(paused, stopping):
+                self.paused, self.stopping = paused, stopping
             case events.TicketIssued(_, ticket, _, base, new=True):
+                self.require(not self.paused, f"ticket {ticket} was issued while the run was paused")
                 self._base[ticket] = base
             case events.RoundClosed(fragment, base, tickets):
                 self._closes(fragment, base, tickets)

@@ -43,6 +43,8 @@ def snapshot(state: State) -> Snapshot:
         next_lease=state.next_lease,
         finished=state.finished,
         progress=state.progress,
+        paused=state.paused,
+        stopping=state.stopping,
     )
 
 
@@ -54,6 +56,8 @@ class SimJournal:
     tickets: dict[int, IssuedTicket] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     finished: bool = False
+    paused: bool = False
+    stopping: bool = False
     tracking: Tracking = field(default_factory=Tracking)
     measured: list[Measurement] = field(default_factory=list)
 
@@ -69,6 +73,8 @@ class SimJournal:
             tickets=tuple(self.tickets[number] for number in sorted(self.tickets)),
             finished=self.finished,
             progress=self.tracking.follow_all(self.measured),
+            paused=self.paused,
+            stopping=self.stopping,
         )
 
     def accept(self, number: int, order: int) -> None:
@@ -132,6 +138,19 @@ class SimJournal:
                     self.tickets[number] = replace(self.tickets[number], state="open", order=0)
             case events.RunFinished():
                 self.finished = True
+            case _:
+                return self._control(effect)
+        return True
+
+    def _control(self, effect: events.Effect) -> bool:
+        """Write what the admin's event has led to; False where `effect` is none of these."""
+        match effect:
+            case events.ControlsChanged(paused, stopping):
+                self.paused, self.stopping = paused, stopping
+            case events.RoundStopped(fragment):
+                row = self.fragments[fragment]
+                begun = row.head > 0 or row.sat_out_rounds > 0
+                self.fragments[fragment] = replace(row, expected=None, frozen=(), started=begun)
             case _:
                 return False
         return True

@@ -143,6 +143,15 @@ class SimServer:
         if self.up:
             self._surviving(lambda: self._forget(fragment))
 
+    def control(self, event: events.RunPaused | events.RunResumed | events.RunStopped) -> None:
+        """The admin pauses, resumes or stops the run."""
+        if self.up:
+            self._surviving(lambda: self._controlled(event))
+
+    def _controlled(self, event: events.RunPaused | events.RunResumed | events.RunStopped) -> None:
+        self._run(event)
+        self._compare()
+
     def _forget(self, fragment: int) -> None:
         self._run(events.AggregatorLost(fragment, "it has gone"))
         self._compare()

@@ -155,19 +155,33 @@ def chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any
 
 
 @app.command()
-def show(run_file: RunFile = None, sets: Sets = None) -> None:
+def show(
+    run_file: RunFile = None,
+    sets: Sets = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: each setting with its value and source.")
+    ] = False,
+) -> None:
     """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     algorithm = _require_accepted(settings)
     chosen = chosen_by(algorithm, settings) if algorithm is not None else {}
     _, source = collected(run_file, _settings_given(sets, {}))
     values = settings.by_key() | chosen
+    ordered = sorted(values, key=lambda key: list(GROUPS).index(key.partition(".")[0]))
+    sources = {
+        key: source_of(key, source) or (f"default of {settings.algorithm}" if key in chosen else "default")
+        for key in ordered
+    }
+    if as_json:
+        found = {key: {"value": values[key], "source": sources[key]} for key in ordered}
+        print(json.dumps(found, indent=2, default=str))
+        return
     group = ""
-    for key in sorted(values, key=lambda key: list(GROUPS).index(key.partition(".")[0])):
+    for key in ordered:
         if group != (group := key.partition(".")[0]):
             print(f"[{group}]")
-        name, value = key.partition(".")[2], values[key]
-        where = source_of(key, source) or (f"default of {settings.algorithm}" if key in chosen else "default")
+        name, value, where = key.partition(".")[2], values[key], sources[key]
         print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} is not set")
 
 

@@ -17,7 +17,21 @@ try:
     from typer.core import TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
+    from atoll.cli import (
+        audit,
+        compare,
+        config,
+        control,
+        doctor,
+        evaluate,
+        export,
+        logs,
+        new,
+        server,
+        simulate,
+        status,
+        worker,
+    )
     from atoll.cli.text import print_line
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
@@ -63,7 +77,6 @@ app = typer.Typer(
     name="atoll",
     help="Train one PyTorch model at several sites that keep their data and are connected by slow networks.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -71,6 +84,11 @@ app.command("server", context_settings=server.CONTEXT)(server.command)
 app.command("worker", context_settings=worker.CONTEXT)(worker.command)
 app.command("simulate")(simulate.command)
 app.command("status")(status.command)
+for each in (control.pause, control.resume, control.stop, control.rollback):
+    app.command(each.__name__)(each)
+app.command("logs")(logs.command)
+app.command("compare")(compare.command)
+app.command("doctor")(doctor.command)
 app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)

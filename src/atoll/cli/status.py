@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
@@ -17,6 +18,7 @@ import typer
 from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import (
     against_data_parallel,
+    aligned,
     awaited,
     best_line,
     codecs,
@@ -48,7 +50,12 @@ WATCH_S = 1.0
 ROUNDS_SHOWN = 5
 HERE = Path("atoll-run")
 """The default state directory, in the current folder."""
-AWAY = "Asking again every second until the server answers; Ctrl-C stops this."
+AWAY_S = 60.0
+"""Seconds without an answer after which `--watch` ends: the server is taken for dead."""
+AWAY = f"Asking again every second, for at most {AWAY_S:g} s; Ctrl-C stops this."
+ROWS = 40
+"""Most workers in lines of text; a terminal shows as many as it has lines for, at least `LEAST_ROWS`."""
+LEAST_ROWS = 8
 
 
 def command(
@@ -59,7 +66,10 @@ def command(
         bool, typer.Option("--json", help="Print the status as JSON; with --watch, one line for each answer.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Ask again every second, until the run is finished or has failed.")
+        bool,
+        typer.Option(
+            "--watch", help=f"Ask again every second, until the run has ended, or its server is away for {AWAY_S:g} s."
+        ),
     ] = False,
     state_dir: Annotated[
         Path | None,
@@ -81,13 +91,17 @@ def command(
 ) -> None:
     """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
     if state_dir is not None:
-        if server is not None or watch or token_file is not None:
-            others = "--server, --watch and --token-file"
+        if server is not None or token_file is not None:
+            others = "--server and --token-file"
             raise UsageError(f"--dir cannot be combined with {others}.", f"Leave out {others}.")
-        _show_stored(state_dir, json=json)
-        return
-    address = server_address(server)
-    fetch = _asking(address, None if token_file is None else read_token_file(token_file))
+        stored, token = stored_status(state_dir)[0], admin_token(state_dir)
+        if not watch or not stored.address or _asked_by(stored, token) is None:
+            _show_stored(state_dir, json=json)
+            return
+        address, fetch = stored.address, _asking(stored.address, token)
+    else:
+        address = server_address(server)
+        fetch = _asking(address, None if token_file is None else read_token_file(token_file))
     try:
         status = fetch()
     except ServerUnreachable as error:
@@ -155,16 +169,30 @@ def _asking(address: str, token: Token | None) -> Fetch:
 
 
 def _ask_until_answered(fetch: Fetch) -> status_messages.Status:
-    """Ask the server for its status every second until the server answers, because it may be started later."""
-    is_logged = False
+    """Ask the server for its status every second until the server answers, because it may be started later.
+
+    Raises:
+        ServerUnreachable: it has not answered for `AWAY_S` seconds.
+    """
+    is_logged, until_s = False, time.monotonic() + AWAY_S
     while True:
         try:
             return fetch()
         except ServerUnreachable as error:
+            _require_patience(error, until_s)
             if not is_logged:
                 print(f"atoll: {visible(error.message)} {AWAY}", file=sys.stderr, flush=True)
             is_logged = True
         time.sleep(WATCH_S)
+
+
+def _require_patience(error: ServerUnreachable, until_s: float) -> None:
+    """Raise the error of a server that is away, if this time is over."""
+    if time.monotonic() >= until_s:
+        raise ServerUnreachable(
+            f"{error.message} It has been away for {AWAY_S:g} s.",
+            "See its log, and start it again; `atoll status --dir` shows what it has stored.",
+        ) from error
 
 
 def _on_terminal(status: status_messages.Status, address: str, fetch: Fetch | None) -> None:
@@ -172,16 +200,20 @@ def _on_terminal(status: status_messages.Status, address: str, fetch: Fetch | No
     from rich.console import Console
 
     if fetch is None:
-        Console().print(table(status, address))
+        console = Console()
+        console.print(table(status, address, console.width))
         return
     with live_table(status, address) as show:
+        until_s = time.monotonic() + AWAY_S
         while not (status.finished or status.failed):
             time.sleep(WATCH_S)
             try:
                 status = fetch()
+                until_s = time.monotonic() + AWAY_S
                 show(status)
             except ServerUnreachable as error:
                 show(status, f"{error.message} {AWAY}")
+                _require_patience(error, until_s)
 
 
 @contextmanager
@@ -197,10 +229,15 @@ def live_table(
     from rich.live import Live
     from rich.text import Text
 
-    with Live(table(status, address), console=console or Console(), auto_refresh=False) as live:
+    console = console or Console()
+
+    def view_of(status: status_messages.Status) -> RenderableType:
+        return table(status, address, console.width, console.height)
+
+    with Live(view_of(status), console=console, auto_refresh=False) as live:
 
         def show(status: status_messages.Status, trouble: str = "") -> None:
-            view = table(status, address)
+            view = view_of(status)
             live.update(Group(view, Text(trouble, style="red")) if trouble else view, refresh=True)
 
         yield show
@@ -223,6 +260,46 @@ COLUMNS = (
     "heard",
     "metrics",
 )
+
+
+MOST_IMPORTANT = (
+    *("site", "state", "step", "waited", "rounds", "doing", "metrics", "trained", "heard"),
+    *("version", "stale", "steps/s", "up", "down", "retries"),
+)
+"""The order in which columns get a place on a terminal that is too narrow for all."""
+FOLDED, FOLD_CHARS = ("doing", "metrics"), 24
+"""Columns with texts that may be broken into several lines, and the width from which on they may be."""
+
+
+def picked(status: status_messages.Status, most: int) -> tuple[list[status_messages.WorkerStatus], str]:
+    """Return at most `most` workers in their order, and a line about the others; empty if there are none.
+
+    Those that need attention come first: dead, failed or missing ones, and those that a round waits for.
+    """
+    workers = list(status.workers)
+    if len(workers) <= most:
+        return workers, ""
+    awaited_sites = {missing.site for fragment in status.fragments for missing in fragment.waiting_for}
+    by_need = sorted(workers, key=lambda each: each.state == "alive" and each.site not in awaited_sites)
+    chosen = {each.site for each in by_need[:most]}
+    states = Counter(each.state for each in workers if each.site not in chosen)
+    rest = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    return [each for each in workers if each.site in chosen], (
+        f"and {len(workers) - most} more: {rest} (atoll status --json has all)"
+    )
+
+
+def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the columns of a table that fit into `width` characters, in their order; at least the sites' names."""
+    shown, rest = [0], width - max(len(row[0]) for row in rows)
+    for name in MOST_IMPORTANT[1:]:
+        column = COLUMNS.index(name)
+        needs = max(len(row[column]) for row in rows)
+        rest -= 2 + (min(needs, FOLD_CHARS) if name in FOLDED else needs)
+        if rest < 0:
+            break
+        shown.append(column)
+    return sorted(shown)
 
 
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
@@ -255,7 +332,8 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """Return the lines about the run as a whole."""
-    end = ", FAILED" if status.failed else ", FINISHED" if status.finished else ""
+    marks = {"FAILED": status.failed, "FINISHED": status.finished, "STOPPING": status.stopping, "PAUSED": status.paused}
+    end = next((f", {mark}" for mark, is_set in marks.items() if is_set), "")
     run = f"run {status.run[:8]}, epoch {status.epoch}{end}"
     if status.model_bytes and not status.algorithm:  # the saved status is missing
         lines = [f"{status.name} at {address}: model {size(status.model_bytes)}, {run}"]
@@ -312,10 +390,10 @@ def placed(place: status_messages.PlaceStatus) -> str:
 
 def plain(status: status_messages.Status, address: str) -> list[str]:
     """Return the status as lines of text with aligned columns."""
-    rows = [list(COLUMNS), *map(worker_row, status.workers)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [*headline(status, address), *(body if status.workers else ["no worker has joined yet"]), *latest(status)]
+    workers, rest = picked(status, ROWS)
+    rows = aligned([COLUMNS, *map(worker_row, workers)])
+    body = [*rows, *filter(None, [rest])] if workers else ["no worker has joined yet"]
+    return [*headline(status, address), *body, *latest(status)]
 
 
 def latest(status: status_messages.Status) -> list[str]:
@@ -325,24 +403,43 @@ def latest(status: status_messages.Status) -> list[str]:
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 
-def table(status: status_messages.Status, address: str) -> RenderableType:
-    """Return the status as a table for the package rich: lines about the run, workers, and the last rounds."""
+def table(status: status_messages.Status, address: str, width: int, height: int | None = None) -> RenderableType:
+    """Return the status as a table for the package rich: lines about the run, workers, and the last rounds.
+
+    A narrow terminal has fewer columns. The name of a site is never cut: a longer one is broken into several lines.
+
+    Args:
+        status: the status.
+        address: address of the server.
+        width: width of the terminal in characters.
+        height: its height in lines; None: as many workers as in lines of text.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     colours = {"alive": "green", "dead": "red", "failed": "red", "left": "dim"}
     grid = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        grid.add_column(column, justify="left" if column in ("site", "state", "doing", "metrics") else "right")
-    for worker in status.workers:
-        cells = [Text(cell) for cell in worker_row(worker)]
-        cells[1].stylize(colours.get(worker.state, ""))
+    lines, ends = headline(status, address), latest(status)
+    used = sum(len(line) // width + 1 for line in (*lines, *ends)) + 5
+    most = ROWS if height is None else max(LEAST_ROWS, height - used)
+    workers, rest = picked(status, most)
+    rows = list(map(worker_row, workers))
+    shown = columns_for([COLUMNS, *rows], width)
+    for column in (COLUMNS[each] for each in shown):
+        left = column in ("site", "state", "doing", "metrics")
+        folds = column in FOLDED or len(shown) == 1
+        grid.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=not folds)
+    for worker, row in zip(workers, rows, strict=True):
+        cells = [Text(row[each]) for each in shown]
+        if len(cells) > 1:
+            cells[1].stylize(colours.get(worker.state, ""))
         grid.add_row(*cells)
-    lines = headline(status, address)
+    hidden = len(COLUMNS) - len(shown)
+    narrow = f"{hidden} columns need a wider terminal" if hidden and workers else ""
     return Group(
         Text(lines[0], style="bold"),
         *map(Text, lines[1:]),
         grid if status.workers else Text("no worker has joined yet", style="dim"),
-        *(Text(line, style="dim") for line in latest(status)),
+        *(Text(line, style="dim") for line in filter(None, [rest, narrow, *ends])),
     )

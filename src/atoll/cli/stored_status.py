@@ -65,6 +65,8 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
     workflows = _workflows(state.ended_workflows(), last.workflows)
     # the journal marks a run as finished with its last round, but other workflows may follow
     is_over = all(each.state == "done" for each in workflows) if workflows else ended
+    controls = state.controls()
+    idle = "paused" if controls.paused else "gathering"
     finished = is_over or (last.finished and last.epoch == epoch)
     before, heads, phases = {worker.site: worker for worker in last.workers}, state.heads(), state.round_states()
     return last.model_copy(
@@ -72,12 +74,14 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
             "epoch": epoch,
             "finished": finished,
             "failed": failed or last.failed,
+            "paused": controls.paused,
+            "stopping": controls.stopping,
             "left_s": None,
             "fragments": [
                 status_messages.FragmentStatus(
                     fragment=head.fragment,
                     version=head.version or 0,
-                    phase="finished" if finished or ended else PHASES.get(phases.get(head.fragment, ""), "gathering"),
+                    phase="finished" if finished or ended else PHASES.get(phases.get(head.fragment, ""), idle),
                     waiting_for=[],
                     reason="" if finished or ended else AS_STORED,
                 )

@@ -34,6 +34,8 @@ UNREAD_S = 2.0
 """Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
 
 
+MOST_NAMED = 20
+"""Largest number of sites that a line names."""
 NAME_BYTES = 255
 """Maximum length of a file name on usual file systems, in bytes."""
 
@@ -65,6 +67,12 @@ def require_file(out: Path, example: str) -> None:
     require_writable_folder(out.parent, ELSEWHERE)
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines of text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def staleness(counts: Mapping[str, int]) -> str:
     """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
 
@@ -83,7 +91,9 @@ def staleness(counts: Mapping[str, int]) -> str:
 
 def awaited(fragment: status_messages.FragmentStatus) -> str:
     """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say."""
-    sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
+    shown = [f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for[:MOST_NAMED]]
+    more = len(fragment.waiting_for) - len(shown)
+    sites = ", ".join([*shown, *([f"and {more} more"] if more else [])])
     reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
     if sites and reason.startswith("waits for "):  # the reason names the same sites, but without the times
         reason = reason.partition("; ")[2]

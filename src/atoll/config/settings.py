@@ -524,7 +524,9 @@ class Disk(Group):
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: a kill of the server, or a power loss."
     )
-    keep_versions: int = Field(2, ge=1, description="Number of newest versions that the server keeps.")
+    keep_versions: int = Field(
+        2, ge=1, description="Number of newest versions that the server keeps; `atoll rollback` can go back to them."
+    )
     max_pinned_versions: int = Field(
         4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."
     )

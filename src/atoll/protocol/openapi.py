@@ -14,7 +14,16 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.protocol import messages, routes, run_events, site_curves, status_messages, swarm_messages, task_messages
+from atoll.protocol import (
+    admin_messages,
+    messages,
+    routes,
+    run_events,
+    site_curves,
+    status_messages,
+    swarm_messages,
+    task_messages,
+)
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -56,6 +65,7 @@ READERS: tuple[CallerKind, ...] = ("site", "reader", "admin")
 """For what is shown of a run. A reader learns of the sites and their metrics, and cannot download the model."""
 EXPORTERS: tuple[CallerKind, ...] = ("site", "admin")
 """For what `atoll export` needs."""
+ADMIN: tuple[CallerKind, ...] = ("admin",)
 HOLDERS: tuple[CallerKind, ...] = ("site", "peer")
 """For an object; the request has its secret."""
 
@@ -360,6 +370,36 @@ OPERATIONS: tuple[Operation, ...] = (
         lease=True,
         body_bytes=routes.REPORT_BODY_BYTES,
         problems=(*_LEASED, "config", "busy"),
+    ),
+    Operation(
+        "pause_run",
+        "POST",
+        routes.PAUSE,
+        "Pause the run, or let it go on. Updates under way still count.",
+        callers=ADMIN,
+        request=admin_messages.PauseRun,
+        reply=admin_messages.Controlled,
+        problems=("conflict", "disk_full"),
+    ),
+    Operation(
+        "stop_run",
+        "POST",
+        routes.STOP,
+        "End the run after the present round, or at once.",
+        callers=ADMIN,
+        request=admin_messages.StopRun,
+        reply=admin_messages.Controlled,
+        problems=("conflict", "disk_full"),
+    ),
+    Operation(
+        "roll_back",
+        "POST",
+        routes.ROLLBACK,
+        "Let the run go on from an earlier version that the server still has. The server begins again meanwhile.",
+        callers=ADMIN,
+        request=admin_messages.RollBack,
+        reply=admin_messages.Controlled,
+        problems=("conflict", "gone", "busy", "disk_full"),
     ),
     Operation(
         "get_status", "GET", routes.STATUS, "Get the status of the run.", callers=READERS, reply=status_messages.Status

@@ -134,10 +134,38 @@ class Warned(Happened):
     text: Shown
 
 
+class RunPaused(Happened):
+    """The admin has paused the run."""
+
+    what: Literal["run paused"] = "run paused"
+
+
+class RunResumed(Happened):
+    """The admin lets a paused run go on."""
+
+    what: Literal["run resumed"] = "run resumed"
+
+
+class RunStopping(Happened):
+    """The admin has ended the run: no further round opens."""
+
+    what: Literal["run stopping"] = "run stopping"
+
+
+class WentBack(Happened):
+    """The run goes on from an earlier version, as its admin asked."""
+
+    what: Literal["went back"] = "went back"
+    fragment: Count
+    version: Count = Field(description="Version from which the run goes on.")
+    lost: Count = Field(description="Newest version before.")
+
+
 class RunFinished(Happened):
     """The last round has ended."""
 
     what: Literal["run finished"] = "run finished"
+    reason: Shown = Field("", description="Why the run ended before its last round; else empty.")
 
 
 class RunFailed(Happened):
@@ -162,6 +190,10 @@ RunEvent = Annotated[
     | TaskOpened
     | TaskAnswered
     | Warned
+    | RunPaused
+    | RunResumed
+    | RunStopping
+    | WentBack
     | RunFinished
     | RunFailed,
     Field(discriminator="what"),

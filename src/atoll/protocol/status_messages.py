@@ -207,6 +207,8 @@ class Status(Message):
     rounds: Count = 0
     finished: bool = False
     stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
+    paused: bool = Field(False, description="Whether the admin has paused the run.")
+    stopping: bool = Field(False, description="Whether the admin has ended the run: the current round is the last.")
     failed: Shown = Field("", description="Why the run has failed and the server has ended; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")

@@ -115,6 +115,23 @@ class TrainingBegins:
 
 
 @dataclass(frozen=True, slots=True)
+class RunPaused:
+    """The admin pauses the run: no round opens and no ticket is issued, but updates under way are still accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResumed:
+    """The admin lets a paused run go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStopped:
+    """The admin ends the run: after the current round; or at once (`now`), without the updates of an open round."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time has passed.
 
@@ -136,6 +153,9 @@ Event = (
     | AggregatorLost
     | StateLost
     | TrainingBegins
+    | RunPaused
+    | RunResumed
+    | RunStopped
     | TimePassed
 )
 
@@ -285,6 +305,22 @@ class RoundSatOut(Decision):
     next_ticket: int
     number: int
     sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ControlsChanged(Decision):
+    """The admin has paused, resumed or stopped the run."""
+
+    paused: bool
+    stopping: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStopped(Decision):
+    """The open round from `base_version` ends without a version, because the admin stopped the run at once."""
+
+    fragment: int
+    base_version: int
 
 
 @dataclass(frozen=True, slots=True)

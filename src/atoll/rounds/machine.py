@@ -22,12 +22,13 @@ from typing import assert_never
 from atoll.rounds import events, leases
 from atoll.rounds.closing_policy import Barrier, StayOpen
 from atoll.rounds.early_stopping import Measurement
-from atoll.rounds.state import CurrentRound, FragmentSnapshot, Rules, Snapshot, State, StateDraft, StepResult
+from atoll.rounds.state import PAUSED, CurrentRound, FragmentSnapshot, Rules, Snapshot, State, StateDraft, StepResult
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTicket, advance
 
 NEXT_ROUND = "counts from the next round on"
 STATE_BEGINS = "the state of the run's algorithm begins at zero again, so this round is trained again"
 NOT_DRAWN = "was not drawn for this round; each round draws again"
+STOPPED = "the run was stopped by its admin before this round ended"
 
 
 def step(state: State, event: events.Event, now_s: float) -> StepResult:
@@ -62,9 +63,8 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _commit(draft, fragment, version, value)
         case events.AggregatorLost() | events.StateLost():
             _repeat(draft, event)
-        case events.TrainingBegins():
-            draft.change(rules=replace(state.rules, held=False))
-            _review_rounds(draft)
+        case events.TrainingBegins() | events.RunPaused() | events.RunResumed() | events.RunStopped():
+            _control(draft, event)
         case events.TimePassed():
             _end_silent(draft)
         case _:
@@ -136,6 +136,8 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
         reason = f"it sits out this round; the round {draft.state.why(fragment, draft.now_s)}"
     elif ticket is None and site not in round_.expected:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
+    elif draft.state.paused and not (ticket and ticket.state == "open"):
+        reason = PAUSED
     if reason:
         draft.effects.append(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open":
@@ -157,6 +159,8 @@ def _request_async(draft: StateDraft, site: str, fragment: int) -> None:
         draft.effects.append(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
         draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
+    elif draft.state.paused:
+        draft.effects.append(events.TicketWithheld(site, fragment, PAUSED))
     else:
         reason = f"a newer ticket of {site} has replaced it"
         _end_open(draft, fragment, "replaced by a newer one", reason, site=site)
@@ -217,7 +221,7 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
 
 
 def _go_on(draft: StateDraft, fragment: int, event: str, last_event: str) -> None:
-    """After the end of a round, open the next one; after the last round, finish the fragment.
+    """After the end of a round, open the next one, unless the run is paused; after the last, finish the fragment.
 
     Args:
         draft: the new state, which this function changes.
@@ -225,19 +229,79 @@ def _go_on(draft: StateDraft, fragment: int, event: str, last_event: str) -> Non
         event: the event that ended the round, from the table of transitions `ROUND`.
         last_event: the event if this was the last round.
     """
-    round_, rounds = draft.round(fragment), draft.state.rules.rounds
-    if (rounds and round_.done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
-        phase = advance(f"Fragment {fragment}", ROUND, round_.phase, last_event)
+    round_, rounds, state = draft.round(fragment), draft.state.rules.rounds, draft.state
+    if (rounds and round_.done >= rounds) or state.stopping or state.rules.tracking.stops(state.progress):
         _end_open(draft, fragment, "run finished", "the run is finished")
         # Keep acknowledged updates: the run may be started again with more rounds.
         waiting = {site: ticket for site, ticket in _pending_tickets(round_).items() if ticket.state == "accepted"}
-        draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
+        draft.change_round(fragment, tickets=waiting)
+        _finish(draft, fragment, last_event)
+    elif state.paused:
+        _hold(draft, fragment, f"{event} while paused")
         draft.wake = True
-        if draft.state.finished:
-            draft.effects.append(events.RunFinished())
     else:
         _open_next(draft, fragment, event)
         _review_rounds(draft)
+
+
+def _finish(draft: StateDraft, fragment: int, event: str) -> None:
+    """Finish a fragment by an event of the table of transitions `ROUND`."""
+    phase = advance(f"Fragment {fragment}", ROUND, draft.round(fragment).phase, event)
+    draft.change_round(fragment, phase=phase, expected={}, frozen=(), until_s=None, first_s=None)
+    draft.wake = True
+    if draft.state.finished:
+        draft.effects.append(events.RunFinished())
+
+
+def _hold(draft: StateDraft, fragment: int, event: str) -> None:
+    """After a round's end, open no round, because the run is paused. Updates of an asynchronous run may still come."""
+    round_ = draft.round(fragment)
+    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
+    tickets = _pending_tickets(round_) if draft.state.is_async(fragment) else {}
+    draft.change_round(fragment, phase=phase, expected={}, tickets=tickets, frozen=(), until_s=None, first_s=None)
+
+
+def _control(
+    draft: StateDraft, event: events.TrainingBegins | events.RunPaused | events.RunResumed | events.RunStopped
+) -> None:
+    """Begin, pause, resume or stop the rounds. An event that comes after the end has no effect."""
+    state = draft.state
+    if isinstance(event, events.TrainingBegins):
+        draft.change(rules=replace(state.rules, held=False))
+        _review_rounds(draft)
+        return
+    if state.finished:
+        return
+    stopping = state.stopping or isinstance(event, events.RunStopped)
+    paused = isinstance(event, events.RunPaused) and not stopping
+    if (paused, stopping) != (state.paused, state.stopping):
+        draft.change(paused=paused, stopping=stopping)
+        draft.effects.append(events.ControlsChanged(paused, stopping))
+        draft.wake = True
+    for fragment in range(len(state.rounds)):
+        phase = draft.round(fragment).phase
+        if stopping and phase in ("gathering", "paused"):
+            _end_open(draft, fragment, "run finished", STOPPED)
+            _finish(draft, fragment, "stopped")
+        elif isinstance(event, events.RunStopped) and phase == "open" and (event.now or _is_untouched(draft, fragment)):
+            _stop_round(draft, fragment)
+        elif phase == "paused" and not paused:
+            _open_next(draft, fragment, "resumed")
+    _review_rounds(draft)
+
+
+def _is_untouched(draft: StateDraft, fragment: int) -> bool:
+    """Return whether no site works for the present round."""
+    return not any(ticket.is_live for ticket in draft.round(fragment).tickets.values())
+
+
+def _stop_round(draft: StateDraft, fragment: int) -> None:
+    """End an open round without a version. Its updates are not used, and its tickets end."""
+    _collect_again(draft, fragment, STOPPED)
+    if draft.round(fragment).phase == "open":  # else all sites had sat out
+        _end_open(draft, fragment, "run finished", STOPPED)
+        draft.effects.append(events.RoundStopped(fragment, draft.round(fragment).head))
+        _finish(draft, fragment, "stopped")
 
 
 def _repeat(draft: StateDraft, event: events.AggregatorLost | events.StateLost) -> None:
@@ -327,7 +391,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
         replace(
             CurrentRound("finished", fragment.head, tickets=mine)
             if stopped
-            else _restored(rules, fragment, mine, now_s),
+            else _restored(rules, fragment, mine, now_s, stopping=journal.stopping),
             lost=fragment.lost,
             sat_out_rounds=fragment.sat_out_rounds,
             sat_out_in_a_row=fragment.sat_out_in_a_row,
@@ -343,10 +407,14 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
         next_ticket=max([journal.next_ticket, *(ticket.id + 1 for ticket in journal.tickets)]),
         next_lease=max([journal.next_lease, *(member.lease + 1 for member in journal.members)]),
         progress=journal.progress,
+        paused=journal.paused,
+        stopping=journal.stopping,
     )
     draft = StateDraft(state, now_s)
     for fragment, round_ in enumerate(rounds):
-        if round_.phase == "closing" and not round_.frozen:  # crash after the commit, before the next round opened
+        if round_.phase == "closing" and not round_.frozen and journal.paused:
+            _hold(draft, fragment, "version committed while paused")
+        elif round_.phase == "closing" and not round_.frozen:  # crash after the commit, before the next round opened
             _open_next(draft, fragment, "version committed")
         elif round_.phase == "closing":
             _expire(draft, fragment)
@@ -358,7 +426,9 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     return draft.result()
 
 
-def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float) -> CurrentRound:
+def _restored(
+    rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float, *, stopping: bool
+) -> CurrentRound:
     head = journal.head
     if rules.rounds and journal.done >= rules.rounds:
         return CurrentRound("finished", head, tickets=tickets)
@@ -368,7 +438,8 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Issued
         expected = dict.fromkeys(journal.expected, now_s)
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
         return CurrentRound("open", head, now_s, expected, tickets, first_s=first_s)
-    return CurrentRound("closing" if journal.started else "gathering", head, tickets=tickets)
+    phase = "finished" if stopping else "closing" if journal.started else "gathering"
+    return CurrentRound(phase, head, tickets=tickets)
 
 
 # -- rounds open, expect sites and close
@@ -378,7 +449,8 @@ def _review_rounds(draft: StateDraft) -> None:
     """Update all rounds after a change of members, tickets or time. Close those that the policy closes."""
     rules = draft.state.rules
     for fragment in range(len(draft.state.rounds)):
-        if draft.round(fragment).phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
+        waits = rules.held or draft.state.paused or len(draft.state.seen_s) < rules.sites
+        if draft.round(fragment).phase == "gathering" and not waits:
             _open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
             limit, head = rules.max_staleness, draft.round(fragment).head

@@ -24,6 +24,8 @@ from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.transitions import IllegalTransition, IssuedTicket
 
+PAUSED = "the run is paused, so no site gets a ticket until its admin resumes it"
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -121,7 +123,7 @@ class CurrentRound:
     """The current round of one fragment.
 
     Args:
-        phase: state in the table of transitions `ROUND`: `gathering`, `open`, `closing` or `finished`.
+        phase: state in the table of transitions `ROUND`: `gathering`, `open`, `closing`, `paused` or `finished`.
         head: newest version of the fragment, from which the round starts.
         opened_s: time when the round opened.
         expected: expected site → time when the round began to wait for it. Each site is alive or has an accepted
@@ -177,6 +179,8 @@ class State:
         progress: summary of the tracked metric.
         ending: live sites that submit no more updates. Snapshots do not contain them: after a restart of the server,
             the sites announce their end again.
+        paused: whether the admin has paused the run. A round that was open then is still open.
+        stopping: whether the admin has ended the run. Rounds that are open or closing are its last ones.
     """
 
     rules: Rules
@@ -187,6 +191,14 @@ class State:
     next_lease: int = 1
     progress: MetricProgress = field(default_factory=MetricProgress)
     ending: frozenset[str] = frozenset()
+    paused: bool = False
+    stopping: bool = False
+
+    @property
+    def why_ended(self) -> str:
+        """Why the run has ended before its last round, as text; empty if it has not."""
+        by_admin = "stopped by its admin" if self.stopping and self.finished else ""
+        return self.rules.tracking.why(self.progress) or by_admin
 
     @property
     def active_s(self) -> Mapping[str, float]:
@@ -272,6 +284,8 @@ class State:
     def why(self, fragment: int, now_s: float) -> str:
         """Return what a fragment does or waits for, as a sentence without its subject, such as "waits for clinic-a"."""
         round_ = self.rounds[fragment]
+        if round_.phase == "paused" or (round_.phase == "gathering" and self.paused):
+            return "is paused, until its admin resumes the run"
         if round_.phase == "gathering" and self.rules.held:
             return "does not train at present: the sites work on tasks of a workflow"
         if round_.phase == "gathering":
@@ -280,11 +294,13 @@ class State:
         if round_.phase == "closing":
             return f"aggregates {number_of(len(round_.frozen), 'update')} of round {round_.number}"
         if round_.phase == "finished":
-            return "; ".join(filter(None, ["is finished", self.rules.tracking.why(self.progress)]))
+            return "; ".join(filter(None, ["is finished", self.why_ended]))
         decision = self.rules.policy.decide(self.view(fragment), now_s)
         if not isinstance(decision, StayOpen):
             return "is about to close"
-        return f"{decision.reason}; {listed(round_.sat_out)} sat out" if round_.sat_out else decision.reason
+        last = "this is the last round, because the admin has stopped the run" if self.stopping else ""
+        sat_out = f"{listed(round_.sat_out)} sat out" if round_.sat_out else ""
+        return "; ".join(filter(None, [decision.reason, sat_out, PAUSED if self.paused else last]))
 
     def may_submit(self, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
         """Return None if the process that holds `lease` may submit an update for `ticket` now.
@@ -391,6 +407,7 @@ class Snapshot:
         next_lease: number of the next lease.
         finished: whether `RunFinished` is in the journal.
         progress: summary of the tracked metric over all versions in the journal.
+        paused, stopping: as in `State`.
     """
 
     fragments: tuple[FragmentSnapshot, ...]
@@ -400,6 +417,8 @@ class Snapshot:
     next_lease: int = 1
     finished: bool = False
     progress: MetricProgress = field(default_factory=MetricProgress)
+    paused: bool = False
+    stopping: bool = False
 
 
 StepResult = tuple[State, tuple[Effect, ...]]

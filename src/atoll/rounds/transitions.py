@@ -34,13 +34,19 @@ ROUND: Table = {
     ("open", "policy closes"): "closing",
     ("open", "all sites sat out"): "open",
     ("open", "all sites sat out the last round"): "finished",
+    ("open", "all sites sat out while paused"): "paused",
     ("open", "updates lost"): "open",
+    ("open", "stopped"): "finished",
     ("closing", "updates lost"): "open",
     ("closing", "version committed"): "open",
+    ("closing", "version committed while paused"): "paused",
     ("closing", "last version committed"): "finished",
+    ("paused", "resumed"): "open",
+    ("paused", "stopped"): "finished",
+    ("gathering", "stopped"): "finished",
 }
-"""Transitions of a fragment's rounds. `gathering` comes only before round 1; later, the end of a round opens the next.
-"""
+"""Transitions of a fragment's rounds. `gathering` comes only before round 1; later, the end of a round opens the next,
+or leads to `paused` if the admin has paused the run."""
 
 TICKET: Table = {
     ("open", "update accepted"): "accepted",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from atoll.server.coordinator.accept_update import UpdateAdmission
+from atoll.server.coordinator.admin_operations import AdminOperations
 from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
@@ -93,6 +94,7 @@ def assemble(
         sites=SiteOperations(run, place, tasks, history.attendance),
         tickets=TicketOperations(run, leases, shapes, place, tasks, history.time_left),
         updates=UpdateOperations(run, leases, place, admission, filtering),
+        admin=AdminOperations(run, place, tasks),
         admission=admission,
         history=history,
         background=background,

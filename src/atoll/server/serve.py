@@ -364,8 +364,12 @@ class Server:
             failed: Exception | None = None
             is_again = False
             try:
-                while (shapes := (served := await self._serve_run(accept, failed)).shapes.to_take_over) is not None:
+                while (served := await self._serve_run(accept, failed)).begins_again:
+                    if self._thread.stopping.is_set():
+                        break  # the next start does it
                     is_again = True
+                    if (shapes := served.shapes.to_take_over) is None:
+                        continue  # the run goes back: recovery does it
                     try:
                         await asyncio.to_thread(take_over_shapes, served.run.plan, shapes)
                     except Exception as error:  # nothing was changed: serve the run once more, to tell its sites
@@ -411,7 +415,7 @@ class Server:
             moved_from = before if _has_moved(before, self.url, self.settings.network.host) else ""
             served.coordinator.start(self.url, moved_from)
             keep_status(served)
-            self._served = served
+            self._served, self._last_status = served, None  # the run may have gone back
             if schedule is not None:
                 schedule.start(served)
             accepting = await accept(runner)

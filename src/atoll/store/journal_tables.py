@@ -373,6 +373,27 @@ class Totals:
     bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """What the admin has asked of the run.
+
+    Attributes:
+        paused: whether no round begins.
+        stopping: whether the present rounds are the last ones.
+        back_to: version from which the next start of the server lets the run go on; None: the newest.
+    """
+
+    paused: bool
+    stopping: bool
+    back_to: int | None
+
+
+def controls(query: Callable[..., list[tuple[Any, ...]]]) -> Controls:
+    """Return what the admin has asked of the run, by a function that reads the journal."""
+    ((paused, stopping, back_to),) = query("SELECT paused, stopping, back_to FROM meta")
+    return Controls(bool(paused), bool(stopping), None if back_to < 0 else back_to)
+
+
 def utc_text() -> str:
     """Return the current time in UTC, as ISO 8601 with whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -495,7 +516,7 @@ AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
 TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, SITE_ROUNDS, GENERATIONS, AUDIT)
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 
 SCHEMA = f"""
 CREATE TABLE meta (
@@ -503,9 +524,12 @@ CREATE TABLE meta (
     epoch INTEGER NOT NULL,
     finished INTEGER NOT NULL,
     failed TEXT NOT NULL DEFAULT '',
+    paused INTEGER NOT NULL DEFAULT 0,
+    stopping INTEGER NOT NULL DEFAULT 0,
+    back_to INTEGER NOT NULL DEFAULT -1,
     {ROW_CHECK}
 ) STRICT;
-INSERT INTO meta VALUES (1, 0, 0, '', {row_check(1, 0, 0, "")});
+INSERT INTO meta VALUES (1, 0, 0, '', 0, 0, -1, {row_check(1, 0, 0, "", 0, 0, -1)});
 
 CREATE TABLE shapes (
     fragment INTEGER NOT NULL,

@@ -32,8 +32,18 @@ from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, read_head
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
-from atoll.store.journal_tables import AuditRow, MemberRow, RoundState, Row, RunRow, Table, VersionRow
-from atoll.store.round_summaries import Summary, site_curves, summaries
+from atoll.store.journal_tables import (
+    AuditRow,
+    Controls,
+    MemberRow,
+    RoundState,
+    Row,
+    RunRow,
+    Table,
+    VersionRow,
+    controls,
+)
+from atoll.store.round_summaries import Summary, site_curves, summaries, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.schema import Schema
@@ -100,6 +110,10 @@ class StateReader:
         ((epoch, finished, failed),) = self.rows("SELECT epoch, finished, failed FROM meta")
         return epoch, bool(finished), failed
 
+    def controls(self) -> Controls:
+        """Return what the admin has asked of the run."""
+        return controls(self.rows)
+
     def heads(self) -> list[Head]:
         """Return the newest version of each fragment, in the order of the fragments."""
         return [
@@ -141,6 +155,23 @@ class StateReader:
             StateCorrupt: a row is damaged.
         """
         return site_curves(self.rows, asked)
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the journal keeps of what happened in the run, oldest first, as the server's stream has it.
+
+        Rounds have their sites. Damaged events are left out.
+        """
+        found = []
+        for number, of_site, text, check in self.rows(
+            "SELECT number, of_site, event_json, row_check FROM events ORDER BY number"
+        ):
+            if journal_tables.row_check(number, of_site, text) != check:
+                continue
+            event = {"number": number, **json.loads(text)}
+            if "summary" in event:
+                event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(event["summary"])))
+            found.append(event)
+        return found
 
     def audit_after(self, seq: int) -> list[AuditRow]:
         """Return the entries of the audit log after entry `seq`, in their order. Their hashes are not checked."""

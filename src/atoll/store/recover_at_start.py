@@ -10,11 +10,13 @@ from pathlib import Path
 
 from atoll.errors import StateCorrupt
 from atoll.format_text import number_of
+from atoll.protocol.run_events import WentBack
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
 from atoll.store.journal import NEW_RUN, Journal
-from atoll.store.journal_tables import DELTAS, PartRow, TicketRow, VersionRow
+from atoll.store.journal_tables import DELTAS, PartRow, TicketRow, VersionRow, utc_text
+from atoll.store.kept_events import EventRows
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 from atoll.store.versions import Versions
@@ -24,10 +26,17 @@ class Recovery:
     """Checks the files of a run at a server's start, and drops damaged ones. `Store.recover` describes the details."""
 
     def __init__(
-        self, journal: Journal, audit: AuditLog, slots: Slots, run_log: RunLog, tickets: Tickets, versions: Versions
+        self,
+        journal: Journal,
+        audit: AuditLog,
+        slots: Slots,
+        run_log: RunLog,
+        tickets: Tickets,
+        versions: Versions,
+        events: EventRows,
     ) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
-        self._run_log, self._tickets, self._versions = run_log, tickets, versions
+        self._run_log, self._tickets, self._versions, self._events = run_log, tickets, versions, events
 
     def run(self) -> tuple[str, ...]:
         """Check the newest versions and all updates against their digests, drop damaged ones, and remove unused files.
@@ -38,7 +47,7 @@ class Recovery:
         Raises:
             StateCorrupt: all versions of a fragment are damaged. This fragment's files and rows stay unchanged.
         """
-        fell_back = []
+        fell_back = self._go_back()
         for fragment in self._slots.fragments:
             with self._journal.lock:
                 fell_back += self._recover_head(fragment)
@@ -57,6 +66,35 @@ class Recovery:
         return (*fell_back, *warnings)
 
     # -- versions
+
+    def _go_back(self) -> list[str]:
+        """If the admin has asked so, go back to an earlier version, in one transaction. Return sentences about it.
+
+        With the run, the algorithm's state begins again: what sites have is of later versions. So no site sends an
+        update again that it formed before (docs/decisions/0050). If the version is damaged, the run does not go back.
+        """
+        back_to = self._run_log.controls.back_to
+        if back_to is None:
+            return []
+        with self._journal.lock:
+            heads = self._versions.heads()
+            later = {fragment: head for fragment, head in enumerate(heads) if head > back_to}
+            rows = [row for fragment in later for row in self._versions.kept(fragment) if row.version == back_to]
+            is_whole = len(rows) == len(later) and all(map(self._verifies, rows))
+            with self._journal.transaction(synced=True):
+                self._run_log.ask_back_to(None)
+                if not is_whole:
+                    return [f"Version {back_to} is damaged or missing, so the run does not go back to it."]
+                said = [self._fall_back(fragment, head, back_to, asked=True) for fragment, head in later.items()]
+                if said:
+                    self._run_log.begin_generation(
+                        back_to, f"The run went back to version {back_to}, as its admin asked"
+                    )
+                for fragment, head in later.items():
+                    event = WentBack(fragment=fragment, version=back_to, lost=head, at=utc_text())
+                    self._events.append(event.model_dump_json(exclude={"number"}), of_site=False)
+        failpoint("recover.midway")
+        return said
 
     def _recover_head(self, fragment: int) -> list[str]:
         """Find a fragment's newest intact version. If newer ones are damaged, make the run continue from this version.
@@ -111,18 +149,22 @@ class Recovery:
                         "DELETE FROM deltas WHERE fragment = ? AND version = ?", fragment, row.version
                     )
 
-    def _fall_back(self, fragment: int, head: int, version: int) -> str:
+    def _fall_back(self, fragment: int, head: int, version: int, *, asked: bool = False) -> str:
         """Return to an older version in one transaction: expire later updates, delete later rounds and versions.
 
         Args:
             fragment: the fragment.
             head: number of the lost newest version.
             version: number of the version to continue from.
+            asked: whether the admin has asked for it; else version `head` was lost.
 
         Returns:
             A sentence about the loss.
         """
-        reason = f"version {head}{self._journal.of(fragment)} was lost; the run continues from version {version}"
+        of = self._journal.of(fragment)
+        reason = f"version {head}{of} was lost; the run continues from version {version}"
+        if asked:
+            reason = f"the run went back from version {head}{of} to version {version}, as its admin asked"
         with self._journal.transaction():
             lost = self._tickets.select(
                 "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND state IN ('open', 'accepted', 'counted')",
@@ -146,7 +188,7 @@ class Recovery:
                 self._journal.execute(sql, fragment, version)
             generation = self._run_log.generation
             anew = ""
-            if generation.version > version:  # sites have no state of earlier generations any more
+            if generation.version > version and not asked:  # sites have no state of earlier generations any more
                 why = f"The algorithm's state had begun at zero from version {generation.version} on"
                 anew = f" {self._run_log.begin_generation(version, why)}"
             self._journal.execute("UPDATE meta SET epoch = epoch + 1, finished = 0")
@@ -157,7 +199,10 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        return f"{reason[0].upper()}{reason[1:]}: {number_of(len(lost), 'update')} must be submitted again.{anew}"
+        then = f"{number_of(len(lost), 'update')} must be submitted again"
+        if asked:
+            then = f"{number_of(sum(ticket.is_in for ticket in lost), 'update')} no longer counted"
+        return f"{reason[0].upper()}{reason[1:]}: {then}.{anew}"
 
     # -- updates
 

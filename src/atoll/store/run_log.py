@@ -18,6 +18,7 @@ from atoll.store.journal_tables import (
     RUNS,
     SAT_OUT,
     TICKETS,
+    Controls,
     GenerationRow,
     HistoryRow,
     MemberRow,
@@ -25,6 +26,7 @@ from atoll.store.journal_tables import (
     RunRow,
     SatOutRow,
     Totals,
+    controls,
     utc_text,
 )
 from atoll.store.round_summaries import Summary, ended_rounds, summaries, with_sites
@@ -103,6 +105,22 @@ class RunLog:
         if why != self.failed:
             with self._journal.transaction():
                 self._journal.execute("UPDATE meta SET failed = ?", why)
+
+    @property
+    def controls(self) -> Controls:
+        """What the admin has asked of the run."""
+        return controls(self._journal.rows)
+
+    def control(self, *, paused: bool, stopping: bool) -> None:
+        """Record whether the run is paused, and whether it is being stopped."""
+        with self._journal.transaction():
+            self._journal.execute("UPDATE meta SET paused = ?, stopping = ?", int(paused), int(stopping))
+            self._audit.append("controlled", paused=paused, stopping=stopping)
+
+    def ask_back_to(self, version: int | None) -> None:
+        """Record from which version the next start lets the run go on; None: from the newest."""
+        with self._journal.transaction():
+            self._journal.execute("UPDATE meta SET back_to = ?", -1 if version is None else version)
 
     def totals(self) -> Totals:
         """Return the numbers of versions, updates, deaths and bytes that the run has had so far."""
@@ -341,6 +359,12 @@ class RunLog:
                 SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text()),
             )
             self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
+
+    def drop_open_round(self, fragment: int, base_version: int) -> None:
+        """Record that an open round has ended without a version, because the run was stopped."""
+        with self._journal.transaction():
+            sql = "DELETE FROM rounds WHERE fragment = ? AND base_version = ? AND state = 'open'"
+            self._journal.execute(sql, fragment, base_version)
 
     def last_sat_out_round(self, fragment: int) -> SatOutRow:
         """Return the record of a fragment's last round that ended without a version; all zero if there was none."""

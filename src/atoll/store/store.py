@@ -157,6 +157,7 @@ class Store:
     def recover(self) -> tuple[str, ...]:
         """Check the files against the journal and drop damaged ones. Call it at every start, after `slots.shape`.
 
+        If the admin has asked for an earlier version, the run first goes back to it.
         The newest version of each fragment is compared with its digests. If it is damaged, the run continues from the
         newest intact version: updates for later versions expire, later rounds are deleted, and the epoch rises.
         Damaged parts of incomplete updates are dropped. A damaged accepted update expires, and its round opens again.
@@ -169,7 +170,10 @@ class Store:
         Raises:
             StateCorrupt: all versions of a fragment are damaged. This fragment's files and rows stay unchanged.
         """
-        return Recovery(self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions).run()
+        recovery = Recovery(
+            self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions, self.events
+        )
+        return recovery.run()
 
     def free_bytes(self) -> int:
         """Return how many bytes this user can still write to the state directory's disk.

@@ -406,6 +406,30 @@ class Versions:
         """Return the rows of all versions of a fragment that the server still has, oldest first."""
         return tuple(self._journal.select(VERSIONS, "WHERE fragment = ? ORDER BY version", fragment))
 
+    def require_whole(self, version: int) -> None:
+        """Check that the run can go back to a version: each fragment has it, with the outer optimizer's state.
+
+        Raises:
+            Gone: it cannot; the message lists the versions to which it can.
+        """
+        heads = self.heads()
+        whole = [
+            {row.version for row in self.kept(fragment) if row.state_slot is not None or not row.state_digests}
+            for fragment in range(len(heads))
+        ]
+        earlier = [
+            each
+            for each in sorted(set.union(*whole))
+            if each < max(heads)
+            and all(each in found or each >= head for found, head in zip(whole, heads, strict=True))
+        ]
+        if version not in earlier:
+            kept = ", ".join(map(str, earlier)) or "none"
+            raise Gone(
+                f"The run cannot go back to version {version}: the server does not have it with the state after it.",
+                f"Versions that it has so: {kept}. To have more of them later, raise disk.keep_versions.",
+            )
+
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
         """Return the row of the delta that leads from an older version to `version`; None if there is none."""
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
@@ -518,14 +542,14 @@ class Versions:
     def drop_old(self, fragment: int) -> None:
         """Drop versions that are neither needed nor being read. Call it in a transaction; the commit frees their files.
 
-        States of the outer optimizer are kept for the newest version, for the one before (in case the newest turns out
-        to be damaged), for the newest version that survives a power loss, and for versions that are being read with
-        their state.
+        States of the outer optimizer are kept for the newest `keep_versions` versions (the run may go back to one of
+        them), at least for the newest and the one before, in case the newest turns out to be damaged; for the newest
+        version that survives a power loss, and for versions that are being read with their state.
         """
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
             return
-        stateful = {*self._newest(fragment, 2), self.durable(fragment)}
+        stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment)}
         for row in self.kept(fragment):
             pins = self._pins_of(fragment, [row])
             with_state = row.version in stateful or any(pin.state_fd is not None for pin in pins)

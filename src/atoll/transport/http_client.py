@@ -149,6 +149,7 @@ class Http:
         counters: counts of bytes and retries.
         lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
         secret: secret of a published object to send with every request; empty if there is none.
+        date: the Date header of the last answer; empty if it had none.
         losses: number of times that a connection has timed out. Connections that are older than the last time may be
             dead, because a firewall may have forgotten them.
         on_problem: called with the error of every answer that is one, also of a part, before the error is raised.
@@ -181,7 +182,7 @@ class Http:
                 self._root, self._proxy_headers = self.server, dict(self.proxy.headers)
         self.secure = client_context(ca) if secure else None
         self.counters = Counters()
-        self.lease = self.secret = ""
+        self.lease = self.secret = self.date = ""
         self.patience_s = math.inf
         self.losses = 0
         self.on_problem: Callable[[AtollError], None] = lambda _: None
@@ -324,7 +325,8 @@ class Http:
         try:
             connection = response.connection
             assert isinstance(connection, _Connection)
-            most_bytes = routes.answer_bytes(path) if response.status < 400 else routes.PROBLEM_BYTES
+            self.date = response.headers.get("Date", "")
+            most_bytes = routes.answer_bytes(path.partition("?")[0]) if response.status < 400 else routes.PROBLEM_BYTES
             answer = connection.answer.body(most_bytes)
         except BaseException:
             response.close()

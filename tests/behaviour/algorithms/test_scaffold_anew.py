@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from kit import copy_folder, flip_bit, together
+from kit.admin import roll_back
 from kit.damage import damage_head
 from kit.folders import put_back
 from kit.world import World
@@ -133,6 +134,20 @@ def restore_to(
         seen |= take_rounds(world, after, group=group)
     world.put_back(backup)
     return seen, backup
+
+
+@pytest.mark.covers("S2")
+def test_controls_begin_anew_when_the_admin_goes_back(world: World) -> None:
+    """Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7."""
+    world.set(**{"disk.keep_versions": 9})
+    with world:
+        take_rounds(world, 4)
+        roll_back(world, 2)
+        seen = take_rounds(world, 5, "acb")
+        world.wait(7)
+        (text,) = told(world)
+    assert "The run went back to version 2, as its admin asked" in text
+    require_paper(seen, 3, 5)
 
 
 @pytest.mark.covers("S2", "F42")

@@ -461,3 +461,65 @@ def test_status_asks_the_server_of_the_directory(status_of, tmp_path: Path) -> N
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
     assert "if no server runs, `atoll server` continues the run" in fragment["reason"]
+
+
+def drawn(status: dict[str, Any], width: int, height: int | None = None) -> list[str]:
+    """The status as a terminal of this size shows it."""
+    from rich.console import Console
+
+    from atoll.cli.status import table
+
+    out = io.StringIO()
+    console = Console(width=width, file=out)
+    console.print(table(Status.model_validate(status), "http://there", width, height))
+    return out.getvalue().splitlines()
+
+
+NAMES = [f"hospital-of-the-university-of-{city}-radiology" for city in ("bonn", "bern", "brno")]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_names_of_sites_are_never_cut(known, width: int) -> None:
+    """A name longer than the terminal is broken into lines; what has no place is left out, and counted."""
+    workers = [known["workers"][0] | {"site": name} for name in NAMES]
+    lines = drawn(known | {"workers": workers}, width)
+    assert max(map(len, lines)) <= width
+    text = "".join(line.rstrip() for line in lines)
+    assert [text.count(name) for name in NAMES] == [1, 1, 1]
+    assert "…" not in "".join(lines)
+    assert ("columns need a wider terminal" in " ".join(lines)) == (width < 200)
+
+
+def test_many_sites_are_capped_by_need(known) -> None:
+    """Those that are dead or awaited are shown, a line counts the rest, and the line of the round stays short."""
+    workers = [known["workers"][0] | {"site": f"s{number:03}", "state": "alive"} for number in range(500)]
+    workers[400] |= {"state": "dead", "error": "no heartbeat"}
+    fragment = known["fragments"][0] | {"waiting_for": [{"site": f"s{each}", "for_s": 3.0} for each in range(450, 490)]}
+    many = known | {"workers": workers, "fragments": [fragment]}
+    lines = drawn(many, 120, 30)
+    shown = [line.split()[0] for line in lines if line.split()[1:2] in (["alive"], ["dead"])]
+    assert "s400" in shown
+    assert {"s450", "s451"} <= {*shown}
+    assert len(lines) <= 30
+    (rest,) = [line for line in lines if line.startswith("and ")]
+    assert rest.strip() == f"and {500 - len(shown)} more: {500 - len(shown)} alive (atoll status --json has all)"
+    assert any("s469 (3.0 s), and 20 more" in line for line in drawn(many, 1000, 30))
+
+
+def test_a_watch_ends_without_a_server(tmp_path, monkeypatch, capsys) -> None:
+    """It waits for a server that may be started again, but not for ever."""
+    from atoll.cli import status as command
+    from atoll.errors import ServerUnreachable
+
+    monkeypatch.setattr(command, "AWAY_S", 1.0)
+    monkeypatch.chdir(tmp_path)
+    with plain_server(tmp_path, nn.Linear(2, 1)) as server:
+        url = server.url
+
+        def stop_later(*_: object) -> None:
+            server.stop()
+
+        monkeypatch.setattr(command, "plain", lambda *words: (stop_later(), ["shown once"])[1])
+        with pytest.raises(ServerUnreachable, match=r"It has been away for 1 s.*atoll status --dir"):
+            command.command(url, watch=True)
+    assert "shown once" in capsys.readouterr().out

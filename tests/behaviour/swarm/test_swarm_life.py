@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness.processes import Nursery, wait_until
 from kit import Gate, Threads, copy_folder, flip_bit, run_to_end, tensors_digest
+from kit.admin import asked, pause, resume, stop
 from kit.folders import put_back
 from kit.models import wide_model
 from kit.processes import command, export
@@ -21,8 +22,10 @@ from swarm_world import EVERY_SITE_AND_ROUND, IN_TURN, PLAIN, QUICK, SITES, Site
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, Gone, ServerLost, UsageError
+from atoll.errors import ConfigError, Conflict, Gone, ServerLost, UsageError
 from atoll.filters import NormClip
+from atoll.protocol import routes
+from atoll.protocol.admin_messages import RollBack
 
 pytestmark = pytest.mark.covers("P10")
 
@@ -394,4 +397,25 @@ def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
         sites = Sites(server.url, tmp_path)
         run_to_end(server, sites)
         assert any("begins at zero again" in text for text in server.status().warnings)
+    assert len(sites.digests) == 1
+
+
+@pytest.mark.slow
+def test_a_swarm_is_paused_and_stopped(tmp_path: Path) -> None:
+    """Earlier versions are at its sites, so it cannot go back."""
+    gate = Gate(2, "ab")
+    with serve_swarm(tmp_path, **QUICK, **{"rounds.sites": 2, "rounds.total": 50}) as server:
+        sites = Sites(server.url, tmp_path, "ab", during=gate)
+        gate.wait()
+        pause(server)
+        gate.open()
+        wait_until(lambda: server.status().fragments[0].phase == "paused", "the end of round 2")
+        assert server.status().version == 2
+        with pytest.raises(Conflict, match="The run is a swarm"):
+            asked(server, routes.ROLLBACK, RollBack(version=1))
+        resume(server)
+        wait_until(lambda: server.status().version >= 3, "round 3")
+        stop(server)
+        run_to_end(server, sites)
+        assert server.status().stopped == "stopped by its admin"
     assert len(sites.digests) == 1

@@ -27,6 +27,16 @@ def test_no_schedule_breaks_a_guarantee():
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
 
+def test_runs_are_paused_and_stopped_in_every_schedule():
+    """A paused run opens no round and issues no ticket; a stopped run finishes.
+
+    No acknowledged update is lost, except those of a round that is ended at once.
+    """
+    seen = explore(examples=200, admin=True)
+    wanted = ("finished", "RoundStopped", "crashes", "versions", *schedules.OF_THE_ADMIN)
+    assert all(seen[what] > 10 for what in wanted), seen
+
+
 def test_a_run_without_faults_makes_versions_steadily():
     # A round: ask 2 s, train at most 7 s, polls of 4 s, submit 2 s, pass 2 s; in 150 s at least 6 of them.
     """Without faults, a simulated run makes at least 6 versions in 150 s and loses no lease or ticket.
@@ -77,8 +87,8 @@ def no_help_from_late_joiners(monkeypatch):
 
 
 def every_restart_opens_the_round_anew(monkeypatch):
-    def restored(rules, journal, tickets, now_s):
-        return original(rules, replace(journal, expected=None), tickets, now_s)
+    def restored(rules, journal, tickets, now_s, **more):
+        return original(rules, replace(journal, expected=None), tickets, now_s, **more)
 
     original = machine._restored
     monkeypatch.setattr(machine, "_restored", restored)

@@ -90,7 +90,8 @@ class Coordinator:
         self._background.complete_metrics()
         if run.state.finished:
             if not run.has_workflows:
-                LOG.info("this run has ended. To train further, raise rounds.total; for a new run, use another folder")
+                how = "run `atoll resume` with --dir" if run.state.stopping else "raise rounds.total"
+                LOG.info("this run has ended. To train further, %s; for a new run, use another folder", how)
             if snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
                 run.spawn(self._finish())
         else:
@@ -176,7 +177,7 @@ class Coordinator:
         await wait_for_end(self._saving_best, self._last_write)
         await self._background.save_metrics()
         await asyncio.wrap_future(self._background.persistor.idle())
-        why_finished = run.ledger.rules.tracking.why(run.state.progress)
+        why_finished = run.state.why_ended
         number = min(run.store.versions.heads())
         what = "the run" if not run.has_workflows else "training"
         reason = f", {why_finished}" if why_finished else ""

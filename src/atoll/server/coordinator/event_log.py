@@ -235,6 +235,9 @@ def happened_by(effect: events.Effect, before: State, after: State, population: 
             return run_events.RoundReopened(fragment=fragment, round=after.rounds[fragment].number, reason=reason)
         case events.RoundSatOut(fragment, number=number):
             return run_events.RoundEnded(fragment=fragment, round=number, summary=sat_out_by_all(effect, population))
+        case events.ControlsChanged(paused, stopping):
+            kind = run_events.RunStopping if stopping else run_events.RunPaused if paused else run_events.RunResumed
+            return kind()
         case events.RunFinished():
-            return run_events.RunFinished()
+            return run_events.RunFinished(reason=after.why_ended)
     return None

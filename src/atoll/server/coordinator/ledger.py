@@ -22,6 +22,7 @@ from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IssuedTicket
 from atoll.server.coordinator.event_log import EventLog, happened_by, sat_out_by_all
 from atoll.server.coordinator.roster import Presence
+from atoll.store.run_log import RunLog
 from atoll.store.store import Store
 
 
@@ -188,6 +189,16 @@ def _write_decision(
         case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
             summary = sat_out_by_all(effect, len(roster))
             run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
+        case events.ControlsChanged() | events.RoundStopped() | events.RunFinished():
+            _write_control(run_log, effect)
+
+
+def _write_control(run_log: RunLog, effect: events.ControlsChanged | events.RoundStopped | events.RunFinished) -> None:
+    match effect:
+        case events.ControlsChanged(paused, stopping):
+            run_log.control(paused=paused, stopping=stopping)
+        case events.RoundStopped(fragment, base):
+            run_log.drop_open_round(fragment, base)
         case events.RunFinished():
             run_log.finish()
 
@@ -231,4 +242,6 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         next_lease=run_log.next_lease(),
         finished=run_log.finished,
         progress=progress,
+        paused=run_log.controls.paused,
+        stopping=run_log.controls.stopping,
     )

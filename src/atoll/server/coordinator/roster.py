@@ -390,7 +390,7 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     present, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if present >= floor:
         return _short_of_samples(state)
-    if all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
+    if all(round_.phase in ("gathering", "paused", "finished") for round_ in state.rounds):
         return ""
     absent = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in absent.items()])})" if absent else ""
@@ -550,13 +550,17 @@ class TimeLeft:
         if self._count >= self._fragments:
             self._commits_s.append(now_s)
 
+    def begin_again(self) -> None:
+        """Forget the times so far, because the run was paused between them."""
+        self._commits_s.clear()
+
     def of(self, state: State, now_s: float) -> float | None:
         """Return the estimated remaining seconds.
 
-        Return None if the run has no end or is over, if too few sites take part, or before this process has committed a
-        round after the first.
+        Return None if the run has no end, is over, paused or being stopped, if too few sites take part, or before this
+        process has committed a round after the first.
         """
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
-        if not self._rounds or state.finished or stands_still:
+        if not self._rounds or state.finished or state.paused or state.stopping or stands_still:
             return None
         return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)

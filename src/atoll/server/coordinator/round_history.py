@@ -59,6 +59,8 @@ class RoundHistory:
                 self.attendance.expects(effect, self._run.state)
             case events.RoundSatOut():
                 self.attendance.all_sat_out(effect, self._run.state)
+            case events.ControlsChanged():
+                self.time_left.begin_again()
 
     def value(self, summary: status_messages.RoundSummary) -> float | None:
         """Return the value of the metric that `rounds.best_metric` names in a round; None if there is none."""

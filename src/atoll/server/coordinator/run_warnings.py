@@ -32,7 +32,7 @@ class RunWarnings:
         present = [presence for _, presence in sorted(run.roster.items())]
         return [
             *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
-            *filter(None, [run.store.run_log.generation.reason]),
+            *filter(None, [run.store.run_log.generation.reason if run.plan.algorithm.state_groups else ""]),
             *self._advice,
             *(text for source in self._sources for text in source()),
             *run.events.problems.values(),

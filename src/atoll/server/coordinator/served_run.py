@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atoll.server.coordinator.accept_update import UpdateAdmission
+from atoll.server.coordinator.admin_operations import AdminOperations
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.extension import Extensions
@@ -36,8 +37,14 @@ class ServedRun:
     sites: SiteOperations
     tickets: TicketOperations
     updates: UpdateOperations
+    admin: AdminOperations
     admission: UpdateAdmission
     history: RoundHistory
     background: BackgroundWriter
     warnings: RunWarnings
     failure: FailureNotices
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether the run begins again after this server: with other shapes, or from an earlier version."""
+        return self.run.begins_again.is_set() and self.run.failed is None

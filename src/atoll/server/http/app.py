@@ -90,6 +90,7 @@ def make_app(served: ServedRun, gate: Gate, version: str) -> web.Application:
         served.sites,
         served.tickets,
         served.updates,
+        served.admin,
         *served.extensions.own,
         served.place,
         NoSwarm(),

@@ -391,7 +391,7 @@ class WorkflowSchedule:
         try:
             while not future.done():
                 now_s, progress = time.monotonic(), (step.notes, progress_of_run(self._run, self._queue))
-                if progress != last:
+                if progress != last or self._run.state.paused:  # a paused run makes none
                     last, step.moved_s = progress, now_s
                 on_progress(step)
                 if limit_s and now_s - step.moved_s >= limit_s:

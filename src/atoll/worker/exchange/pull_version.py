@@ -223,7 +223,7 @@ class Puller:
         base_note = source.note
         if base_note is not None and base_note.run == session.info.run and base_note.version > version.number:
             LOG.warning(
-                "%s: the server went back from version %d to %d: it was restored, or lost power",
+                "%s: the server went back from version %d to %d: its admin asked for that, or it was restored",
                 session.site,
                 base_note.version,
                 version.number,

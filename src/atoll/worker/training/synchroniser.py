@@ -126,6 +126,7 @@ class FragmentState:
         base_step: the last local step that the base includes; local progress consists of the later steps.
         version: the version in the base.
         ended: the reason why the run has ended; empty until then.
+        went_back: whether the run has gone back to an earlier version, as its admin asked, before the last reply.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -134,6 +135,8 @@ class FragmentState:
         self.ticket: Ticket | None = None
         self.local_steps = self.base_step = self.version = 0
         self.ended = ""
+        self._generation: int | None = None
+        self.went_back = False
 
     @property
     def counted_step(self) -> int:
@@ -143,9 +146,15 @@ class FragmentState:
     def heard(self, reply: Next) -> None:
         """Store the server's reply about the next round: its ticket and number, or that the run has ended."""
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
+        self.went_back = self.goes_back(reply)
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
         self.local_steps = self.ticket.local_steps if self.ticket else self.local_steps
+        self._generation = self.ticket.generation if self.ticket else self._generation
+
+    def goes_back(self, reply: Next) -> bool:
+        """Return whether the run has gone back since the last reply, so that local steps since then do not count."""
+        return isinstance(reply, Open) and self._generation not in (None, reply.ticket.generation)
 
 
 class PendingSync:
@@ -575,14 +584,14 @@ class Synchroniser:
             True if the local steps were added, False if they were discarded, `Lost` if the server cannot be reached.
         """
         site, name, version = self._session.site, self._name(fragment), fragment.version
-        if self._rules.on_missed == "reset":
-            missed = self._step - fragment.base_step
+        if self._rules.on_missed == "reset" or fragment.went_back:
+            missed, went = self._step - fragment.base_step, "back" if fragment.went_back else "on"
             lost = self._load(fragment, reply, self._step if self._is_whole else self.newest_step)
             if lost is not None:
                 return lost
             self._session.report(
                 OF_LOST_STEPS,
-                f"{name} went on to version {fragment.version} without this worker; its {missed} local steps since "
+                f"{name} went {went} to version {fragment.version} without this worker; its {missed} local steps since "
                 f"version {version} are lost",
             )
             self._after_new_version()
@@ -654,7 +663,8 @@ class Synchroniser:
         # if local steps may be discarded, wait for a whole version instead of training from a partial one
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
-        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sits_out else self._rules.alpha)
+        alpha = 0.0 if sits_out or fragment.goes_back(reply) else self._rules.alpha
+        return self._load(fragment, reply, self._step, patience, alpha=alpha)
 
     def _counted(self, reply: Next) -> None:
         self.rounds += 1
@@ -679,7 +689,7 @@ class Synchroniser:
         is_in = pending.refusal is None and not pending.sits_out
         if is_in:
             self._counted(pending.reply)
-        alpha = self._rules.alpha if is_in else 0.0
+        alpha = self._rules.alpha if is_in and not fragment.goes_back(pending.reply) else 0.0
         self._merge(fragment, pending.reply, pending.step, alpha)
         self._after_new_version()
 

@@ -1,0 +1,136 @@
+"""`atoll compare`: the runs of several state directories side by side, as a table, a plot or JSON."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from atoll.cli.stored_status import stored_status
+from atoll.cli.text import aligned, duration, require_file, size
+from atoll.errors import UsageError
+from atoll.format_text import visible
+from atoll.protocol import status_messages
+from atoll.store.reader import has_run, open_state
+from atoll.store.round_summaries import ended_rounds
+
+RUNS = Path("runs")
+"""Folder in which `atoll run` keeps runs, so that a run can be given by its name."""
+SHOWN = ("run", "state", "algorithm", "rounds", "version", "sites")
+"""What the table shows as it is."""
+
+Compared = dict[str, Any]
+"""What is compared of a run, as `--json` prints it."""
+
+
+def command(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="State directories of runs, or names of runs in the folder runs.", metavar="RUN…"),
+    ],
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the metrics over the rounds to this file (PNG, SVG, PDF).")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON, with the metrics of each round.")] = False,
+) -> None:
+    """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round."""
+    if plot is not None:
+        require_file(plot, "compare.png")
+    found = [_compared(each) for each in runs]
+    if json:
+        print(json_module.dumps(found, indent=2))
+    else:
+        print("\n".join(map(visible, table(found))))
+        if plot is None:
+            print(f"To draw the metrics: atoll compare {' '.join(map(str, runs))} --plot compare.png", file=sys.stderr)
+    if plot is not None:
+        draw(found, plot)
+        if not json:
+            print(f"the plot is in {plot}")
+
+
+def _compared(run: Path) -> Compared:
+    folder = run if has_run(run) or not has_run(RUNS / run) else RUNS / run
+    status, _ = stored_status(folder)
+    with open_state(folder) as state:
+        rounds = ended_rounds(state.rows, None)
+    every = [status_messages.RoundSummary.model_validate_json(each.summary_json) for each in rounds]
+    summaries = [each for each in every if each.fragment == 0]  # a round of several fragments counts once
+    names = sorted({name for each in summaries for name in each.metrics})
+    times = [datetime.fromisoformat(each.created_at) for each in rounds if each.fragment == 0]
+    seconds = (times[-1] - times[0]).total_seconds() / (len(times) - 1) if len(times) > 1 else None
+    return {
+        "run": str(run),
+        "state": _state(status),
+        "algorithm": status.algorithm,
+        "rounds": len(summaries),
+        "version": status.version,
+        "sites": len(status.workers),
+        "bytes_up": sum(each.bytes_up for each in every),
+        "seconds_per_round": seconds,
+        "metrics": {name: _metric(name, summaries, status.best) for name in names},
+    }
+
+
+def _state(status: status_messages.Status) -> str:
+    if status.failed:
+        return "failed"
+    return "finished" if status.finished else "paused" if status.paused else "not over"
+
+
+def _metric(
+    name: str, summaries: Sequence[status_messages.RoundSummary], tracked: status_messages.BestStatus | None
+) -> dict[str, Any]:
+    """Return a metric's last and best value, the round of the best one, and (round, value) of each round with it."""
+    points = [(each.round, each.metrics[name]) for each in summaries if name in each.metrics]
+    mode = tracked.mode if tracked is not None and tracked.metric == name else "min" if name.endswith("loss") else "max"
+    best_round, best = (min if mode == "min" else max)(points, key=lambda point: point[1])
+    return {"last": points[-1][1], "best": best, "best_round": best_round, "points": points}
+
+
+def table(runs: Sequence[Compared]) -> list[str]:
+    """Return the runs as lines of text with aligned columns: one line a run, two columns a metric."""
+    names = sorted({name for each in runs for name in each["metrics"]})
+    rows = [[*SHOWN, "sent", "s/round", *(column for name in names for column in (name, f"best {name} (round)"))]]
+    for each in runs:
+        pace = "-" if each["seconds_per_round"] is None else duration(each["seconds_per_round"])
+        cells = [*(str(each[name]) for name in SHOWN), size(each["bytes_up"]), pace]
+        for name in names:
+            metric = each["metrics"].get(name)
+            cells += (
+                [f"{metric['last']:.4g}", f"{metric['best']:.4g} ({metric['best_round']})"] if metric else ["-", "-"]
+            )
+        rows.append(cells)
+    return aligned(rows)
+
+
+def draw(runs: Sequence[Compared], out: Path) -> None:
+    """Draw each metric over the rounds, one line a run.
+
+    Raises:
+        UsageError: matplotlib is not installed, the runs have no metrics, or the file's ending is not a format of it.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("--plot needs matplotlib, which is not installed.", "pip install matplotlib.") from None
+    names = sorted({name for each in runs for name in each["metrics"]})
+    if not names:
+        raise UsageError("The runs have reported no metrics, so there is nothing to draw.", "Leave out --plot.")
+    figure = Figure(figsize=(7, 3 * len(names)), layout="constrained")
+    axes: Any = figure.subplots(len(names), squeeze=False)
+    for name, (axis,) in zip(names, axes, strict=True):
+        for each in runs:
+            if metric := each["metrics"].get(name):
+                axis.plot(*zip(*metric["points"], strict=True), label=each["run"])
+        axis.set(ylabel=name, xlabel="round")
+        axis.legend()
+    try:
+        figure.savefig(out)
+    except ValueError as error:
+        raise UsageError(f"{out} cannot be drawn: {error}.", "Name it .png, .svg or .pdf.") from error

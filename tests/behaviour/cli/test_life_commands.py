@@ -1,0 +1,276 @@
+"""`atoll pause`, `resume`, `stop`, `rollback`, `logs`, `compare` and `doctor`, as a run's admin meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.processes import Nursery, wait_until
+from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, halfway_run, serve
+from kit.processes import Outcome, command, running
+from kit.tls import write_certificate
+
+from atoll.store.reader import open_state
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    """A run that was killed in round 2, at version 1."""
+    return halfway_run(tmp_path_factory.mktemp("halfway"), **{"disk.keep_versions": 9})
+
+
+@pytest.fixture
+def killed(halfway: Halfway, tmp_path: Path) -> Path:
+    return copy_folder(halfway.later, tmp_path / "run")
+
+
+@pytest.fixture
+def ask(nursery: Nursery, tmp_path: Path) -> Callable[..., str]:
+    """What a command prints that ends well."""
+
+    def asked(*words: str, folder: Path = tmp_path, **environment: str) -> str:
+        outcome = command(nursery, folder, *words, **environment)
+        assert outcome.returncode == 0, outcome.stderr
+        return outcome.stdout
+
+    return asked
+
+
+@pytest.fixture
+def refused(nursery: Nursery, tmp_path: Path) -> Callable[..., str]:
+    """Why a command is refused, after its exit code."""
+
+    def asked(*words: str, folder: Path = tmp_path, **environment: str) -> str:
+        outcome: Outcome = command(nursery, folder, *words, **environment)
+        assert outcome.returncode != 0, outcome.stdout
+        return f"{outcome.returncode} {outcome.stderr}"
+
+    return asked
+
+
+def fragment_of(text: str) -> dict[str, Any]:
+    """The first fragment of a status."""
+    return dict(json.loads(text)["fragments"][0])
+
+
+@pytest.fixture
+def paused(nursery: Nursery, tmp_path: Path, ask: Callable[..., str]) -> Iterator[tuple[ForkedServer, FederatedSites]]:
+    """A server and two sites that were paused in round 2; its server was killed since, and started again."""
+    gate = Gate(2)
+    with ForkedServer(nursery, tmp_path, **{"rounds.total": 50, "disk.keep_versions": 9}) as server:
+        wait_until(lambda: server.log.exists() and "listening on" in server.log.read_text(), "a server")
+        sites = FederatedSites(server.url, tmp_path, during=gate)
+        gate.wait()
+        said = ask("pause", "--dir", "state")
+        assert said == (
+            "the run is paused: no round begins; round 2 is under way, and 2 updates of it may still come. "
+            "To go on: atoll resume --dir state.\n"
+        )
+        gate.open()
+        wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json"))["version"] == 2, "version 2")
+        server.process.now.kill()
+        yield server, sites
+
+
+@pytest.mark.slow
+def test_a_run_is_paused_resumed_and_stopped(
+    paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    """The pause outlives a kill of the server; a stopped run ends as a finished one, at its server and at its sites."""
+    server, sites = paused
+    wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
+    assert fragment_of(ask("status", "--dir", "state", "--json"))["phase"] == "paused"
+    words = ("--server", server.url, "--token-file", "state/reader.token")
+    assert refused("resume", *words).startswith("8 ")
+    assert ask("resume", *words[:3], "state/admin.token") == (
+        f"the run goes on. To watch it: atoll status --server {server.url}.\n"
+    )
+    answer = json.loads(ask("stop", "--dir", "state", "--json"))
+    assert (answer["paused"], answer["stopping"]) == (False, True)
+    sites.join()
+    assert server.process.wait() == 0
+    assert "stopped by its admin" in server.log.read_text()
+    status = json.loads(ask("status", "--dir", "state", "--json"))
+    assert status["finished"]
+    assert status["stopped"] == "stopped by its admin"
+    assert "the run in state is finished" in refused("pause", "--dir", "state").lower()
+    lines = ask("logs", "state").splitlines()
+    assert [each.partition("  ")[2] for each in lines if "admin" in each] == [
+        "the admin has paused the run",
+        "the admin lets the run go on",
+        "the admin has stopped the run",
+        "the run finished: stopped by its admin",
+    ]
+    assert any(each.endswith("a joined") for each in lines)
+    of_a = ask("logs", "state", "--site", "a")
+    assert "b joined" not in of_a
+    assert "the update of a for round 1 is accepted" in of_a
+    rounds = [json.loads(each) for each in ask("logs", "state", "--json").splitlines()]
+    assert [each["summary"]["sites"][0]["site"] for each in rounds if each["what"] == "round ended"][:2] == ["a", "a"]
+
+
+@pytest.mark.slow
+def test_following_ends_with_the_run(
+    paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], tmp_path: Path
+) -> None:
+    """`atoll logs --follow` and `atoll status --watch --dir` end with exit code 0."""
+    _, sites = paused
+    wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with (
+        running("logs", "state", "--follow", **pipes) as following,
+        running("status", "--watch", "--dir", "state", **pipes) as watching,
+    ):
+        while "paused" not in (said := following.stdout.readline()):
+            assert said
+        ask("stop", "--dir", "state")
+        sites.join()
+        rest, _ = following.communicate(timeout=60)
+        shown, _ = watching.communicate(timeout=60)
+    assert following.returncode == watching.returncode == 0
+    assert rest.splitlines()[-1].endswith("the run finished: stopped by its admin")
+    assert "FINISHED" in shown
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_while_its_sites_train(
+    paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    _, sites = paused
+    wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
+    assert "Versions that it has so: 0, 1." in refused("rollback", "7", "--dir", "state")
+    said = ask("rollback", "1", "--dir", "state")
+    assert said.startswith("the run has gone back to version 1; its sites take it with their next round.")
+    assert fragment_of(ask("status", "--dir", "state", "--json"))["version"] == 1
+    assert ask("rollback", "1", "--dir", "state").startswith("version 1 is the newest already.")
+    ask("resume", "--dir", "state")
+    wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json"))["version"] >= 4, "versions 3 and 4")
+    ask("stop", "--dir", "state")
+    sites.join()
+    ended = [each for each in ask("logs", "state", "--json").splitlines() if '"round ended"' in each]
+    assert [json.loads(each)["summary"]["version"] for each in ended][:4] == [1, 2, 3, 4]
+
+
+def test_without_a_server_the_next_start_obeys(
+    halfway: Halfway, killed: Path, ask: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    """The run is back at version 0 then; its last update is not used, and its result differs from before."""
+    assert ask("pause", "--dir", "state", folder=killed).startswith(
+        "no server runs; the run is paused from the next start of its server on."
+    )
+    assert json.loads(ask("status", "--dir", "state", "--json", folder=killed))["paused"]
+    assert "Versions that it has so: 0." in refused("rollback", "5", "--dir", "state", folder=killed)
+    assert "goes back to version 0 with the next start" in ask("rollback", "0", "--dir", "state", folder=killed)
+    assert ask("resume", "--dir", "state", folder=killed).startswith("no server runs; the run goes on")
+    sites = halfway.go_on(killed)
+    assert sites.trained["a", 1] == 1
+    with open_state(killed / "state") as state:
+        assert [row.version for row in state.heads()] == [4]
+        assert [each["what"] for each in state.events()].count("went back") == 1
+
+
+@pytest.mark.slow
+def test_a_kill_while_going_back_loses_nothing(
+    nursery: Nursery, halfway: Halfway, killed: Path, ask: Callable[..., str]
+) -> None:
+    """One start is killed before it goes back, the next after it has; the third finds the earlier version."""
+    ask("rollback", "0", "--dir", "state", folder=killed)
+    lives = ("epoch.raised=kill", "recover.midway=kill")
+    with ForkedServer(nursery, killed, lives, port=halfway.port, **halfway.settings) as server:
+        wait_until(lambda: server.process.deaths == 2, "two kills", 60)
+        wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json", folder=killed))["version"] == 0, "0")
+    assert ask_journal(killed, "SELECT back_to FROM meta") == [(-1,)]
+    found = ask_journal(killed, "SELECT count(*) FROM audit WHERE what = 'fell back'")
+    assert found == [(1,)]
+    assert "none changed or removed" in ask("audit", "state", folder=killed)
+
+
+def test_a_stopped_run_is_resumed_without_its_server(halfway: Halfway, killed: Path, ask: Callable[..., str]) -> None:
+    assert "is finished after its present round" in ask("stop", "--dir", "state", folder=killed)
+    assert "goes on with the next start" in ask("resume", "--dir", "state", folder=killed)
+    halfway.go_on(killed)
+    with open_state(killed / "state") as state:
+        assert [row.version for row in state.heads()] == [3]
+
+
+def test_commands_say_what_they_need(refused: Callable[..., str]) -> None:
+    assert "There is no run in 'nowhere'" in refused("pause", "--dir", "nowhere")
+    assert "--dir cannot be combined" in refused("stop", "--dir", "state", "--server", "http://x")
+    said = refused("stop", "--server", "http://127.0.0.1:9")
+    assert said.startswith("5 ")
+    assert "give --dir with its state directory" in said
+
+
+# -- compare, doctor, completion
+
+
+def test_compares_runs_as_a_table_and_a_plot(
+    killed: Path, ask: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    copy_folder(killed / "state", killed / "runs" / "other")
+    lines = ask("compare", "state", "other", "--plot", "both.png", folder=killed).splitlines()
+    assert lines[0].split()[:5] == ["run", "state", "algorithm", "rounds", "version"]
+    assert lines[0].endswith("best loss (round)")
+    assert [each.split()[0] for each in lines[1:3]] == ["state", "other"]
+    assert (killed / "both.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(ask("compare", "state", "--json", folder=killed))
+    (run,) = found
+    assert (run["rounds"], run["version"], run["state"]) == (1, 1, "not over")
+    assert run["metrics"]["loss"]["points"] == [[1, 1.0]]
+    assert "There is no run" in refused("compare", "nowhere", folder=killed)
+
+
+def test_doctor_finds_what_is_wrong(ask: Callable[..., str], refused: Callable[..., str], canned: Any) -> None:
+    said = ask("doctor", ATOLL_SERVER="")
+    assert [line.split()[1] for line in said.splitlines()[:-1]] == [
+        *("python", "torch", "gpu", "disk", "clock", "port", "proxy")
+    ]
+    assert said.splitlines()[-1] == "All is well. Next: atoll new my-run"
+    canned.answers["/healthz"] = (200, "ok\n")
+    found = {each["check"]: each for each in json.loads(ask("doctor", "--server", canned.url, "--json"))}
+    assert found["reach"]["state"] == "ok"
+    wrong = refused("doctor", "--server", "http://127.0.0.1:9", "--dir", "/proc/nothing")
+    assert wrong.startswith("1 ")
+
+
+def test_doctor_checks_tls_token_and_clock_of_a_server(
+    ask: Callable[..., str], nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the authority, TLS is wrong and nothing more is asked; with another token, the token alone is wrong."""
+    monkeypatch.setenv("ATOLL_TOKEN", "of-this-run")
+    with serve(tmp_path, **write_certificate(tmp_path), **{"network.host": "localhost"}) as server:
+        words = ("doctor", "--server", server.url, "--json")
+        authority = {"ATOLL_TLS_CA": str(tmp_path / "ca.pem")}
+        found = {each["check"]: each for each in json.loads(ask(*words, ATOLL_TOKEN="of-this-run", **authority))}
+        assert {found[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
+        assert "its certificate is accepted" in found["tls"]["text"]
+        for environment, wrong, said in (
+            ({"ATOLL_TOKEN": "another", **authority}, "token", "token"),
+            ({"ATOLL_TOKEN": "of-this-run"}, "tls", "cannot prove its identity"),
+        ):
+            outcome = command(nursery, tmp_path, *words, **environment)
+            assert outcome.returncode == 1
+            (only,) = [each for each in json.loads(outcome.stdout) if each["state"] == "wrong"]
+            assert only["check"] == wrong
+            assert said in only["text"]
+            assert only["remedy"]
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_completes_commands_without_torch(tmp_path: Path) -> None:
+    """A shell asks for completion with each press of the tab key, so it must be quick."""
+    program = (
+        "import sys\nsys.argv = ['atoll']\nfrom atoll.cli.main import app\n"
+        "try:\n    app()\nfinally:\n    assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    environment = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": "atoll st", "COMP_CWORD": "1", "PATH": "/usr/bin"}
+    outcome = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert outcome.stderr == ""
+    assert outcome.stdout.split() == ["status", "stop"]
