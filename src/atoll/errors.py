@@ -58,7 +58,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from atoll.format_text import shown, visible, visible_lines, without_leases
+from atoll.format_text import json_line, logs_json, shown, visible, visible_lines, without_leases
 
 LOG = logging.getLogger("atoll")
 
@@ -505,7 +505,8 @@ def error_lines(error: AtollError, where: str = "") -> str:
     """
     trace = f"{visible_lines(error.trace)}\n" if error.trace else ""
     location = f" ({where})" if where else ""
-    return f"{trace}atoll: {visible(' '.join(str(error).split()))}{visible(location)}"
+    text = f"{trace}atoll: {visible(' '.join(str(error).split()))}{visible(location)}"
+    return json_line("atoll", text, "ERROR") if logs_json() else text
 
 
 def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
@@ -537,6 +538,8 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         return
     if isinstance(error, AtollError) and is_ours:
         print(error_lines(error, _last_place_of_user_code(trace)), file=sys.stderr, flush=True)
+    elif logs_json() and is_ours:
+        print(json_line("atoll", f"{kind.__name__}: {error}", "ERROR", error), file=sys.stderr, flush=True)
     else:
         _hook_before(kind, error, trace)
     if isinstance(error, AtollError):

@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from atoll.errors import LOG
-from atoll.format_text import VisibleLines
+from atoll.format_text import JsonLines, VisibleLines, logs_json
 
 T = TypeVar("T")
 
@@ -268,7 +268,7 @@ def ensure_lines() -> None:
         if LOG.handlers or logging.getLogger().handlers:
             return
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(VisibleLines("atoll: "))
+        handler.setFormatter(JsonLines() if logs_json() else VisibleLines("atoll: "))
         LOG.addHandler(handler)
         LOG.propagate = False
         if LOG.level == logging.NOTSET:

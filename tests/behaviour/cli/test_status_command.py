@@ -53,7 +53,7 @@ def test_plain_lines_name_the_awaited(canned, atoll_command) -> None:
     outcome = atoll_command("status", "--server", canned.url)
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
-    assert lines[0].startswith(f"canned at {canned.url}: fedavg, barrier")
+    assert lines[0].startswith(f"canned at {canned.url}: fedavg, waits for all sites")
     assert "waiting for clinic-b (31 s); round 3 needs 2 updates" in outcome.stdout
     head = next(line for line in lines if line.startswith("site"))
     first, second = lines[lines.index(head) + 1 :][:2]

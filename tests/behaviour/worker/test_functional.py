@@ -391,7 +391,7 @@ def test_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFixture) -> 
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.submit(fl_round.load_into(ones()), steps=3)
-    assert "alone: the pseudo-gradient is all zero after 3 steps. Check that the optimizer has this" in caplog.text
+    assert "alone: the update is all zero after 3 steps. Check that the optimizer has this" in caplog.text
 
 
 def test_alone_loads_a_mapping_and_submits_a_module() -> None:
