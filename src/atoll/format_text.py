@@ -148,9 +148,9 @@ class JsonLines(logging.Formatter):
 
 def json_line(logger: str, text: str, level: str = "INFO", error: BaseException | None = None) -> str:
     """Return a line that is printed past logging as `JsonLines` formats it. `error` adds its traceback."""
-    about = {"name": logger, "levelname": level, "msg": text}
-    trace = {} if error is None else {"exc_info": (type(error), error, error.__traceback__)}
-    return JsonLines().format(logging.makeLogRecord(about | trace))
+    trace = error and (type(error), error, error.__traceback__)
+    about = {"name": logger, "levelname": level, "msg": text, "exc_info": trace}
+    return JsonLines().format(logging.makeLogRecord(about))
 
 
 TIMES_SAID = 3

@@ -124,7 +124,7 @@ OTHER_KEYS = {
 """Names of a setting in earlier releases and in other frameworks → `group.key`."""
 
 OF_THE_SCRIPT = frozenset(
-    ["lr", "learning_rate", "client_lr", "eta_l", "local_lr", "local_epochs", "epochs", "batch_size"]
+    ("lr", "learning_rate", "client_lr", "eta_l", "local_lr", "local_epochs", "epochs", "batch_size")
 )
 """Settings of other frameworks that are not Atoll's: they belong to the training script."""
 

@@ -44,7 +44,11 @@ class OpenTelemetry(Tracker):
         at_ns = int(seconds_of(event) * 1e9)
         match event:
             case run_events.RoundOpened():
-                about = {"atoll.run": self.run.id, "atoll.round": event.round, "atoll.fragment": event.fragment}
+                about: dict[str, Any] = {
+                    "atoll.run": self.run.id,
+                    "atoll.round": event.round,
+                    "atoll.fragment": event.fragment,
+                }
                 about |= {"atoll.version": event.version}
                 span = self._tracer.start_span(f"round {event.round}", start_time=at_ns, attributes=about)
                 self._open[event.fragment] = span, self._phase(span, "train", at_ns)

@@ -23,17 +23,17 @@ class TensorBoard(PointTracker):
 
         # points that a killed server wrote, but did not note, are hidden by purge_step, and come again
         path = folder or str(run.folder / "tensorboard")
-        self._writer = SummaryWriter(path, purge_step=self.step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(path, purge_step=self.step + 1)
         if not self.step:
             rows = [f"|{key}|{value.replace('|', chr(92) + '|')}|" for key, value in run.settings.items()]
-            self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]), 0)  # type: ignore[no-untyped-call]
+            self._writer.add_text("settings", "\n".join(["|setting|value|", "|---|---|", *rows]), 0)
 
     def write(self, step: int, at_s: float, run: Mapping[str, float], sites: Mapping[str, Mapping[str, float]]) -> None:
         """Write the points of a round."""
         for name, value in in_one(run, sites).items():
-            self._writer.add_scalar(name, value, step, walltime=at_s)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step, walltime=at_s)
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the files."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

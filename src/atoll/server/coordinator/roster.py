@@ -102,8 +102,8 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
-        kept += ("displaced", "rival")
+        counts = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
+        kept = (*counts, "displaced", "rival")
         joined = cls(
             site=message.site,
             host=message.host,

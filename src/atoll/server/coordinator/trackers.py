@@ -67,7 +67,7 @@ def makers_of(settings: Settings) -> dict[str, MakeTracker]:
     Raises:
         ConfigError: there is no such tracker, its library is not installed, or an option is wrong.
     """
-    found = {}
+    found = dict[str, MakeTracker]()
     for name, options in settings.server.options_of_trackers.items():
         kind = registry.load("trackers", name)
         if not (isinstance(kind, type) and issubclass(kind, Tracker)):
