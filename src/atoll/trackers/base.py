@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from atoll.protocol import run_events
 from atoll.protocol.status_messages import RoundSummary
 
+CONNECT_S = 5.0
+"""Seconds that a tracking server has to accept a connection."""
 OWN = "atoll/"
 """Beginning of the names of values that Atoll measures: a site's own metric cannot be taken for one of them."""
 
@@ -103,6 +107,21 @@ class PointTracker(Tracker):
         Args:
             failure: why the run has failed; None: it has finished.
         """
+
+
+def require_reachable(address: str) -> None:
+    """Check that something listens at an HTTP address. Other addresses pass.
+
+    Raises:
+        OSError: nothing accepts a connection within `CONNECT_S` seconds.
+    """
+    parts = urlsplit(address)
+    if parts.scheme in ("http", "https") and parts.hostname:
+        where = parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+        try:
+            socket.create_connection(where, CONNECT_S).close()
+        except OSError as error:
+            raise OSError(f"{where[0]}:{where[1]} cannot be reached ({error.strerror or error})") from error
 
 
 def seconds_of(event: run_events.Happened) -> float:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from atoll.trackers.base import PointTracker, TrackedRun
+from atoll.trackers.base import PointTracker, TrackedRun, require_reachable
 
-CONNECT_S = 5.0
-"""Seconds that a tracking server has to accept a connection. MLflow's own client tries for minutes."""
 MOST_PARAMS, PARAM_CHARS, MOST_METRICS = 100, 500, 1000
 """MLflow's limits of a request: number of parameters, length of a value, number of points."""
 LAST = "atoll/round"
@@ -34,10 +30,7 @@ class MLflow(PointTracker):
         from mlflow.tracking import MlflowClient
 
         uri = uri or get_tracking_uri()
-        address = urlsplit(uri)
-        if address.scheme in ("http", "https") and address.hostname:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            socket.create_connection((address.hostname, port), CONNECT_S).close()
+        require_reachable(uri)  # MLflow's own client tries for minutes before it says so
         self._entities, self._client = entities, MlflowClient(uri)
         found = self._client.get_experiment_by_name(experiment or run.name)
         self._experiment = found.experiment_id if found else self._client.create_experiment(experiment or run.name)

@@ -7,10 +7,17 @@ aggregate   from the closing to the new version
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from atoll.protocol import run_events
-from atoll.trackers.base import TrackedRun, Tracker, of_run, seconds_of
+from atoll.trackers.base import TrackedRun, Tracker, of_run, require_reachable, seconds_of
+
+
+def _endpoint() -> str:
+    """Return the address to which OpenTelemetry's own variables send spans."""
+    names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    return next(filter(None, map(os.environ.get, names)), "http://localhost:4318")
 
 
 class OpenTelemetry(Tracker):
@@ -34,6 +41,7 @@ class OpenTelemetry(Tracker):
         if not isinstance(provider, TracerProvider):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
+            require_reachable(endpoint or _endpoint())
             provider = self._own = TracerProvider(resource=Resource.create({"service.name": "atoll"}))
             provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint or None)))
         self._tracer = provider.get_tracer("atoll")
@@ -44,12 +52,8 @@ class OpenTelemetry(Tracker):
         at_ns = int(seconds_of(event) * 1e9)
         match event:
             case run_events.RoundOpened():
-                about: dict[str, Any] = {
-                    "atoll.run": self.run.id,
-                    "atoll.round": event.round,
-                    "atoll.fragment": event.fragment,
-                }
-                about |= {"atoll.version": event.version}
+                about: dict[str, Any] = {"atoll.run": self.run.id, "atoll.version": event.version}
+                about |= {"atoll.round": event.round, "atoll.fragment": event.fragment}
                 span = self._tracer.start_span(f"round {event.round}", start_time=at_ns, attributes=about)
                 self._open[event.fragment] = span, self._phase(span, "train", at_ns)
             case run_events.UpdateAccepted() | run_events.UpdateRefused() | run_events.SiteSatOut():

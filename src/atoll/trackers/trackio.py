@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from atoll.trackers.base import PointTracker, TrackedRun, in_one
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LOG = logging.getLogger("atoll.server")
 
 
@@ -40,10 +42,12 @@ class Trackio(PointTracker):
             auto_log_cpu=False,
             auto_log_gpu=False,
         )
+        self._last = getattr(self._run, "_next_step", 0) - 1  # trackio tells it nowhere else
 
     def write(self, step: int, at_s: float, run: Mapping[str, float], sites: Mapping[str, Mapping[str, float]]) -> None:
-        """Write the points of a round."""
-        self._run.log(in_one(run, sites), step=step)
+        """Write the points of a round, unless a server that was killed has written them."""
+        if step > self._last:
+            self._run.log(in_one(run, sites), step=step)
 
     def close(self) -> None:
         """Write what is left."""
@@ -51,4 +55,4 @@ class Trackio(PointTracker):
 
 
 def _log(*texts: Any, **_: Any) -> None:
-    LOG.info("trackio: %s", " ".join(map(str, texts)).strip("* "))
+    LOG.info("trackio: %s", _COLOUR.sub("", " ".join(map(str, texts))).strip("* "))

@@ -19,10 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import SecretStr
-
 from atoll import registry
-from atoll.config import Settings
+from atoll.config import Settings, to_toml
 from atoll.errors import AtollError, ConfigError
 from atoll.format_text import visible, without_credentials
 from atoll.json_files import read_note, write_note
@@ -139,10 +137,18 @@ class Trackers(Extension):
         await asyncio.gather(*(asyncio.to_thread(each.close) for each in self._followers))
 
 
+SHOWN = ("run", "model", "algorithm", "diloco", "rounds", "async", "swarm", "aggregation")
+"""The groups of settings that trackers get: what a run computes, and not where, nor options of the user's own code."""
+OWN_CODE = ("model.persistor", "aggregation.aggregator")
+
+
 def _as_texts(settings: Settings) -> dict[str, str]:
-    """Return the settings in effect as texts, without those that may contain a secret."""
-    values = {key: value for key, value in settings.by_key().items() if not key.startswith("server.")}
-    return {key: without_credentials(str(value)) for key, value in values.items() if not isinstance(value, SecretStr)}
+    """Return the settings in effect as texts."""
+    values = {key: value for key, value in settings.by_key().items() if key.partition(".")[0] in SHOWN}
+    return {
+        key: str(value) if isinstance(value, str) or key in OWN_CODE else "" if value is None else to_toml(value)
+        for key, value in values.items()
+    }
 
 
 class _Follower:
