@@ -374,8 +374,8 @@ class Totals:
 
 
 def utc_text() -> str:
-    """Return the current time in UTC, as ISO 8601 with whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """Return the current time in UTC, as ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 # -- Tables ↔ rows.

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from kit.world import World
-
 from tracked import Points, of_mlflow, of_tensorboard, of_trackio, of_wandb, runs_of_mlflow
 
 START = {"w": torch.zeros(2)}

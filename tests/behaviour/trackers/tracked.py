@@ -78,7 +78,7 @@ BLOCK, HEAD, RECORD = 2**15, 7, 7
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, as W&B writes it: crc, length, and whole (1) or a first … last piece."""
+    """The records of a log in LevelDB's format, as W&B writes it: crc, length, whole (1) or first … last piece (4)."""
     place, pieces = HEAD, b""
     while place + RECORD <= len(data):
         if BLOCK - place % BLOCK < RECORD:

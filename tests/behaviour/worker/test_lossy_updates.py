@@ -236,9 +236,7 @@ def test_unmoved_weights_are_shown(tmp_path: Path, warned: Warned) -> None:
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
     said = warned()
     assert said == shown[0] * 2
-    assert said[0].startswith(
-        "a: the update is all zero. Check that the optimizer has this model's parameters"
-    )
+    assert said[0].startswith("a: the update is all zero. Check that the optimizer has this model's parameters")
     assert "BF16 weights do not change if a step is smaller than about 1/256" in said[0]
     assert shown[1:] == [shown[0], []]
 

@@ -119,7 +119,10 @@ class Trackers(Extension):
             position.event = min(position.event, newest)  # the journal may have lost its end
             position.rounds = (position.rounds + [0] * fragments)[:fragments]
             begin = partial(make, about(_as_texts(run.settings), run.settings.exports, tuple(position.rounds)))
-            self._followers.append(_Follower(label, begin, position, note, run.store.directory))
+            follower = _Follower(label, begin, position, note, run.store.directory)
+            self._followers.append(follower)
+            if position.event < newest:  # also if the run is finished, and nothing more happens
+                follower.begin()
         for each in self._followers:
             run.events.subscribe(f"the {each.name}", each.notice)
 
@@ -128,8 +131,8 @@ class Trackers(Extension):
         return [each.problem for each in self._followers if each.problem]
 
     def tick(self, now_s: float) -> None:
-        """Begin what is not begun yet."""
-        for each in self._followers:
+        """Begin what is not begun yet, so that it is said early if that is not possible."""
+        for each in self._followers if not self.run.state.finished else ():
             each.begin()
 
     async def close(self) -> None:
@@ -170,7 +173,9 @@ class _Follower:
     ) -> None:
         self.name, self.problem = name, ""
         self._make, self._position, self._note, self._state_dir = make, position, note, state_dir
-        self._news, self._ending, self._has_failed = threading.Event(), threading.Event(), False
+        self._news, self._ending = threading.Event(), threading.Event()
+        self._has_failed = self._is_late = False
+        self._has_all = True  # whether the tracker took the last event
         self._unwritten = deque[run_events.Happened](maxlen=MOST_LOST)  # events that are not in the journal
         self._thread: threading.Thread | None = None
 
@@ -195,7 +200,8 @@ class _Follower:
         self._news.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-            if self._thread.is_alive():
+            self._is_late = self._thread.is_alive()
+            if self._is_late:
                 LOG.warning("the %s had not written everything %g s after the end", self.name, CLOSE_S)
 
     # -- in the thread
@@ -216,6 +222,7 @@ class _Follower:
                     return
         finally:
             self._try(tracker.close)
+            self._write_note()
 
     def _begun(self) -> Tracker | None:
         """Return the tracker, begun; None if the server ends before that is possible."""
@@ -237,20 +244,27 @@ class _Follower:
     def _pass_all(self, tracker: Tracker) -> None:
         while events := self._next_events():
             for event in events:
-                is_passed = self._try(partial(tracker.on_event, event))
+                if self._is_late:  # the server has ended, and another one may use the state directory
+                    return
+                self._has_all = self._try(partial(tracker.on_event, event))
                 self._position.event = max(self._position.event, event.number)
                 if isinstance(event, run_events.RoundEnded):
                     self._position.rounds[event.fragment] = event.round
                 ends = (run_events.RoundEnded, run_events.RunFinished, run_events.RunFailed)
-                if is_passed and self._note is not None and isinstance(event, ends):
-                    self._try(partial(write_note, self._note, self._position))
+                if isinstance(event, ends):
+                    self._write_note()
+
+    def _write_note(self) -> None:
+        if self._note is not None and self._has_all and not self._is_late:
+            self._try(partial(write_note, self._note, self._position))
 
     def _next_events(self) -> list[run_events.Happened]:
         try:
             with open_state(self._state_dir, in_server=True) as state:
                 found = state.events_after(self._position.event, PAGE_EVENTS)
         except AtollError as error:  # such as a damaged row
-            self._say(error)
+            if not self._is_late:
+                self._say(error)
             found = []
         while self._unwritten and not found:
             found.append(self._unwritten.popleft())

@@ -21,7 +21,8 @@ LOG = logging.getLogger("atoll.server")
 
 TIMEOUT_S = 5.0
 """Seconds without a byte after which an attempt fails."""
-ATTEMPTS = 3
+ATTEMPTS, PAUSE_S = 3, 1.0
+"""Number of attempts, and the pause after the first in seconds; after each further one, it is twice as long."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -37,14 +38,13 @@ class Webhook(Tracker):
     Args:
         run: the run.
         address: the setting `server.webhook`. A user name and a password in it are sent as Basic authentication.
-        pause_s: pause before the second attempt; before each further one, twice as long.
     """
 
-    def __init__(self, run: TrackedRun, address: SecretStr, pause_s: float = 1.0) -> None:
+    def __init__(self, run: TrackedRun, address: SecretStr) -> None:
         super().__init__(run)
         parts = urlsplit(address.get_secret_value())
         login, _, where = parts.netloc.rpartition("@")
-        self._url, self._pause_s = parts._replace(netloc=where, fragment="").geturl(), pause_s
+        self._url = parts._replace(netloc=where, fragment="").geturl()
         self._where = f"{parts.scheme}://{where}"  # the path of an address may be a secret
         self._headers = {"Content-Type": "application/json", "User-Agent": "atoll"}
         if login:
@@ -80,4 +80,4 @@ class Webhook(Tracker):
                 code = error.code if isinstance(error, urllib.error.HTTPError) else 500
                 if attempt == ATTEMPTS or (code < 500 and code != 429):
                     raise OSError(f"{self._where} cannot be told ({error})") from None
-            time.sleep(self._pause_s * 2.0 ** (attempt - 1))
+            time.sleep(PAUSE_S * 2.0 ** (attempt - 1))
