@@ -28,7 +28,7 @@ from atoll.protocol import run_events
 from atoll.server.coordinator.extension import Extension
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.reader import open_state
-from atoll.trackers import TrackedRun, Tracker
+from atoll.trackers.base import TrackedRun, Tracker
 
 LOG = logging.getLogger("atoll.server")
 

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from atoll.format_text import duration
 from atoll.protocol import run_events
-from atoll.trackers import TrackedRun, Tracker
+from atoll.trackers.base import TrackedRun, Tracker
 
 LOG = logging.getLogger("atoll.server")
 
