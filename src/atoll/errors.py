@@ -427,7 +427,7 @@ def _public_function(function: Any) -> Any:
             return function(*args, **kwargs)
         except AtollError as error:
             LOG.debug("%s", error, exc_info=True)
-            _end_with_one_line()
+            end_with_one_line()
             cause = error.__cause__ if isinstance(error, RunFailed) else None  # the user's own error, if there is one
             raise error.with_traceback(None) from cause
         except KeyboardInterrupt:
@@ -519,11 +519,14 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
             same effect as a KeyboardInterrupt.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
-        _end_with_one_line()
+        end_with_one_line()
 
 
-def _end_with_one_line() -> None:
-    """Make an uncaught error of Atoll end the program with one line and its `exit_code`, instead of a traceback."""
+def end_with_one_line() -> None:
+    """Make an uncaught error of Atoll end the program with one line and its `exit_code`, instead of a traceback.
+
+    If log lines are JSON objects, every uncaught error is one, with its traceback.
+    """
     global _hook_before
     interactive = hasattr(sys, "ps1") or sys.flags.interactive  # an error must not end an interactive session
     if _hook_before is None and not interactive:

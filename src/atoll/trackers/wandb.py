@@ -9,7 +9,7 @@ from atoll.trackers.base import PointTracker, TrackedRun, in_one
 
 
 class WandB(PointTracker):
-    """Writes to W&B. A restarted server continues the same W&B run, whose id is that of the run.
+    """Writes to W&B. A restarted server continues the same W&B run: its id is that of the run.
 
     Args:
         run: the run.

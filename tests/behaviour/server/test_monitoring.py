@@ -16,6 +16,7 @@ import torch
 from kit.local_run import LocalRun
 from kit.world import World
 from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
 
 from atoll.server.http.app import ServerPages
 from atoll.server.http.gate import open_gate
@@ -62,12 +63,26 @@ def test_metrics_have_the_numbers_of_the_status(tmp_path: Path) -> None:
         assert found["atoll_worker_metric"] == {"loss a": 1.0, "loss b": 3.0}
         assert found["atoll_worker_alive"] == {"a": 1, "b": 1}
         assert found["atoll_worker_updates_total"] == {"a": 1, "b": 1}
+        assert found["atoll_worker_waited_seconds_total"] == {each.site: each.waited_s for each in status.workers}
         assert found["atoll_worker_received_bytes_total"] == {each.site: each.bytes_up for each in status.workers}
         assert found["atoll_aggregation_seconds"] == {"": status.history[-1].seconds}
         world.rounds(1.0, 2, 3)
         world.wait(3)
         wait_until(lambda: metrics_of(world)["atoll_finished"] == {"": 1}, "the end in the metrics")
         world.finish()
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_waited_seconds_count_once(tmp_path: Path, fragments: int) -> None:
+    """The seconds of all updates together, which are those of the site's own clock; fragments wait at the same time."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    world = World(tmp_path, model, "a", algorithm="diloco", rounds=3, H=2, K=fragments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world.train_steps(model, optimizer, optimizer.step)
+    (worker,) = world.status.workers
+    (line,) = [line for line in world.log if ", waited " in line]
+    waited_s = float(line.rpartition("waited ")[2].removesuffix(" s"))
+    assert 0 < worker.waited_s <= waited_s + 0.05
 
 
 def test_metrics_are_in_base_units(tmp_path: Path) -> None:
