@@ -27,6 +27,8 @@ class WandB(PointTracker):
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
+        quiet = wandb.Settings(console="off", silent=True)
+        wandb.setup(settings=quiet)  # else a missing key would be asked for on the terminal, again and again
         self._run = wandb.init(
             project=project,
             entity=entity or None,
@@ -36,7 +38,7 @@ class WandB(PointTracker):
             mode=mode or None,
             dir=str(run.folder),
             config=dict(run.settings),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=quiet,
         )
 
     def write(self, step: int, at_s: float, run: Mapping[str, float], sites: Mapping[str, Mapping[str, float]]) -> None:

@@ -230,12 +230,12 @@ class _Follower:
         while True:
             try:
                 tracker = self._make()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 self._say(error)
             else:
                 if self.problem:
                     LOG.info("the %s works now", self.name)
-                    self.problem = ""
+                    self.problem, self._has_failed = "", False
                 return tracker
             if self._ending.wait(pause_s):
                 return None
@@ -273,12 +273,12 @@ class _Follower:
     def _try(self, call: Callable[[], Any]) -> bool:
         try:
             call()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._say(error)
             return False
         return True
 
-    def _say(self, error: Exception) -> None:
+    def _say(self, error: BaseException) -> None:
         if not self._has_failed:
             self._has_failed = True
             why = visible(without_credentials(f"{type(error).__name__}: {error}"), 500)
