@@ -174,7 +174,7 @@ class _Follower:
         self.name, self.problem = name, ""
         self._make, self._position, self._note, self._state_dir = make, position, note, state_dir
         self._news, self._ending = threading.Event(), threading.Event()
-        self._has_failed = self._is_late = False
+        self._has_failed = self._is_late = self._is_over = False
         self._has_all = True  # whether the tracker took the last event
         self._unwritten = deque[run_events.Happened](maxlen=MOST_LOST)  # events that are not in the journal
         self._thread: threading.Thread | None = None
@@ -222,7 +222,8 @@ class _Follower:
                     return
         finally:
             self._try(tracker.close)
-            self._write_note()
+            if self._is_over:  # else what belongs to the open round comes again
+                self._write_note()
 
     def _begun(self) -> Tracker | None:
         """Return the tracker, begun; None if the server ends before that is possible."""
@@ -250,8 +251,8 @@ class _Follower:
                 self._position.event = max(self._position.event, event.number)
                 if isinstance(event, run_events.RoundEnded):
                     self._position.rounds[event.fragment] = event.round
-                ends = (run_events.RoundEnded, run_events.RunFinished, run_events.RunFailed)
-                if isinstance(event, ends):
+                self._is_over = self._is_over or isinstance(event, run_events.RunFinished)
+                if isinstance(event, run_events.RoundEnded | run_events.RunFinished | run_events.RunFailed):
                     self._write_note()
 
     def _write_note(self) -> None:
