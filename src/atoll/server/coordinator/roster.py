@@ -102,8 +102,8 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        counts = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
-        kept = (*counts, "displaced", "rival")
+        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
+        all_kept = (*kept, "displaced", "rival")
         joined = cls(
             site=message.site,
             host=message.host,
@@ -112,7 +112,7 @@ class Presence:
             joined_at=utc_text(),
             labels=dict(message.labels),
             told=before.told if before is not None else set(),
-            **{name: getattr(before, name) for name in kept if before is not None},
+            **{name: getattr(before, name) for name in all_kept if before is not None},
         )
         if before and before.state == "alive" and before.process and before.process != message.process:
             joined.displaced = {**before.displaced, before.process: before.host}

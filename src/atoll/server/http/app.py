@@ -225,16 +225,13 @@ class ServerPages:
         Nothing is answered before the run is open.
         """
         run = self._served.run
-        why = ""
-        if run.failed is not None:
-            why = "the run has failed"
-        elif run.finished.is_set():
-            why = "the run is finished"
-        elif run.begins_again.is_set():
-            why = "the run begins again"
-        elif run.is_ending:
-            why = "the server is ending"
-        if why:
+        states = {
+            "the run has failed": run.failed is not None,
+            "the run is finished": run.finished.is_set(),
+            "the run begins again": run.begins_again.is_set(),
+            "the server is ending": run.is_ending,
+        }
+        if why := next((why for why, holds in states.items() if holds), ""):
             return problem("not_ready", f"The server is not ready: {why}.", "`atoll status` says more.")
         return web.Response(text="ready\n")
 
