@@ -539,7 +539,10 @@ class Server(Group):
     @classmethod
     def _can_be_posted_to(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.match(r"https?://[^\s/?#]+[^\s]*$", value.get_secret_value()):
-            raise _WrongValue("it is not an address.", "Write the whole address, such as https://example.org/hook.")
+            raise _WrongValue(
+                "it is not an address.",
+                "Write the whole one, such as https://example.org/hook; stars stand for one that was hidden.",
+            )
         return value
 
     @property

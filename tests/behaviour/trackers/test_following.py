@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit.packages import install
+from kit.servers import new_simulation
 from kit.world import World
 
 from atoll.errors import ConfigError
@@ -162,3 +163,31 @@ def test_refuses_a_tracker_before_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=why):
         diary(monkeypatch, tmp_path, code, **{"server.trackers": chosen}).start()
     assert not (tmp_path / "state" / "journal.sqlite").exists()
+
+
+@pytest.mark.slow
+def test_follows_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it follows a server: its rounds come with all simulated sites."""
+    (tmp_path / "mine.py").write_text(SIMULATED)
+    points = {"atoll.trackers": {"diary": "diary_plugin:Diary"}}
+    install(monkeypatch, tmp_path / "packages", "diary_plugin", DIARY, points)
+    settings = {"rounds.total": 2, "server.trackers": ("diary",), "algorithm.name": "fedavg"}
+    folder = {"disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0}
+    script = f"{tmp_path / 'mine.py'}:train"
+    new_simulation({"w": torch.zeros(2)}, script=script, sites=3, processes=1, **settings, **folder).run()
+    import diary_plugin
+
+    ended = [event.summary for event in diary_plugin.EVENTS if event.what == "round ended"]
+    assert [(each.round, len(each.sites)) for each in ended] == [(1, 3), (2, 3)]
+    assert diary_plugin.CLOSED == [True]
+
+
+SIMULATED = """
+import torch
+
+
+def train(worker):
+    for fl_round in worker:
+        model = fl_round.load_into({"w": torch.zeros(2)})
+        fl_round.submit({"w": model["w"] + 1})
+"""
