@@ -74,15 +74,9 @@ clean:
 	rm -rf $(VENV) .venv-3.* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch goes first and pinned: left to itself, pip takes the newest build and its gigabytes of CUDA.
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$*]'
-	@touch $@
-
-$(BIN)/pip:
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Atoll needs Python 3.11 or newer; PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
 	  echo "Name one that is: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@echo "Making $(VENV) and installing into it; a minute or two, once."
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(PYTHON) tools/install.py $*
+	@touch $@

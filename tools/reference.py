@@ -10,12 +10,14 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from atoll import config, errors
 from atoll.config import settings
 
 KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
+KINDS[SecretStr] = "text"
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 WORKER = {
@@ -28,6 +30,7 @@ WORKER = {
     "ATOLL_GIVE_UP_S": "Seconds without an answer, or without success, after which a worker gives up; by default "
     "86400, a day; 0: never.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
+    "ATOLL_LOG_JSON": "1: print log lines as JSON objects, as `--log-json` does.",
     "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
     "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever its script and "

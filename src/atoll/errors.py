@@ -58,7 +58,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from atoll.format_text import shown, visible, visible_lines, without_leases
+from atoll.format_text import json_line, logs_json, shown, visible, visible_lines, without_leases
 
 LOG = logging.getLogger("atoll")
 
@@ -427,7 +427,7 @@ def _public_function(function: Any) -> Any:
             return function(*args, **kwargs)
         except AtollError as error:
             LOG.debug("%s", error, exc_info=True)
-            _end_with_one_line()
+            end_with_one_line()
             cause = error.__cause__ if isinstance(error, RunFailed) else None  # the user's own error, if there is one
             raise error.with_traceback(None) from cause
         except KeyboardInterrupt:
@@ -505,7 +505,8 @@ def error_lines(error: AtollError, where: str = "") -> str:
     """
     trace = f"{visible_lines(error.trace)}\n" if error.trace else ""
     location = f" ({where})" if where else ""
-    return f"{trace}atoll: {visible(' '.join(str(error).split()))}{visible(location)}"
+    text = f"{trace}atoll: {visible(' '.join(str(error).split()))}{visible(location)}"
+    return json_line("atoll", text, "ERROR") if logs_json() else text
 
 
 def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
@@ -518,11 +519,14 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
             same effect as a KeyboardInterrupt.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
-        _end_with_one_line()
+        end_with_one_line()
 
 
-def _end_with_one_line() -> None:
-    """Make an uncaught error of Atoll end the program with one line and its `exit_code`, instead of a traceback."""
+def end_with_one_line() -> None:
+    """Make an uncaught error of Atoll end the program with one line and its `exit_code`, instead of a traceback.
+
+    If log lines are JSON objects, every uncaught error is one, with its traceback.
+    """
     global _hook_before
     interactive = hasattr(sys, "ps1") or sys.flags.interactive  # an error must not end an interactive session
     if _hook_before is None and not interactive:
@@ -537,6 +541,8 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         return
     if isinstance(error, AtollError) and is_ours:
         print(error_lines(error, _last_place_of_user_code(trace)), file=sys.stderr, flush=True)
+    elif logs_json() and is_ours:
+        print(json_line("atoll", f"{kind.__name__}: {error}", "ERROR", error), file=sys.stderr, flush=True)
     else:
         _hook_before(kind, error, trace)
     if isinstance(error, AtollError):

@@ -7,10 +7,13 @@ characters that change the visible order. All of these are unprintable character
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 
 def size(nbytes: float) -> str:
@@ -97,6 +100,14 @@ def without_leases(text: str) -> str:
     return _LEASE.sub(r"\1:...", text)
 
 
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s@'\"]+@")
+
+
+def without_credentials(text: str) -> str:
+    """Return the text with the user name and password of each address replaced by dots."""
+    return _CREDENTIALS.sub("...@", text)
+
+
 class VisibleLines(logging.Formatter):
     """A log formatter that replaces unprintable characters by escapes, so that a terminal does not execute them.
 
@@ -109,6 +120,37 @@ class VisibleLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the record and its traceback as text, with escapes for unprintable characters within lines."""
         return visible_lines(without_leases(super().format(record)))
+
+
+LOG_JSON = "ATOLL_LOG_JSON"
+"""Variable with which log lines are JSON objects; `atoll worker --log-json` sets it for its command."""
+
+
+def logs_json() -> bool:
+    """Return whether this process prints its log lines as JSON objects."""
+    return bool(os.environ.get(LOG_JSON))
+
+
+class JsonLines(logging.Formatter):
+    """A log formatter that writes each record as one line with a JSON object, for programs that collect logs.
+
+    Its keys are time (ISO 8601, UTC), level, logger, message and, after an error, traceback.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line. Line feeds and all but ASCII are escaped; the secrets of leases are hidden."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({key: without_leases(text) for key, text in line.items()})
+
+
+def json_line(logger: str, text: str, level: str = "INFO", error: BaseException | None = None) -> str:
+    """Return a line that is printed past logging as `JsonLines` formats it. `error` adds its traceback."""
+    trace = error and (type(error), error, error.__traceback__)
+    about = {"name": logger, "levelname": level, "msg": text, "exc_info": trace}
+    return JsonLines().format(logging.makeLogRecord(about))
 
 
 TIMES_SAID = 3

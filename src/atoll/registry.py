@@ -96,6 +96,13 @@ TABLES: dict[str, dict[str, str]] = {
         "inverse_sqrt": "atoll.reducers:inverse_sqrt",
     },
     "extensions": {},
+    "trackers": {
+        "tensorboard": "atoll.trackers.tensorboard:TensorBoard",
+        "mlflow": "atoll.trackers.mlflow:MLflow",
+        "wandb": "atoll.trackers.wandb:WandB",
+        "trackio": "atoll.trackers.trackio:Trackio",
+        "opentelemetry": "atoll.trackers.opentelemetry:OpenTelemetry",
+    },
     "workflows": {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
     },

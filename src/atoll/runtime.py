@@ -34,8 +34,8 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from atoll.errors import LOG
-from atoll.format_text import VisibleLines
+from atoll.errors import LOG, end_with_one_line
+from atoll.format_text import JsonLines, VisibleLines, logs_json
 
 T = TypeVar("T")
 
@@ -267,8 +267,10 @@ def ensure_lines() -> None:
     with _lines_lock:  # servers and training loops may start in several threads at once
         if LOG.handlers or logging.getLogger().handlers:
             return
+        if logs_json():
+            end_with_one_line()
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(VisibleLines("atoll: "))
+        handler.setFormatter(JsonLines() if logs_json() else VisibleLines("atoll: "))
         LOG.addHandler(handler)
         LOG.propagate = False
         if LOG.level == logging.NOTSET:

@@ -114,6 +114,8 @@ def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     for kind, key in NAMES:
         if (name := settings.at(key).target) and not settings.at(key).path:
             registry.require_known(kind, f"{key}.name", name)
+    for name in settings.server.options_of_trackers:
+        registry.require_known("trackers", "server.trackers", name)
     algorithm = resolve(settings) if settings.algorithm.name else None
     if algorithm is not None:
         _require_options(settings, algorithm)

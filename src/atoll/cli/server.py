@@ -19,12 +19,14 @@ from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, 
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     UNREAD_S,
+    LogJson,
     against_data_parallel,
     awaited,
     best_line,
     codecs,
     duration,
     log_lines_in_background,
+    logs_json,
     number_of,
     numbers,
     optimizer,
@@ -32,6 +34,7 @@ from atoll.cli.text import (
     staleness,
     streaming,
 )
+from atoll.cli.text import log_json as print_json
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError
 from atoll.protocol import status_messages
@@ -58,8 +61,10 @@ def command(
     directory: Dir = None,
     token_file: TokenFile = None,
     rounds: Rounds = None,
+    log_json: LogJson = False,
 ) -> None:
     """Serve a run. Its settings come from a run file and from options; options take precedence."""
+    print_json(log_json)
     try:
         settings = read_settings(
             run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
@@ -91,7 +96,7 @@ def _serve(settings: Settings) -> None:
     from atoll.server.serve import Server
 
     server, reminder = Server(settings=settings), Reminder(time.monotonic())
-    if not sys.stdout.isatty():
+    if not _has_table():
         server.follow("the reminders", reminder.on_event)
     begin = time.monotonic()
     so_far = ""
@@ -119,6 +124,10 @@ def _serve(settings: Settings) -> None:
             raise
     finally:
         server.stop()
+
+
+def _has_table() -> bool:
+    return sys.stdout.isatty() and not logs_json()
 
 
 def _announce(server: Server, settings: Settings) -> None:
@@ -168,7 +177,7 @@ def _watch(server: Server, reminder: Reminder) -> None:
     On a terminal, show the same table as `atoll status --watch`. Otherwise, log a line when a round has to wait for
     sites.
     """
-    if sys.stdout.isatty():
+    if _has_table():
         with live_table(server.status(), server.url) as show:
             try:
                 while not server.wait(WATCH_S):

@@ -305,7 +305,8 @@ def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    `trained` and `waited` are the times of the site's last counted update. Steps are unknown if the script counts none.
+    `trained` and `waited` are the times of the site's last counted update, and `in all` those since the server's start.
+    Steps are unknown if the script counts none.
     Staleness has a meaning only while a site trains, submits or pulls: a site that does none of these will get the
     newest version next, or none.
     """
@@ -317,7 +318,8 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         worker.doing,
         *((str(worker.step), pace) if worker.step else ("-", "-")),
         str(worker.rounds),
-        *((duration(worker.last.train_seconds), duration(worker.last.wait_seconds)) if worker.last else ("-", "-")),
+        duration(worker.last.train_seconds) if worker.last else "-",
+        f"{duration(worker.last.wait_seconds)} (in all {duration(worker.waited_s)})" if worker.last else "-",
         str(worker.version),
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),

@@ -12,11 +12,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
+
+import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import VisibleLines
+from atoll.format_text import LOG_JSON, JsonLines, VisibleLines, json_line
 from atoll.format_text import duration as duration
+from atoll.format_text import logs_json as logs_json
 from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
@@ -24,6 +27,9 @@ from atoll.format_text import time_left as time_left
 from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 
+LogJson = Annotated[
+    bool, typer.Option("--log-json", help="Print each line as a JSON object, for programs that collect logs.")
+]
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy for an output file that cannot be written."""
 QUIET_S = 30.0
@@ -202,13 +208,19 @@ class _Lines(logging.StreamHandler[TextIO]):
 
 
 def log_lines(stream: TextIO | None = None) -> None:
-    """Print Atoll's log with the time of day before each line; by default on standard output."""
+    """Print Atoll's log with the time of day before each line, or as JSON; by default on standard output."""
     handler = _Lines() if stream is None else logging.StreamHandler(stream)
-    handler.setFormatter(VisibleLines())
+    handler.setFormatter(JsonLines() if logs_json() else VisibleLines())
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+def log_json(wanted: bool) -> None:
+    """Let this command, and the processes that it starts, print each line as a JSON object."""
+    if wanted:
+        os.environ[LOG_JSON] = "1"
 
 
 _last_line: threading.Thread | None = None
@@ -221,6 +233,8 @@ def print_line(text: str) -> None:
     If the previous text is still unread, wait up to `UNREAD_S` seconds; if it is unread even then, drop this text.
     """
     global _last_line
+    if logs_json() and not text.startswith("{"):  # errors are JSON already
+        text = json_line("atoll.cli", text)
     if _last_line is not None:
         _last_line.join(UNREAD_S)
         if _last_line.is_alive():

@@ -27,7 +27,8 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
-from atoll.cli.text import print_line
+from atoll.cli.text import LogJson, print_line
+from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
 from atoll.posix import remove_left_behind
@@ -72,8 +73,10 @@ def command(
         ),
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a failed or killed command.")] = 0,
+    log_json: LogJson = False,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
+    print_json(log_json)
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from atoll import registry
@@ -47,6 +47,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
         "ATOLL_LEASES",
+        "ATOLL_LOG_JSON",
         "ATOLL_FAILPOINTS",
     }
 )
@@ -59,20 +60,24 @@ OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
 OTHER_KEYS = {
     other: key
     for key, others in {
-        "rounds.total": "num_rounds server_rounds num_server_rounds n_rounds max_rounds comm_round outer_steps",
+        "rounds.total": "num_rounds server_rounds num_server_rounds n_rounds max_rounds comm_round outer_steps "
+        "global_rounds communication_rounds",
         "rounds.sites": "clients num_clients n_clients workers num_workers num_sites num_supernodes "
-        "min_available_clients min_available_nodes expected_clients",
-        "rounds.min_sites": "min_clients min_workers min_fit_clients min_train_nodes min_responses min_replica_size",
-        "rounds.deadline_s": "round_timeout train_timeout round_deadline wait_time_after_min_received",
-        "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate",
+        "min_available_clients min_available_nodes expected_clients num_nodes min_nodes",
+        "rounds.min_sites": "min_clients min_workers min_fit_clients min_train_nodes min_responses min_replica_size "
+        "min_evaluate_clients min_evaluate_nodes min_responses_required min_completion_clients",
+        "rounds.deadline_s": "round_timeout train_timeout round_deadline wait_time_after_min_received task_timeout "
+        "wait_time_after_min_resps_received",
+        "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate fraction_evaluate",
         "rounds.best_metric": "key_metric",
-        "rounds.early_stop_after": "early_stop_rounds patience stop_patience",
-        "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name initial_ckpt",
-        "run.script": "client train_script",
+        "rounds.early_stop_after": "early_stop_rounds patience stop_patience stop_cond",
+        "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name "
+        "initial_ckpt initial_state_dict",
+        "run.script": "client train_script client_app clientapp task_script_path",
         "run.name": "job_name job_id",
         "algorithm.name": "strategy aggregation_strategy federated_optimizer",
         "algorithm.outer_optimizer": "outer_lr outer_momentum outer_options server_optimizer server_lr "
-        "server_learning_rate",
+        "server_learning_rate server_momentum eta beta_1 beta_2 optimizer_args lr_scheduler_args",
         "algorithm.mu": "proximal_mu fedprox_mu fedproxloss_mu",
         "aggregation.aggregator": "aggregator_id",
         "aggregation.upload_codec": "codec compression quantization should_quantize",
@@ -81,32 +86,47 @@ OTHER_KEYS = {
         "diloco.fragment_sync_delay": "tau",
         "diloco.fragment_update_alpha": "alpha",
         "diloco.dynamic_local_steps": "dylu",
-        "async.max_staleness": "staleness staleness_limit",
-        "async.buffer_size": "async_buffer fedbuff_buffer_size num_updates_to_aggregate",
+        "async.max_staleness": "staleness staleness_limit max_model_age",
+        "async.buffer_size": "async_buffer fedbuff_buffer_size num_updates_to_aggregate num_updates_for_model",
         "async.momentum_every": "dn_buffer_size",
         "swarm.enabled": "placement",
-        "network.host": "server",
+        "network.host": "server server_address superlink fleet_api_address sp_end_point",
         "network.port": "fed_learn_port",
         "network.idle_timeout_s": "streaming_per_request_timeout per_request_timeout tensor_send_timeout read_timeout "
         "streaming_read_timeout streaming_idle_timeout",
         "network.heartbeat_interval_s": "heartbeat_interval",
         "network.heartbeat_timeout_s": "heartbeat_timeout heart_beat_timeout client_timeout",
         "network.part_bytes": "chunk_size streaming_chunk_size grpc_max_message_length",
-        "network.tls_cert": "certificates ssl_cert ssl_certfile server_cert",
+        "network.tls_cert": "certificates ssl_cert ssl_certfile server_cert root_certificates ssl_ca_certfile "
+        "ssl_root_cert",
         "network.tls_key": "ssl_key ssl_keyfile server_key",
         "workflow.tensor_part_bytes": "tensor_download_chunk_size",
         "workflow.array_part_bytes": "np_download_chunk_size",
         "workflow.payload_filters": "task_data_filters",
-        "workflow.result_filters": "task_result_filters",
+        "workflow.result_filters": "task_result_filters noise_multiplier",
         "workflow.streamed_tasks": "stream_tasks",
         "disk.state_dir": "workspace job_dir work_dir",
         "disk.export_dir": "save_dir output_dir checkpoint_dir",
-        "disk.export_every": "save_every checkpoint_every save_interval",
+        "disk.export_every": "save_every checkpoint_every save_interval persist_every_n_rounds snapshot_every_n_rounds",
         "disk.in_files": "download_to_disk tensor_disk_offload",
+        "rounds.best_mode": "negate_key_metric",
+        "model.persistor": "persistor_id model_persistor model_locator",
+        "model.buffers": "exclude_vars include_vars",
+        "aggregation.reducer": "aggregation_fn weighted_by_key aggregation_weights",
+        "aggregation.max_update_norm": "clipping_norm max_norm",
+        "workflow.steps": "workflows controllers",
+        "network.token_file": "auth_token",
+        "server.trackers": "tracking_uri report_to experiment_tracking analytics_receivers",
+        "server.webhook": "webhook_url",
     }.items()
     for other in others.split()
 }
 """Names of a setting in earlier releases and in other frameworks → `group.key`."""
+
+OF_THE_SCRIPT = frozenset(
+    ("lr", "learning_rate", "client_lr", "eta_l", "local_lr", "local_epochs", "epochs", "batch_size")
+)
+"""Settings of other frameworks that are not Atoll's: they belong to the training script."""
 
 TRUTHS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -200,8 +220,10 @@ def nearest_key(key: str, fields: Fields, value: Any = None) -> str:
         fields: all settings.
         value: the value that was given. If it is a table, `key` may be the misspelt name of a group.
     """
-    meant = meant_key(key, fields, value)
-    return f"{f'Did you mean {meant}? ' if meant else ''}`atoll config schema` lists all settings."
+    meant = f"Did you mean {found}? " if (found := meant_key(key, fields, value)) else ""
+    if key.rpartition(".")[2].replace("-", "_").lower() in OF_THE_SCRIPT:
+        meant = "It belongs to the training script of the sites. "
+    return f"{meant}`atoll config schema` lists all settings."
 
 
 def meant_key(key: str, fields: Fields, value: Any = None) -> str:
@@ -232,7 +254,7 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
     field = fields.get(key)
     if field and not text.lstrip().startswith(("[", "{", '"', "'")):
         kind = str(field.annotation)
-        if "tuple" in kind:
+        if "tuple" in kind or key == "server.trackers":
             return tuple(filter(None, (each.strip() for each in text.split(","))))
         is_name = "Choice" in kind and "=" not in text  # validation says how to write it as a table
         is_text = any(each in kind for each in ("str", "Path", "Literal")) and "dict" not in kind
@@ -442,7 +464,7 @@ def to_toml(value: Any) -> str:
         return "{" + ", ".join(f"{_key(key)} = {to_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(to_toml, value)) + "]"
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path | SecretStr):  # the text of a secret is stars
         # TOML has the same escapes as JSON, and also forbids DEL
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     raise ConfigError(

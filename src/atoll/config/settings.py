@@ -8,6 +8,7 @@ environment, which overrides the file.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -497,6 +499,13 @@ class Network(Group):
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
 
 
+def _by_name(value: object) -> object:
+    """Return a list of names as a table: name → no options."""
+    if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        return {name: dict[str, Any]() for name in value}
+    return value
+
+
 class Server(Group):
     """What is added to the server."""
 
@@ -506,10 +515,45 @@ class Server(Group):
         "installed package alone adds nothing.",
     )
 
+    trackers: Annotated[
+        dict[str, dict[str, Any]],
+        BeforeValidator(_by_name, json_schema_input_type=list[str] | dict[str, dict[str, Any]]),
+    ] = Field(
+        default_factory=dict,
+        description="Trackers that show the run: `tensorboard`, `mlflow`, `wandb`, `trackio`, `opentelemetry` or names "
+        'from installed packages. A list of names; or a table name → options: `{mlflow = {uri = "http://…"}}`.',
+    )
+    webhook: SecretStr | None = Field(
+        None,
+        description="Address to which the server posts a small JSON object when the run ends, fails or stalls. It is "
+        "hidden where settings are shown, because it may contain a secret.",
+    )
+    stall_s: float = Field(
+        1800.0,
+        ge=0,
+        description="Seconds without an update or a version after which the run has stalled, unless one of the rounds "
+        "so far took longer than a third of that time: then three times as long as the longest; 0: never.",
+    )
+
+    @field_validator("webhook")
+    @classmethod
+    def _can_be_posted_to(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.match(r"https?://[^\s/?#]+[^\s]*$", value.get_secret_value()):
+            raise _WrongValue(
+                "it is not an address.",
+                "Write the whole one, such as https://example.org/hook; stars stand for one that was hidden.",
+            )
+        return value
+
     @property
     def names(self) -> list[OwnName]:
         """The names of the extensions."""
         return [OwnName(name) for name in self.extensions]
+
+    @property
+    def options_of_trackers(self) -> dict[OwnName, dict[str, Any]]:
+        """The trackers, each with its options."""
+        return {OwnName(name): options for name, options in self.trackers.items()}
 
 
 class Disk(Group):

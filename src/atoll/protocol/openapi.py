@@ -47,6 +47,7 @@ STATUS_OF: dict[str, int] = {
     "update_refused": 422,
     "version_skew": 426,
     "busy": 429,
+    "not_ready": 503,
     "disk_full": 507,
 }
 """Error code → HTTP status. Other codes get status 500."""
@@ -424,7 +425,16 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=site_curves.SiteCurves,
     ),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", callers=READERS, reply=str),
-    Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", callers=EVERYONE, reply=str),
+    Operation("get_health", "GET", routes.HEALTH, "Check whether the server answers.", callers=EVERYONE, reply=str),
+    Operation(
+        "get_readiness",
+        "GET",
+        routes.READY,
+        "Check whether sites may join: the run is open, and has neither ended nor failed.",
+        callers=EVERYONE,
+        reply=str,
+        problems=("not_ready",),
+    ),
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", callers=READERS, reply=dict[str, Any]),
 )
 

@@ -41,6 +41,7 @@ SITE_CURVES = "/v1/site-curves"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
+READY = "/readyz"
 
 LEASE_HEADER = "Atoll-Lease"
 SECRET_HEADER = "Atoll-Secret"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from atoll.protocol.messages import Count, Many, Message, Shown
+from atoll.protocol.messages import Count, Estimate, Many, Message, Shown
 from atoll.protocol.status_messages import RoundSummary
 
 
@@ -175,6 +175,14 @@ class RunFailed(Happened):
     reason: Shown
 
 
+class RunStalled(Happened):
+    """For an unusually long time, no update has arrived and no round has ended. It is told once until one does."""
+
+    what: Literal["run stalled"] = "run stalled"
+    reason: Shown = Field(description="What the rounds wait for.")
+    seconds: Estimate = Field(description="Seconds since the last update or version.")
+
+
 RunEvent = Annotated[
     SiteJoined
     | SiteLeft
@@ -195,7 +203,8 @@ RunEvent = Annotated[
     | RunStopping
     | WentBack
     | RunFinished
-    | RunFailed,
+    | RunFailed
+    | RunStalled,
     Field(discriminator="what"),
 ]
 

@@ -49,7 +49,12 @@ class WorkerStatus(Message):
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
     bytes_down: Count = Field(0, description="Bytes sent to the site since the server started.")
     gradient_bytes: Count = Field(
-        0, description="Bytes of gradients that data-parallel training would have sent since the server started."
+        0,
+        description="With DiLoCo: bytes of gradients that data-parallel training would have sent since the server "
+        "started.",
+    )
+    waited_s: Estimate = Field(
+        0.0, description="Seconds in which training stood still before the updates since the server started."
     )
     retries: Count = 0
     reconnections: Count = 0
@@ -76,7 +81,7 @@ class RoundSummary(Message):
     counts: Table[Count] = Field(description="Number of workers that reported each metric.")
     seconds: Estimate
     grad_norm: float | None = Field(
-        None, ge=0, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
+        None, ge=0, description="L2 norm of the reduced update, before the server's optimizer steps; null: not finite."
     )
     bytes_up: Count
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")

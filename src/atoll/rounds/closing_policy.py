@@ -122,7 +122,7 @@ class Barrier(Policy):
     quorum = 0
 
     def __str__(self) -> str:
-        return "barrier"
+        return "waits for all sites"
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close with all accepted updates when every expected site has one, and there are at least `view.floor`."""

@@ -24,9 +24,12 @@ from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.coordinator.site_operations import SiteOperations
+from atoll.server.coordinator.stalls import Stalls
 from atoll.server.coordinator.ticket_operations import TicketOperations
+from atoll.server.coordinator.trackers import Trackers, makers_of
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.update_operations import UpdateOperations
+from atoll.server.http.webhook import Webhook
 from atoll.server.startup import OpenedRun
 from atoll.server.swarm.assignments import SwarmRounds
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -69,7 +72,9 @@ def assemble(
     if filters.results and workflows is not None and workflows.sends_tasks:  # else no answer needs a thread
         answer_filter = functools.partial(filters.received_in_thread, run.user_threads)
     tasks = TaskQueue(run, leases, objects.store, workflows, answer_filter)
-    extensions = Extensions(run, [tasks, objects])
+    webhook, makers = run.settings.server.webhook, makers_of(run.settings)
+    trackers = Trackers(run, makers, {"webhook": functools.partial(Webhook, address=webhook)} if webhook else {})
+    extensions = Extensions(run, [tasks, objects, trackers, Stalls(run)])
 
     warnings = RunWarnings(
         run,

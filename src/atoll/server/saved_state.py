@@ -58,7 +58,7 @@ READ_BYTES = 2**20
 MOST_NOTE_BYTES = 2**30
 """Maximum size of the note when it is not compressed, about a million rounds."""
 
-_OF_MACHINE = ("network", "disk", "model.source", "model.args", "model.persistor", "run.script")
+_OF_MACHINE = ("network", "disk", "server", "model.source", "model.args", "model.persistor", "run.script")
 """Settings of one machine: a saved state leaves them out, except those that are fixed once a run has begun."""
 _AGAIN = "Save the state again, or copy the file again."
 

@@ -293,7 +293,7 @@ class Server:
             path: path of a file that `save_state` has written.
             options: further arguments of `Server`. `settings` replace those of the saved run, except for the settings
                 that are fixed once a run has begun, which must be the same. The file has no settings of one machine
-                (`network`, `disk`), and code must be named or passed again.
+                (`network`, `disk`, `server`), and code must be named or passed again.
 
         Raises:
             ConfigError: the file is missing or none that `save_state` has written, or a setting is wrong.

@@ -27,6 +27,7 @@ from atoll.posix import usable
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.first_shapes import NewShapes
 from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.trackers import makers_of
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.saved_state import SavedState
 from atoll.store.file_slots import VERSION
@@ -120,6 +121,7 @@ def open_run(
         StoreError: a file or folder cannot be used: for example, a folder has the name of a file, or another user owns
             the file.
     """
+    makers_of(settings)  # refuse a tracker that is not installed before there is a run
     directory = settings.disk.state_dir
     with usable(directory, settings.exports):
         is_missing = not os.path.lexists(directory)

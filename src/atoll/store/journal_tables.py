@@ -395,8 +395,8 @@ def controls(query: Callable[..., list[tuple[Any, ...]]]) -> Controls:
 
 
 def utc_text() -> str:
-    """Return the current time in UTC, as ISO 8601 with whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """Return the current time in UTC, as ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 # -- Tables ↔ rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.errors import StateCorrupt
 from atoll.store.journal import NEW_RUN, Journal, require_row
+from atoll.store.round_summaries import Query
 
 KEPT = 10_000
 """Number of events of sites that the journal keeps at least, and of events of the run. The summaries of rounds are kept
@@ -50,25 +51,35 @@ class EventRows:
         return int(self._journal.value("SELECT coalesce(min(number), 0) FROM events"))
 
     def after(self, number: int, limit: int) -> list[tuple[int, str]]:
-        """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order.
+        """Return the events after `number`, as `events_after` does."""
+        return events_after(self._journal.rows, number, limit)
 
-        The events before a damaged one are returned without it.
 
-        Raises:
-            StateCorrupt: the first of them is damaged.
-        """
-        found = list[tuple[int, str]]()
-        for each, of_site, text, check in self._journal.rows(
-            "SELECT number, of_site, event_json, row_check FROM events WHERE number > ? ORDER BY number LIMIT ?",
-            number,
-            limit,
-        ):
-            try:
-                rest = f"{NEW_RUN} Until then, ask for the events behind it with after={each}."
-                require_row("events", ("number",), each, of_site, text, check=check, remedy=rest)
-            except StateCorrupt:
-                if found:
-                    break
-                raise
-            found.append((each, text))
-        return found
+def events_after(query: Query, number: int, limit: int) -> list[tuple[int, str]]:
+    """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order.
+
+    The events before a damaged one are returned without it.
+
+    Args:
+        query: reads the journal.
+        number: number of an event; 0: from the oldest on.
+        limit: maximum number of events.
+
+    Raises:
+        StateCorrupt: the first of them is damaged.
+    """
+    found = list[tuple[int, str]]()
+    for each, of_site, text, check in query(
+        "SELECT number, of_site, event_json, row_check FROM events WHERE number > ? ORDER BY number LIMIT ?",
+        number,
+        limit,
+    ):
+        try:
+            rest = f"{NEW_RUN} Until then, ask for the events behind it with after={each}."
+            require_row("events", ("number",), each, of_site, text, check=check, remedy=rest)
+        except StateCorrupt:
+            if found:
+                break
+            raise
+        found.append((each, text))
+    return found

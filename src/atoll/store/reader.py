@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError, UsageError
 from atoll.json_files import NoteDamaged
 from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_behind
+from atoll.protocol import run_events
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
 from atoll.protocol.status_messages import KEPT, Status
 from atoll.store import journal_tables, verify_journal
@@ -43,6 +44,7 @@ from atoll.store.journal_tables import (
     VersionRow,
     controls,
 )
+from atoll.store.kept_events import events_after
 from atoll.store.round_summaries import Summary, site_curves, summaries, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
@@ -56,6 +58,7 @@ COPIES = 10
 LOG_HEADER_BYTES = 32
 WITH_INDEX = "&readonly_shm=1"
 """Else SQLite would write the index of a killed run anew."""
+_EVENT: TypeAdapter[run_events.Happened] = TypeAdapter(run_events.RunEvent)
 TEMPORARY = f"atoll-journal-{socket.gethostname()}_"  # several machines may share the folder of temporary files
 RESTORE = "Restore the directory from a backup."
 
@@ -142,6 +145,20 @@ class StateReader:
     def counter(self, name: str) -> int:
         """Return one of the run's totals, such as "deaths"."""
         return int(dict(self.rows("SELECT name, value FROM counters")).get(name, 0))
+
+    def events_after(self, number: int, limit: int) -> list[run_events.Happened]:
+        """Return the events after `number`, at most `limit`, in order, with the whole summaries of rounds.
+
+        Raises:
+            StateCorrupt: a row is damaged.
+        """
+        found = []
+        for each, text in events_after(self.rows, number, limit):
+            event = json.loads(text)
+            if (summary := event.get("summary")) is not None:
+                event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(summary)))
+            found.append(_EVENT.validate_json(json.dumps({**event, "number": each})))
+        return found
 
     def summaries(self, limit: int) -> list[Summary]:
         """Return the summaries of the last `limit` rounds that have ended, oldest first."""

@@ -34,7 +34,7 @@ STATUS: dict[str, Any] = {
     "run": "r" * 32,
     "name": "canned",
     "algorithm": "fedavg",
-    "policy": "barrier",
+    "policy": "waits for all sites",
     "protocol": 1,
     "epoch": 1,
     "rounds": 3,

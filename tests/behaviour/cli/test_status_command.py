@@ -56,7 +56,7 @@ def test_status_names_the_sites_that_a_round_waits_for(canned, atoll_command) ->
     outcome = atoll_command("status", "--server", canned.url)
     assert outcome.returncode == 0, outcome.stderr
     lines = outcome.stdout.splitlines()
-    assert lines[0].startswith(f"canned at {canned.url}: fedavg, barrier")
+    assert lines[0].startswith(f"canned at {canned.url}: fedavg, waits for all sites")
     assert "waiting for clinic-b (31 s); round 3 needs 2 updates" in outcome.stdout
     head = next(line for line in lines if line.startswith("site"))
     first, second = lines[lines.index(head) + 1 :][:2]

@@ -31,7 +31,7 @@ CALLERS = {
     "site peer": "get_object get_object_data remove_object",
     "site reader admin": "get_status get_events get_site_curves get_metrics get_evaluation get_openapi",
     "admin": "pause_run stop_run roll_back",
-    "stranger site peer reader admin": "get_health",
+    "stranger site peer reader admin": "get_health get_readiness",
 }
 """Kinds of callers → the operations that they may use, at a server with a token."""
 MAY = {name: set(kinds.split()) for kinds, names in CALLERS.items() for name in names.split()}

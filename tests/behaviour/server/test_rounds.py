@@ -233,7 +233,7 @@ def test_a_zero_pseudo_gradient_causes_a_warning(tmp_path: Path, caplog: pytest.
         assert (figures["rounds"], figures["bytes_up"] > 0, figures["bytes_down"] > 0) == (1, True, True)
         (worker,) = server.status().workers
         assert worker.bytes_down == figures["bytes_down"]
-    assert "the pseudo-gradient is all zero after 1 step" in caplog.text
+    assert "the update is all zero after 1 step" in caplog.text
 
 
 @pytest.mark.slow

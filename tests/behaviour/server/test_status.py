@@ -270,7 +270,7 @@ def test_the_status_shows_awaited_sites(tmp_path: Path) -> None:
         assert first.next_round(wait_s=0.0) is None
         waiting = status(server.url)
         assert "waits for 2 sites to join; 1 joined so far" in waiting.fragments[0].reason
-        assert waiting.policy == "barrier"
+        assert waiting.policy == "waits for all sites"
         second = manual_sites(server, tmp_path, ["second"])["second"]
         assert (first.next_round(), second.next_round()) == (1, 1)
         first.submit(first.pull())

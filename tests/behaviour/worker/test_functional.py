@@ -412,7 +412,7 @@ def test_training_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFix
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.submit(fl_round.load_into(ones()), steps=3)
-    assert "alone: the pseudo-gradient is all zero after 3 steps. Check that the optimizer has this" in caplog.text
+    assert "alone: the update is all zero after 3 steps. Check that the optimizer has this" in caplog.text
 
 
 def test_training_alone_accepts_mappings_and_modules() -> None:

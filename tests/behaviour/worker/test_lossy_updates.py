@@ -244,9 +244,7 @@ def test_bf16_weights_that_do_not_move_are_reported(tmp_path: Path, warned: Warn
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
     said = warned()
     assert said == shown[0] * 2
-    assert said[0].startswith(
-        "a: the pseudo-gradient is all zero. Check that the optimizer has this model's parameters"
-    )
+    assert said[0].startswith("a: the update is all zero. Check that the optimizer has this model's parameters")
     assert "BF16 weights do not change if a step is smaller than about 1/256" in said[0]
     assert shown[1:] == [shown[0], []]
 
@@ -264,7 +262,7 @@ def test_filters_that_leave_nothing_cause_a_warning(tmp_path: Path, warned: Warn
     with World(tmp_path, START, "a", rounds=1) as world:
         world.join(filters=[Silence()])
         world.rounds(-1.0, 1)
-    assert "the pseudo-gradient is all zero (with this site's filters applied). Check" in warned()[0]
+    assert "the update is all zero (with this site's filters applied). Check" in warned()[0]
 
 
 class Noted(NoneCodec):

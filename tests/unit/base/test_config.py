@@ -320,6 +320,37 @@ def test_every_foreign_name_maps_to_a_setting() -> None:
     assert not OTHER_KEYS.keys() & FIELDS.keys()
 
 
+FOREIGN = {
+    "FedAvgRecipe": "num_rounds=rounds.total min_clients=rounds.min_sites initial_ckpt=model.source "
+    "train_script=run.script key_metric=rounds.best_metric stop_cond=rounds.early_stop_after "
+    "exclude_vars=model.buffers model_persistor=model.persistor aggregation_weights=aggregation.reducer",
+    "config_fed_server": "wait_time_after_min_resps_received=rounds.deadline_s persistor_id=model.persistor "
+    "task_result_filters=workflow.result_filters workflows=workflow.steps snapshot_every_n_rounds=disk.export_every "
+    "heart_beat_timeout=network.heartbeat_timeout_s",
+    "FedAdam": "fraction-train=rounds.sample_fraction min-train-nodes=rounds.min_sites server_address=network.host "
+    "min-available-nodes=rounds.sites initial_parameters=model.source eta=algorithm.outer_optimizer "
+    "proximal_mu=algorithm.mu clipping_norm=aggregation.max_update_norm",
+    "flwr run": "num-server-rounds=rounds.total num-supernodes=rounds.sites root-certificates=network.tls_cert",
+    "trackers": "report_to=server.trackers tracking_uri=server.trackers webhook_url=server.webhook",
+}
+"""Where a name stands in FLARE, Flower and elsewhere → the names there, and ours."""
+
+
+@pytest.mark.parametrize("where", FOREIGN)
+def test_foreign_settings_lead_to_ours(tmp_path: Path, where: str) -> None:
+    for pair in FOREIGN[where].split():
+        name, meant = pair.split("=")
+        assert f"Did you mean {meant}?" in refusal(tmp_path, f"{name} = 1\n").remedy, name
+
+
+@pytest.mark.parametrize("name", ["lr", "learning-rate", "local_epochs", "batch_size"])
+def test_local_training_leads_to_the_script(tmp_path: Path, name: str) -> None:
+    """Atoll has no settings of the training at sites: no similar name is suggested for them."""
+    for text in (f"{name} = 1\n", f"[rounds]\n{name} = 1\n"):
+        remedy = refusal(tmp_path, text).remedy
+        assert remedy.startswith("It belongs to the training script of the sites.")
+
+
 def test_other_variables_change_no_setting() -> None:
     """Environment variables of a worker and of other programs do not change the settings."""
     environ = dict.fromkeys(NOT_SETTINGS, "x") | {"PATH": "/bin", "ATOLLS": "3"}

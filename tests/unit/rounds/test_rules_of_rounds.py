@@ -262,7 +262,7 @@ def test_settings_determine_the_rules_of_rounds():
     )
     assert quorum == Rules(sites=3, policy=QuorumDeadline(2, 9), fragments=4)
     assert (quorum.floor, quorum.floor_name) == (2, "rounds.quorum")
-    assert (str(plain.policy), str(quorum.policy)) == ("barrier", "quorum 2 after 9 s")
+    assert (str(plain.policy), str(quorum.policy)) == ("waits for all sites", "quorum 2 after 9 s")
     drawn = Settings.build({"rounds.sample_fraction": 0.25, "rounds.sample_min": 2, "rounds.sample_seed": 7})
     assert Rules.from_settings(drawn).sampling == Sampling(0.25, 2, 7)
 

@@ -67,7 +67,10 @@ class UpdateAdmission:
         if site in self._roster:
             presence = self._roster[site]
             presence.refused_in_a_row = 0
-            trained = message.steps * self._plan.fragments[row.fragment].schema.model.nbytes
+            steps = message.steps if self._plan.algorithm.sync_every else 0  # federated runs are compared with nothing
+            trained = steps * self._plan.fragments[row.fragment].schema.model.nbytes
+            waited_s = presence.waited_s.get(row.fragment, 0.0) + message.wait_seconds
+            presence.waited_s[row.fragment] = min(waited_s, messages.LONGEST_ESTIMATE_S)
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
 
     def sit_out(self, site: str, ticket: int, metrics: Mapping[str, float]) -> None:

@@ -186,6 +186,7 @@ def _worker(
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
         gradient_bytes=presence.gradient_bytes,
+        waited_s=max(presence.waited_s.values(), default=0.0),
         retries=beat.retries,
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),

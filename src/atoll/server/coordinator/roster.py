@@ -55,6 +55,7 @@ class Presence:
         beat: the last heartbeat.
         gradient_bytes: bytes that data-parallel training would have sent: fragment's size × local steps, summed over
             the updates accepted since the server started.
+        waited_s: fragment → seconds in which training stood still until its last update since the server started.
         bases: fragment → base version of the worker's newest ticket. Restored after a restart of the server.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
@@ -79,6 +80,7 @@ class Presence:
     bytes_up: int = 0
     bytes_down: int = 0
     gradient_bytes: int = 0
+    waited_s: dict[int, float] = field(default_factory=dict)
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
     moved_s: float = field(default_factory=time.monotonic)
@@ -100,7 +102,8 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
+        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
+        all_kept = (*kept, "displaced", "rival")
         joined = cls(
             site=message.site,
             host=message.host,
@@ -109,7 +112,7 @@ class Presence:
             joined_at=utc_text(),
             labels=dict(message.labels),
             told=before.told if before is not None else set(),
-            **{name: getattr(before, name) for name in kept if before is not None},
+            **{name: getattr(before, name) for name in all_kept if before is not None},
         )
         if before and before.state == "alive" and before.process and before.process != message.process:
             joined.displaced = {**before.displaced, before.process: before.host}

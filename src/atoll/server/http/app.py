@@ -12,15 +12,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 from pydantic import BaseModel, ValidationError
 
 from atoll.errors import (
@@ -46,7 +44,8 @@ from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
-from atoll.server.http.gate import Gate, Refusals
+from atoll.server.http.gate import Gate
+from atoll.server.http.run_metrics import RunMetrics
 from atoll.store.journal import journal_failed
 from atoll.store.reader import open_state
 from atoll.store.store import directory_gone
@@ -102,7 +101,7 @@ def make_app(served: ServedRun, gate: Gate, version: str) -> web.Application:
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
         handler = _adapt(operation, method, served)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
-        if operation.path == routes.HEALTH:  # load balancers ask with HEAD, too
+        if operation.path in (routes.HEALTH, routes.READY):  # load balancers ask with HEAD, too
             app.router.add_route("HEAD", operation.path, handler, name=f"{operation.name}_head")
     return app
 
@@ -220,6 +219,22 @@ class ServerPages:
     async def get_health(self) -> str:
         """Return `ok`. The request needs no token."""
         return "ok\n"
+
+    async def get_readiness(self) -> web.Response:
+        """Return `ready` if sites may join; else a problem that says why not. The request needs no token.
+
+        Nothing is answered before the run is open.
+        """
+        run = self._served.run
+        states = {
+            "the run has failed": run.failed is not None,
+            "the run is finished": run.finished.is_set(),
+            "the run begins again": run.begins_again.is_set(),
+            "the server is ending": run.is_ending,
+        }
+        if why := next((why for why, holds in states.items() if holds), ""):
+            return problem("not_ready", f"The server is not ready: {why}.", "`atoll status` says more.")
+        return web.Response(text="ready\n")
 
 
 def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], served: ServedRun) -> RequestHandler:
@@ -429,35 +444,3 @@ def _failed(run: RunCore, request: web.Request, error: Exception) -> web.StreamR
         run.fail(failed)
         return problem("busy", failed.message, "Try again after the server has restarted.", 2.0)
     return problem("error", "The server failed; see its log.")
-
-
-class RunMetrics(Collector):
-    """A Prometheus collector, which computes its metrics from the run's status."""
-
-    def __init__(self, status: status_messages.Status, refusals: Refusals) -> None:
-        self._status, self._refusals = status, refusals
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the newest version's number, and counts of workers, bytes, deaths, refusals and local steps."""
-        status = self._status
-        yield GaugeMetricFamily("atoll_version", "Number of the newest version.", value=status.version)
-        yield GaugeMetricFamily(
-            "atoll_awaited_workers",
-            "Workers the round waits for.",
-            value=max(len(fragment.waiting_for) for fragment in status.fragments),
-        )
-        yield GaugeMetricFamily(
-            "atoll_workers", "Workers alive.", value=sum(worker.state == "alive" for worker in status.workers)
-        )
-        yield CounterMetricFamily("atoll_received_bytes", "Bytes of updates received.", value=status.bytes_up)
-        yield CounterMetricFamily("atoll_sent_bytes", "Bytes of versions sent.", value=status.bytes_down)
-        yield CounterMetricFamily("atoll_deaths", "Workers declared dead.", value=status.deaths)
-        yield CounterMetricFamily("atoll_refused", "Updates refused.", value=status.refused)
-        refused = CounterMetricFamily("atoll_refused_requests", "Requests refused, by reason.", labels=["reason"])
-        for reason, count in sorted(self._refusals.counts.items()):
-            refused.add_metric([reason], count)
-        yield refused
-        per_worker = GaugeMetricFamily("atoll_worker_step", "Local step of a worker.", labels=["site"])
-        for worker in status.workers:
-            per_worker.add_metric([worker.site], worker.step)
-        yield per_worker

@@ -197,7 +197,7 @@ class UpdateWarnings:
         self._told_lost = ""
 
     def about(self, is_zero: bool, steps: int, *, filters: bool, lost: float = 0.0) -> list[str]:
-        """Log a warning if an update's pseudo-gradient is all zero; also, once per process, if encoding has lost it.
+        """Log a warning if an update is all zero; also, once per process, if encoding has lost it.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
@@ -219,7 +219,7 @@ class UpdateWarnings:
         return [error_text(text) for text in (told_zero, self._told_lost) if text]
 
     def _zero(self, steps: int, filters: bool) -> str:
-        text = f"the pseudo-gradient is all zero{' after ' + number_of(steps, 'step') if steps else ''}"
+        text = f"the update is all zero{' after ' + number_of(steps, 'step') if steps else ''}"
         if filters:
             text += " (with this site's filters applied)"
         text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."

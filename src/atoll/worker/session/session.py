@@ -67,9 +67,13 @@ LONGEST_BACKOFF_S = 8.0
 BRIEF_S = 1.0
 """A server that is busy for less than this many seconds does what is part of a run, so the log has no warning."""
 HEARTBEAT_RETRY_S = 2.0
+DELAYS, LONG_DELAY_S = 4, 0.03
+"""Number of heartbeats of which the shortest exchange counts as the delay of the link; a delay that is worth a warning,
+in seconds."""
 HEARTBEAT_GAP_S = 1.0
 """Least seconds between two heartbeats, however often the worker's state changes."""
 OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM, OF_WEIGHT_COPIES, OF_LOST_STEPS = -1, -2, -3, -4, -5
+OF_FROZEN, OF_THE_LINK = -6, -7
 """Keys of warnings that are not about a fragment, for `Session.warn`."""
 
 DAMAGED_FIRST, DAMAGED_LATER = 2, 8
@@ -339,6 +343,7 @@ class Session:
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
+        self._delays_s, self._asked = deque[float](maxlen=DELAYS), set[int]()
         self.optimizers: Collection[Any] = ()
         self.finished = self.has_left = self.is_untold = False
         self.before_leave: Callable[[], None] = lambda: None
@@ -431,6 +436,12 @@ class Session:
             self._warnings[fragment] = warnings
             self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
 
+    def is_first(self, key: int) -> bool:
+        """Return whether this is the first call with this key: for what is checked or said once."""
+        is_first = key not in self._asked
+        self._asked.add(key)
+        return is_first
+
     def report(self, key: int, text: str) -> None:
         """Log a warning, and report it to the server, too, where it replaces earlier ones with this key."""
         LOG.warning("%s: %s", self.site, text)
@@ -486,9 +497,29 @@ class Session:
             }
         )
         timeout_s = min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
+        begin_s = time.monotonic()
         reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
+        self._note_delay(time.monotonic() - begin_s)
         self.finished = self.finished or reply.finished
         self.durable_versions = dict(enumerate(reply.durable_versions))
+
+    def _note_delay(self, seconds: float) -> None:
+        """Note how long a small request took. Warn once if fragments make training wait for the link more often.
+
+        The shortest of several requests counts: the first one also opens a connection.
+        """
+        self._delays_s.append(seconds)
+        info, delay_s = self.info, min(self._delays_s)
+        if len(self._delays_s) < DELAYS or delay_s < LONG_DELAY_S:
+            return
+        if info.fragments > 1 and not info.tau and info.sync_every and self.is_first(OF_THE_LINK):
+            steps = max(1, math.ceil(2 * delay_s * self.heartbeat.steps_per_s))
+            self.report(
+                OF_THE_LINK,
+                f"an exchange with the server takes {1000 * delay_s:.0f} ms, and training waits for two of them every "
+                f"{max(1, info.sync_every // info.fragments)} steps, because diloco.num_fragments is {info.fragments} "
+                f"without overlap. Set diloco.fragment_sync_delay to {steps} or more, or num_fragments to 1",
+            )
 
     # -- join and leave
 

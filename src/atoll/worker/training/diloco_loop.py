@@ -74,6 +74,7 @@ from atoll.worker.session.session import OF_LOST_STEPS, OF_THE_ALGORITHM, OF_WEI
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
+from atoll.worker.training.frozen_parameters import say_frozen
 from atoll.worker.training.metrics import GlobalModelMetrics, MetricsFunction, Reports
 from atoll.worker.training.round_backends import require_finite
 from atoll.worker.training.synchroniser import Synchroniser
@@ -854,6 +855,7 @@ class DiLoCo:
         is_lost = joined.exchanges[base.fragment].outbox.note is None
 
         def own() -> Report:
+            say_frozen(joined.session, self.model)
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
             weight = weight_of(self._weight() if callable(self._weight) else self._weight)

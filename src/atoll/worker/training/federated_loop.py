@@ -47,6 +47,7 @@ from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
+from atoll.worker.training.frozen_parameters import say_frozen
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 from atoll.worker.training.submitted_groups import given_groups
 from atoll.worker.training.update_report import ReportClock
@@ -86,8 +87,15 @@ class Round:
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
-    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies, clock: ReportClock) -> None:
-        self._backend, self._ticket, self._copies, self._clock = backend, ticket, copies, clock
+    def __init__(
+        self,
+        backend: RoundBackend,
+        ticket: Ticket,
+        copies: WeightCopies,
+        clock: ReportClock,
+        session: Session | None = None,
+    ) -> None:
+        self._backend, self._ticket, self._copies, self._clock, self._session = backend, ticket, copies, clock, session
         self.done = False
         self._hooks: StepHooks | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -302,6 +310,8 @@ class Round:
                 self._backend.submit(self._ticket, tensors, report, finish, self._optimizers)
         else:
             self._backend.sit_out(self._ticket, report)
+        if self._session is not None:
+            say_frozen(self._session, model)
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
@@ -472,7 +482,7 @@ class Worker(TaskWorker):
             return self._backend.next_round(wait_s)
 
     def _new_round(self, ticket: Ticket) -> Round:
-        return Round(self._backend, ticket, self._copies, self._clock)
+        return Round(self._backend, ticket, self._copies, self._clock, self._session)
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         if self is _simulated:

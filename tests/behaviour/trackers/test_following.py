@@ -1,0 +1,193 @@
+"""Trackers follow a run from a thread of their own: nothing of them can stop it, and they miss nothing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.packages import install
+from kit.servers import new_simulation
+from kit.world import World
+
+from atoll.errors import ConfigError
+from atoll.server.coordinator import trackers
+from atoll.testing.run import free_port, wait_until
+
+START = {"w": torch.zeros(2)}
+
+DIARY = """
+import threading
+from atoll.protocol.run_events import RoundEnded
+from atoll.trackers import Tracker
+
+EVENTS, RUNS, CLOSED = [], [], []
+MAY_GO_ON = threading.Event()
+MAY_GO_ON.set()
+
+
+class Diary(Tracker):
+    module = ""
+
+    def __init__(self, run, title: str = "", pages: int = 1):
+        super().__init__(run)
+        RUNS.append((run, title))
+
+    def on_event(self, event):
+        MAY_GO_ON.wait()
+        EVENTS.append(event)
+
+    def close(self):
+        CLOSED.append(True)
+"""
+
+
+def diary(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = DIARY, **settings: Any) -> World:
+    """A run of one site with the tracker; its package is installed."""
+    install(monkeypatch, folder / "packages", "diary_plugin", code, {"atoll.trackers": {"diary": "diary_plugin:Diary"}})
+    return World(folder, START, "a", **{"rounds": 2, "server.trackers": ("diary",)} | settings)
+
+
+def test_a_package_brings_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the run's name and settings, its options, and every event of the run in order."""
+    chosen = {"server.trackers": {"diary": {"title": "dear"}}, "run.name": "pilot", "server.webhook": "http://h/secret"}
+    with diary(monkeypatch, tmp_path, **chosen) as world:
+        world.rounds(1.0, 1, 2, metrics={"loss": 0.5})
+        world.finish()
+    import diary_plugin
+
+    ((run, title),) = diary_plugin.RUNS
+    assert (run.name, title, run.id) == ("pilot", "dear", world.status.run)
+    assert run.settings["rounds.total"] == "2"
+    assert run.settings["algorithm.name"] == "fedavg"
+    assert "secret" not in str(run.settings)
+    numbers = [event.number for event in diary_plugin.EVENTS]
+    assert numbers == list(range(1, len(numbers) + 1))
+    ended = [event.summary for event in diary_plugin.EVENTS if event.what == "round ended"]
+    assert [(each.round, each.metrics, each.workers) for each in ended] == [
+        (1, {"loss": 0.5}, ["a"]),
+        (2, {"loss": 0.5}, ["a"]),
+    ]
+    assert diary_plugin.EVENTS[-1].what in ("run finished", "site left")
+    assert diary_plugin.CLOSED == [True]
+
+
+def test_a_slow_tracker_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends while the tracker has got no event; at the next start it gets all of them."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    with diary(monkeypatch, tmp_path) as world:
+        import diary_plugin
+
+        diary_plugin.MAY_GO_ON.clear()
+        world.rounds(1.0, 1, 2)
+        world.finish()
+    assert "the tracker diary had not written everything" in world.text
+    assert diary_plugin.EVENTS == []
+    left = {each.name: each for each in threading.enumerate()}["atoll-tracker diary"]
+    diary_plugin.MAY_GO_ON.set()
+    left.join(10)
+    diary_plugin.EVENTS.clear()
+    with world:
+        wait_until(lambda: any(event.what == "run finished" for event in diary_plugin.EVENTS), "all events")
+    assert [event.round for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2]
+
+
+FAILS = {
+    "at each event": ("EVENTS.append(event)", "raise OSError('no route to http://u:pw@host/x')"),
+    "at its beginning": ("RUNS.append((run, title))", "raise OSError('no route to http://u:pw@host/x')"),
+}
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_a_failing_tracker_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """In the log and in the status, without the password in the error; and training goes on."""
+    with diary(monkeypatch, tmp_path, DIARY.replace(*FAILS[case])) as world:
+        world.rounds(1.0, 1)
+        wait_until(lambda: bool(world.status.warnings), "a warning")
+        world.rounds(1.0, 2)
+        (warning,) = world.status.warnings
+        world.finish()
+    assert warning.startswith("the tracker diary failed, and may lack something from now on: OSError: no route to")
+    assert warning.endswith("http://...@host/x")
+    assert world.text.count("the tracker diary failed") == 1
+    assert world.result["w"].tolist() == [2.0, 2.0]
+
+
+def test_a_tracker_begins_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, and then gets what it has missed."""
+    code = DIARY.replace(
+        "RUNS.append((run, title))", "RUNS.append((run, title))\n        if len(RUNS) < 2: raise OSError"
+    )
+    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    with diary(monkeypatch, tmp_path, code) as world:
+        world.rounds(1.0, 1, 2)
+        world.finish()
+    import diary_plugin
+
+    assert [event.round for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2]
+    assert "the tracker diary works now" in world.text
+    assert world.status.warnings == []
+
+
+def test_says_that_mlflow_cannot_be_reached(tmp_path: Path) -> None:
+    """Within seconds, and not only after the retries of MLflow's own client."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    port = free_port()
+    chosen = {"mlflow": {"uri": f"http://127.0.0.1:{port}"}}
+    with World(tmp_path, START, "a", rounds=1, **{"server.trackers": chosen}) as world:
+        wait_until(lambda: bool(world.status.warnings), "a warning")
+        assert f"127.0.0.1:{port} cannot be reached (Connection refused)" in world.status.warnings[0]
+        world.rounds(1.0, 1)
+        world.finish()
+
+
+WRONG: dict[str, tuple[str, object, str]] = {
+    "unknown": (DIARY, ("dairy",), r"'dairy' is not one of the trackers: .*tensorboard.* Did you mean 'diary'\?"),
+    "not installed": (
+        DIARY.replace('module = ""', 'module, package = "nobodys_module.x", "nobodys[x]"'),
+        ("diary",),
+        r"'diary', but nobodys_module.x is not installed. Run: pip install 'nobodys\[x\]'",
+    ),
+    "no tracker": ("Diary = print\n", ("diary",), "is no tracker"),
+    "unknown option": (DIARY, {"diary": {"titel": "x"}}, "unexpected keyword argument 'titel'. .* title, pages"),
+    "wrong option": (DIARY, {"diary": {"pages": "many"}}, "pages is 'many', but must be a number"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refuses_a_tracker_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """The start leaves no run behind."""
+    code, chosen, why = WRONG[case]
+    with pytest.raises(ConfigError, match=why):
+        diary(monkeypatch, tmp_path, code, **{"server.trackers": chosen}).start()
+    assert not (tmp_path / "state" / "journal.sqlite").exists()
+
+
+@pytest.mark.slow
+def test_follows_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it follows a server: its rounds come with all simulated sites."""
+    (tmp_path / "mine.py").write_text(SIMULATED)
+    points = {"atoll.trackers": {"diary": "diary_plugin:Diary"}}
+    install(monkeypatch, tmp_path / "packages", "diary_plugin", DIARY, points)
+    settings = {"rounds.total": 2, "server.trackers": ("diary",), "algorithm.name": "fedavg"}
+    folder = {"disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0}
+    script = f"{tmp_path / 'mine.py'}:train"
+    new_simulation({"w": torch.zeros(2)}, script=script, sites=3, processes=1, **settings, **folder).run()
+    import diary_plugin
+
+    ended = [event.summary for event in diary_plugin.EVENTS if event.what == "round ended"]
+    assert [(each.round, len(each.sites)) for each in ended] == [(1, 3), (2, 3)]
+    assert diary_plugin.CLOSED == [True]
+
+
+SIMULATED = """
+import torch
+
+
+def train(worker):
+    for fl_round in worker:
+        model = fl_round.load_into({"w": torch.zeros(2)})
+        fl_round.submit({"w": model["w"] + 1})
+"""
