@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from atoll.config.consistency import require_consistent
+from atoll.config.round_config import fault_in_table
 from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import ConfigError, public_api
@@ -286,6 +287,12 @@ class DiLoCo(Group):
     )
 
 
+def _round_config(table: dict[str, Any]) -> dict[str, Any]:
+    if fault := fault_in_table(table):
+        raise _WrongValue(f"{fault}.", "Give names with numbers, texts, true, false, lists or tables of these.")
+    return table
+
+
 class Rounds(Group):
     """The number of rounds, and when a round closes."""
 
@@ -328,6 +335,24 @@ class Rounds(Group):
     early_stop_min_delta: float = Field(
         0.0, ge=0, description="For early stopping, `rounds.best_metric` has to improve by more than this."
     )
+
+    config: Annotated[dict[str, Any], AfterValidator(_round_config)] = Field(
+        default_factory=dict,
+        description="What sites are told for each round, as `fl_round.config`: names and values, such as "
+        "`{epochs = 2, lr = {1 = 0.1, 10 = 0.01}}`. A table whose keys are numbers is a schedule: here 0.1 from round "
+        "1 on and 0.01 from round 10 on.",
+    )
+    config_function: str | None = Field(
+        None,
+        min_length=1,
+        description="Function that is called with the number of a round and the name of a site, and returns a dict of "
+        "further values of `rounds.config` for them: `my_file.py:function` or `module:function`.",
+    )
+
+    @property
+    def function(self) -> OwnName | None:
+        """The function that `config_function` names; None if it names none."""
+        return OwnName(self.config_function) if self.config_function else None
 
     @property
     def best_mode_in_effect(self) -> Literal["max", "min"]:

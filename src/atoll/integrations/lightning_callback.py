@@ -161,6 +161,20 @@ class AtollCallback(Callback):
             self._finish(ranks, self._module)
         return running
 
+    @public_api
+    def skip(self, trainer: Any) -> None:
+        """Sit out the round; see `atoll.integrations.lightning.skip`."""
+        ranks = _ranks(trainer)
+        if trainer.world_size > 1 and not ranks.is_distributed:
+            raise UsageError(
+                f"The Trainer has {trainer.world_size} ranks, which are connected only in its first fit.",
+                "Call skip after the first fit, or pass weight=0 to sit out every round.",
+            )
+        self._fits += 1
+        self._in_round = False
+        ranks.from_rank0(self.driver.skip)
+        self._let_go()
+
     def _is_running(self) -> bool:
         state = self.driver.state()
         return self._fits == 0 if state == "alone" else state != "finished"
@@ -362,7 +376,8 @@ class AtollCallback(Callback):
         if not steps:
             raise UsageError(
                 "This fit made no optimizer step, so the round has no update.",
-                "Check max_epochs, limit_train_batches and the data.",
+                "Check max_epochs, limit_train_batches and the data. A site without data for a round calls "
+                "atoll.integrations.lightning.skip(trainer) in place of trainer.fit.",
             )
         return int(steps)
 

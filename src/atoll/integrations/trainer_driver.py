@@ -147,6 +147,26 @@ class TrainerDriver:
         self.round = None
         self.rounds += 1
 
+    def skip(self) -> None:
+        """Sit out the open round; if none is open, wait for the next one. In a DiLoCo run: `DiLoCo.skip`.
+
+        Without a server, and after the last round, do nothing.
+
+        Raises:
+            UsageError: the run uses DiLoCo, and training has not begun.
+        """
+        state = self.state()
+        if state == "diloco":
+            if self.diloco is None:
+                raise UsageError(
+                    "skip() was called before training began in a DiLoCo run, whose rounds are parts of the training.",
+                    "Begin training first, or let weight be a function that returns 0 for a round to sit out.",
+                )
+            self.diloco.skip()
+        elif self.round is not None:
+            self.round.skip()
+            self.round = None
+
     def weight_of(self, samples: int) -> float:
         """Return the weight of an update: the one given by the user, else the number of samples."""
         return samples if self.weight is None else value_of(self.weight)

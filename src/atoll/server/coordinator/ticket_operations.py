@@ -15,9 +15,14 @@ from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.joining import counted_of, why_anew
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
-from atoll.server.coordinator.roster import Lease, TimeLeft, why_silent
+from atoll.server.coordinator.roster import SAT_OUT_ROUNDS, Lease, TimeLeft, why_silent
+from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow, VersionRow
+
+
+FIRST_REST_S, LONGEST_REST_S = 0.1, 10.0
+"""Pause before a round if all sites have sat out the last `SAT_OUT_ROUNDS` rounds. It doubles with each further one."""
 
 
 class TicketOperations:
@@ -30,6 +35,7 @@ class TicketOperations:
         place: where the versions are made.
         tasks: the tasks that sites do beside the rounds.
         time_left: estimate of the run's remaining time.
+        configs: what sites are told for a round.
     """
 
     def __init__(
@@ -40,9 +46,11 @@ class TicketOperations:
         place: RoundPlace,
         tasks: Tasks,
         time_left: TimeLeft,
+        configs: RoundConfigs,
     ) -> None:
         self._run, self._leases, self._shapes = run, leases, shapes
-        self._place, self._tasks, self._time_left = place, tasks, time_left
+        self._place, self._tasks, self._time_left, self._configs = place, tasks, time_left, configs
+        self._idle: dict[int, tuple[int, float]] = {}  # fragment → its round after a pause, when it began
         run.store.versions.wanted = self._unpulled
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
@@ -74,6 +82,11 @@ class TicketOperations:
                     return self._wait_reply(message.fragment, reason, previous)
                 await self._run.changed(min(1.0, until_s - self._run.clock()))
                 continue
+            if rest_s := self._rest_s(message.fragment):
+                if self._run.clock() >= until_s:
+                    return self._wait_reply(message.fragment, "all sites sat out the last rounds: a pause", previous)
+                await self._run.changed(min(rest_s, until_s - self._run.clock()))
+                continue
             self.begin_anew_if_needed(lease, message)
             effects = self._run.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
@@ -81,6 +94,11 @@ class TicketOperations:
                     case events.LeaseRefused():
                         self._leases.refuse(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
+                        number = self._run.state.rounds[fragment].number
+                        missing = [site for site, _ in self._run.state.missing(fragment)]
+                        await self._configs.prepare([lease.site, *missing], number)
+                        if self._run.state.rounds[fragment].number != number:  # the round has closed meanwhile
+                            break
                         head = self._run.store.versions.head(fragment)
                         return self._reply(
                             "ticket",
@@ -102,6 +120,20 @@ class TicketOperations:
                         if reason == events.FINISHED or ended or self._run.clock() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
             await self._run.changed(until_s - self._run.clock())
+
+    def _rest_s(self, fragment: int) -> float:
+        """Return the seconds until a fragment's open round gives tickets, if all sites sat out several rounds in a row.
+
+        Without this pause, sites without data would go through rounds as fast as the network allows.
+        """
+        round_, now_s = self._run.state.rounds[fragment], self._run.clock()
+        further = round_.sat_out_in_a_row - SAT_OUT_ROUNDS
+        if further < 0 or round_.phase != "open":
+            return 0.0
+        if self._idle.get(fragment, (0, 0.0))[0] != round_.number:
+            self._idle[fragment] = round_.number, now_s
+        rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(further, 10))
+        return max(0.0, self._idle[fragment][1] + rest_s - now_s)
 
     def _reply(
         self,
@@ -151,6 +183,7 @@ class TicketOperations:
             local_steps=self.local_steps([site])[site],
             generation=generation.number,
             from_zero=generation.begins_at(base_version),
+            config=self._configs.of(site, self._run.state.rounds[fragment].number),
         )
 
     def local_steps(self, sites: Iterable[str]) -> dict[str, int]:

@@ -305,7 +305,7 @@ class DiLoCo:
         self.step = 0
         self._clock = ReportClock()
         self._progress: SyncProgress | None = None  # None before the start
-        self._started = self._stopped = False
+        self._started = self._stopped = self._skips = False
         self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._thread = 0  # the thread that started, and later the one that makes the steps
         self._has_stepped = threading.Event()
@@ -637,6 +637,39 @@ class DiLoCo:
         if self._joined is not None:
             self._joined.session.tell(metrics=dict(self._reports.newest))
 
+    @public_api
+    def skip(self) -> None:
+        """Sit out a round now, for example because this site has no data for it: take the next version without a step.
+
+        Wait for the version that the other sites make, and load it in place of local steps since the last
+        synchronisation. The status names this site among those that sat out. In a run with several fragments, the round
+        is that of the fragment that is due next. Without a server, and after the run, do nothing. With several ranks,
+        call it at each of them.
+
+        Raises:
+            UsageError: this object was not started, or was stopped.
+        """
+        if not self._started or self._stopped:
+            raise UsageError("This DiLoCo object does not take part in a run now.", "Call skip in its `with` block.")
+        if self._joined is None and not self._ranks.is_distributed:
+            return
+        if self.over:
+            return
+        require_joined(False, self._named, "atoll.DiLoCo", self._process)
+        self._require_own_thread(is_due=True)
+        with self._clock.waiting(), self._copies.loading(self.model, self._tensors_now()):
+            self._learn(self._over_ranks(self._sit_out, SyncProgress))
+        self._pace = (self.step, time.monotonic())
+
+    def _sit_out(self) -> SyncProgress:
+        assert self._sync is not None
+        self._skips = True
+        try:
+            self._sync.sync_now(self.step)
+        finally:
+            self._skips = False
+        return self._progress_now()
+
     def credit(self, metrics: dict[str, float]) -> bool:
         """Record metrics that a framework has just measured, if the model has the weights of the global model.
 
@@ -856,7 +889,7 @@ class DiLoCo:
         def own() -> Report:
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
-            weight = weight_of(self._weight() if callable(self._weight) else self._weight)
+            weight = 0.0 if self._skips else weight_of(self._weight() if callable(self._weight) else self._weight)
             require_accepted(weight, steps, joined.session.info)
             metrics = reported | local | self._measured.of(base.digest)
             return self._clock.report(weight, steps, metrics, base.fragment)

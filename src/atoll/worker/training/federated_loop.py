@@ -280,8 +280,7 @@ class Round:
             UpdateRefused: the server has refused several updates in a row; or, without a server, `model` contains NaN
                 or Inf.
         """
-        if self.done:
-            raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
+        self._require_open()
         weight, steps = weight_of(weight), steps_of(steps)
         self._require_joined()
         tensors = self._backend.tensors_of(model)
@@ -302,6 +301,36 @@ class Round:
                 self._backend.submit(self._ticket, tensors, report, finish, self._optimizers)
         else:
             self._backend.sit_out(self._ticket, report)
+        self._end()
+
+    @public_api
+    def skip(self, *, metrics: dict[str, float] | None = None) -> None:
+        """Sit out the round, for example because this site has no data for it now. No model is needed.
+
+        The site stays in the run: the round does not wait for it, and the status names it among those that sat out. The
+        state that the site keeps between rounds stays as it is. This is `submit` with `weight=0`.
+
+        Args:
+            metrics: finite numbers by name, for the server's log.
+
+        Raises:
+            UsageError: the round is over for this worker already, or a metric is not a valid number.
+        """
+        self._require_open()
+        self._require_joined()
+        self._forget_training()
+        found = finite_metrics({} if metrics is None else metrics, self._backend.site)
+        self._backend.sit_out(self._ticket, self._clock.report(0.0, 0, found))
+        self._end()
+
+    def _require_open(self) -> None:
+        if self.done:
+            raise UsageError(
+                f"Round {self.number} is over for this site: it was already submitted or skipped.",
+                "Call submit or skip once in each round.",
+            )
+
+    def _end(self) -> None:
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
@@ -509,7 +538,8 @@ class Worker(TaskWorker):
             if not round_.done:
                 raise UsageError(
                     f"Site {self.site} submitted no update in round {round_.number}.",
-                    "Call fl_round.submit(model) once in each round. To stop taking part, leave the `with` block.",
+                    "Call fl_round.submit(model) once in each round, or fl_round.skip() if the site has no data for "
+                    "it. To stop taking part, leave the `with` block.",
                 )
 
     def _end_of_rounds(self, reply: Next) -> None:

@@ -447,6 +447,19 @@ class Synchroniser:
             self._submit_due()
         return due or bool(ready)
 
+    def sync_now(self, step: int) -> None:
+        """Submit the fragment that is due next, although its steps are not complete, and wait for all results.
+
+        Args:
+            step: the number of the last local step.
+        """
+        self._session.require_sound()
+        self._step = self._due_step = step
+        self._submit_due()
+        for pending in list(self._pending):
+            if pending in self._pending:  # else merged during the wait for another result
+                self._finish_sync(pending)
+
     def _is_ready(self, pending: PendingSync) -> bool:
         """Return whether to merge an update's result now: the new version is here and due, or the update failed.
 
