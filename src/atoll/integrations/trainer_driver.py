@@ -116,6 +116,11 @@ class TrainerDriver:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the open round; in a DiLoCo run, for the newest one. Else empty."""
+        return self.round.config if self.round is not None else self.diloco.config if self.diloco is not None else {}
+
     def forget(self) -> None:
         """Leave the run, and forget it. The next training that uses this driver joins again."""
         self.leave()

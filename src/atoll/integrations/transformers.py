@@ -108,6 +108,11 @@ class AtollCallback(TrainerCallback):
         """Whether the run is over; False before training starts."""
         return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the open round, such as `{"lr": 0.1}`; empty before training starts."""
+        return self.driver.config
+
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run. Call this if your program continues after `trainer.train()` has failed. Idempotent.
 

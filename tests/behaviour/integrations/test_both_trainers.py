@@ -158,6 +158,25 @@ def test_transformers_skips_rounds(tmp_path: Path) -> None:
         assert [each.version for each in server.status().history] == [None, None, 1, 2]
 
 
+def test_transformers_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """Before training there is none; at the first step of each round it is the round's."""
+    import transformers
+
+    rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.01}}}
+    with plain_server(tmp_path, transformers_world.One(), algorithm="fedavg", rounds=2, sites=1, **rates) as server:
+        trainer = trainer_of(server, tmp_path / "w", sync_every=STEPS)
+        callback, seen = callback_of(trainer), list[Any]()
+        assert callback.config == {}
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append(callback.config.get("lr"))
+
+        trainer.add_callback(Watch)
+        trainer.train()
+    assert seen == [0.1] * STEPS + [0.01] * STEPS
+
+
 # -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused
 
 OTHER_RUN = "f" * 32

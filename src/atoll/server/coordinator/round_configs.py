@@ -79,7 +79,7 @@ class RoundConfigs:
         return self._function is None or number in self._told.get(site, ())
 
     async def prepare(self, sites: Iterable[str], number: int) -> None:
-        """Ask the function for the configurations of sites for a round, unless they are known. If it fails, fail the run.
+        """Ask the function what to tell sites in a round, unless that is known. If it fails, the run fails.
 
         Raises:
             RunFailed: the function raised, did not return, or returned what sites cannot get.

@@ -13,6 +13,7 @@ from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
 from atoll.server.coordinator.published_objects import PublishedObjects
+from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
@@ -32,6 +33,7 @@ class ServedRun:
     objects: PublishedObjects
     extensions: Extensions
     leases: LeaseChecks
+    configs: RoundConfigs
     shapes: FirstShapes
     sites: SiteOperations
     tickets: TicketOperations

@@ -20,7 +20,6 @@ from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow, VersionRow
 
-
 FIRST_REST_S, LONGEST_REST_S = 0.1, 10.0
 """Pause before a round if all sites have sat out the last `SAT_OUT_ROUNDS` rounds. It doubles with each further one."""
 
@@ -77,15 +76,13 @@ class TicketOperations:
         while True:
             if message.tasks and self._tasks.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
-            if reason := self._place.why_withheld(lease.site, message.fragment):
+            reason, pause_s = self._held_back(lease.site, message.fragment)
+            if reason:
                 if self._run.clock() >= until_s:
                     return self._wait_reply(message.fragment, reason, previous)
-                await self._run.changed(min(1.0, until_s - self._run.clock()))
+                await self._run.changed(min(pause_s, until_s - self._run.clock()))
                 continue
-            if rest_s := self._rest_s(message.fragment):
-                if self._run.clock() >= until_s:
-                    return self._wait_reply(message.fragment, "all sites sat out the last rounds: a pause", previous)
-                await self._run.changed(min(rest_s, until_s - self._run.clock()))
+            if await self._configures(lease.site, message.fragment):
                 continue
             self.begin_anew_if_needed(lease, message)
             effects = self._run.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
@@ -94,11 +91,6 @@ class TicketOperations:
                     case events.LeaseRefused():
                         self._leases.refuse(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
-                        number = self._run.state.rounds[fragment].number
-                        missing = [site for site, _ in self._run.state.missing(fragment)]
-                        await self._configs.prepare([lease.site, *missing], number)
-                        if self._run.state.rounds[fragment].number != number:  # the round has closed meanwhile
-                            break
                         head = self._run.store.versions.head(fragment)
                         return self._reply(
                             "ticket",
@@ -120,6 +112,25 @@ class TicketOperations:
                         if reason == events.FINISHED or ended or self._run.clock() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
             await self._run.changed(until_s - self._run.clock())
+
+    def _held_back(self, site: str, fragment: int) -> tuple[str, float]:
+        """Return why a site gets no ticket although a round may be open, and in how many seconds to look again."""
+        if reason := self._place.why_withheld(site, fragment):
+            return reason, 1.0
+        rest_s = self._rest_s(fragment)
+        return "all sites sat out the last rounds: a pause" if rest_s else "", rest_s
+
+    async def _configures(self, site: str, fragment: int) -> bool:
+        """Find out what to tell a site in a fragment's round. Return whether this took time.
+
+        The user's function is asked for all sites that the round waits for at once.
+        """
+        round_ = self._run.state.rounds[fragment]
+        if round_.phase not in ("open", "closing") or self._configs.are_ready(site, round_.number):
+            return False
+        missing = [each for each, _ in self._run.state.missing(fragment)]
+        await self._configs.prepare([site, *missing], round_.number)
+        return True
 
     def _rest_s(self, fragment: int) -> float:
         """Return the seconds until a fragment's open round gives tickets, if all sites sat out several rounds in a row.

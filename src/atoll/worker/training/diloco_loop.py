@@ -12,12 +12,13 @@ synchronisation.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -107,6 +108,7 @@ class SyncProgress:
         kept: names of the buffers that the site keeps for itself. They may change their shapes, and each rank has its
             own.
         first: names of the buffers with the rule `first`, which may change their shapes before the run's first update.
+        config: what the run tells this site for the newest round.
     """
 
     sync_every: int
@@ -115,6 +117,7 @@ class SyncProgress:
     lost: bool
     kept: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
@@ -466,7 +469,7 @@ class DiLoCo:
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
         kept = tuple(spec.name for spec in session.schema.tensors if spec.is_kept and spec.is_buffer)
         first = tuple(session.schema.first)
-        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept, first)
+        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept, first, sync.config)
 
     def _learn(self, progress: SyncProgress) -> None:
         """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
@@ -696,6 +699,14 @@ class DiLoCo:
         to reach it again at every synchronisation.
         """
         return self.over or self.lost
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the newest round: names and plain values, from the setting `rounds.config`.
+
+        It may change with each synchronisation. Empty without a server, and before the start.
+        """
+        return copy.deepcopy(self._progress.config) if self._progress is not None else {}
 
     @property
     def over(self) -> bool:

@@ -6,6 +6,7 @@ runs alone: one round of plain local training.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,6 +104,14 @@ class Round:
     def version(self) -> int:
         """The number of the version of the global model to train from."""
         return self._ticket.base.number
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for this round: names and plain values, such as `{"lr": 0.1, "epochs": 2}`.
+
+        They come from the setting `rounds.config` and from the run's configuration function. Empty without a server.
+        """
+        return copy.deepcopy(self._ticket.config)
 
     @property
     def base(self) -> VersionRef:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from atoll.errors import is_transient
 from atoll.format_text import of_fragment
@@ -125,6 +126,7 @@ class FragmentState:
         local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
         base_step: the last local step that the base includes; local progress consists of the later steps.
         version: the version in the base.
+        config: what the run tells this site for its newest round.
         ended: the reason why the run has ended; empty until then.
     """
 
@@ -132,6 +134,7 @@ class FragmentState:
         self.exchange, self.index = exchange, exchange.fragment
         self.round = 1
         self.ticket: Ticket | None = None
+        self.config: dict[str, Any] = {}
         self.local_steps = self.base_step = self.version = 0
         self.ended = ""
 
@@ -145,7 +148,8 @@ class FragmentState:
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
-        self.local_steps = self.ticket.local_steps if self.ticket else self.local_steps
+        if self.ticket:
+            self.local_steps, self.config = self.ticket.local_steps, self.ticket.config
 
 
 class PendingSync:
@@ -289,6 +293,11 @@ class Synchroniser:
     def base_step(self) -> int:
         """The last local step of this worker that the base of the first fragment includes."""
         return self._fragments[0].base_step
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the newest round that it takes part in."""
+        return max(self._fragments, key=lambda each: each.round).config
 
     @property
     def steps_between(self) -> int:
