@@ -278,6 +278,12 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
     Raises:
         ConfigError: a setting is not supported in a swarm, or a swarm setting is set although `swarm.enabled` is false.
     """
+    if at("swarm.enabled") and any("outer_optimizer" in str(table) for table in at("rounds.changes")):
+        raise ConfigError(
+            "rounds.changes sets algorithm.outer_optimizer.lr, but swarm.enabled is true: the workers of a swarm step "
+            "with one rate.",
+            "Leave it out, or set swarm.enabled = false.",
+        )
     if not at("swarm.enabled"):
         others = {"swarm.aggregators": "without a swarm, the server aggregates"}
         _require_defaults(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")

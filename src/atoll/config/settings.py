@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from atoll.config.consistency import require_consistent
+from atoll.config.round_changes import CHANGEABLE, Change, changes_of
 from atoll.config.round_config import fault_in_table
 from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
@@ -349,6 +350,13 @@ class Rounds(Group):
         "further values of `rounds.config` for them: `my_file.py:function` or `module:function`.",
     )
 
+    changes: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="Settings that change within the run: tables with `from_round`, the first round with the new "
+        f"values, and these values. What can change: {', '.join(f'`{key}`' for key in CHANGEABLE)}. A restart may "
+        "change or add tables for rounds that have not begun.",
+    )
+
     @property
     def function(self) -> OwnName | None:
         """The function that `config_function` names; None if it names none."""
@@ -587,7 +595,32 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         require_consistent(self.at, lambda key: default_of(key) == self.at(key))
+        for change in self.changes:
+            try:
+                self.of_round(change.from_round)
+            except ValidationError as error:
+                wrong = _readable(error, dict.fromkeys(change.values, f"rounds.changes {change}"))
+                raise ConfigError(wrong.message, wrong.remedy) from None
+            except ConfigError as error:
+                raise ConfigError(f"rounds.changes {change}: {error.message}", error.remedy) from None
         return self
+
+    @property
+    def changes(self) -> list[Change]:
+        """The changes within the run (`rounds.changes`), in order."""
+        return changes_of(self.rounds.changes)
+
+    def of_round(self, number: int) -> Settings:
+        """Return the settings of a round: these, with all changes up to it, and without a list of changes.
+
+        Raises:
+            ValidationError, ConfigError: a changed value is wrong, or contradicts another setting.
+        """
+        made = [change.values for change in self.changes if change.from_round <= number]
+        values = {key: value for each in made for key, value in each.items()}
+        own = self.model_dump(by_alias=True, exclude_unset=True)
+        own["rounds"] = {key: each for key, each in own.get("rounds", {}).items() if key != "changes"}
+        return Settings.model_validate(merged(values, own))
 
     @classmethod
     @public_api

@@ -207,7 +207,8 @@ class TrainerDriver:
             return self.diloco.state_dict()
         if self.info is None:
             return dict(self._checkpoint)
-        return {"run": self.info.run, "site": self.site, "versions": []}
+        place = {"global_step": self.round.global_step} if self.round is not None else {}
+        return {"run": self.info.run, "site": self.site, "versions": [], **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the state from a checkpoint. It is compared with the run and the site's folder when the site joins.

@@ -588,9 +588,12 @@ class Ticket(Message):
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Digest of the update's layout.")
-    local_steps: Steps = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
+    local_steps: Steps = Field(
+        0, description="Number of local steps, by speed (DyLU) or round; 0: the run's sync_every."
+    )
     generation: Count = Field(0, description="Generation of the algorithm's state with which the update is formed.")
     from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
+    global_step: Count = Field(0, description="Local steps that the base version has behind it, along one site.")
     config: RoundConfig = Field(default_factory=dict, description="What the run tells the site for this round.")
 
     @property
@@ -671,6 +674,7 @@ class TicketReply(Message):
     reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
     left_s: Estimate | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
+    global_step: Count = Field(0, description="Local steps that the head has behind it, along one site.")
     manifest: VersionManifest | None = Field(
         None, description="Manifest of the ticket's version, if the request says that the site lacks it."
     )

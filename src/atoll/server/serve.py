@@ -148,8 +148,8 @@ class Server:
         has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
-        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters}
-        code["config"] = None if isinstance(config, str) else config
+        own_config = None if isinstance(config, str) else config
+        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters, "config": own_config}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
         self._gate = open_gate(self.settings)

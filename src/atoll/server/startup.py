@@ -21,11 +21,14 @@ from atoll.algorithms.resolve import resolve
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
+from atoll.config.round_changes import Change, require_kept_changes
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import usable
+from atoll.rounds.early_stopping import MetricProgress
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.first_shapes import NewShapes
+from atoll.server.coordinator.ledger import snapshot_of
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.saved_state import SavedState
@@ -162,6 +165,8 @@ def open_run(
                     model = loaded_model(settings, loaded, plan.schema.model)
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
+            if begun:
+                _take_up_changes(plan, store, where)
         except BaseException:
             if is_empty and store.journal.usable and store.run_log.run is None:  # leave no trace of a refused start
                 store.discard(with_folder=is_missing)
@@ -335,14 +340,21 @@ def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str,
         ConfigError: a value differs; the message names the first setting, both values and the remedy.
     """
     for key in dict.fromkeys([*current, *recorded]):  # in the order of FROZEN
+        if key == CHANGES:  # see `take_up_changes`
+            continue
         old, new = recorded.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             old, new = _differing(old, new)
         if old != new:
             raise ConfigError(
                 f"{where} has {key} = {old!r}, but this start sets {new!r}.",
-                "Start with the old value, or start a new run in another disk.state_dir.",
+                "Start with the old value, or start a new run in another disk.state_dir."
+                + (_LATER if key in ("diloco.sync_every", "algorithm.outer_optimizer") else ""),
             )
+
+
+CHANGES = "rounds.changes"
+_LATER = " With the old value, a table in rounds.changes can set another one for later rounds."
 
 
 def _say_rules(settings: Settings, schema: Schema) -> None:
@@ -398,7 +410,32 @@ def _frozen(settings: Settings, plan: Plan) -> str:
     options = {
         f"{key}.{name}": value[name] for key, value in chosen.items() if isinstance(value, dict) for name in value
     }
+    single[CHANGES] = [list(each) for each in settings.changes]
     return json.dumps(options | single | {"algorithm.outer_optimizer": plan.rule.describe()}, default=str)
+
+
+def _take_up_changes(plan: Plan, store: Store, where: str) -> None:
+    """Let a run that goes on have the changes that this start gives for rounds that have not begun, and record them.
+
+    Args:
+        plan: the plan of the run.
+        store: its store.
+        where: the run and where it is, for errors.
+
+    Raises:
+        ConfigError: a change of a round that has begun differs.
+    """
+    run = store.run_log.run
+    assert run is not None
+    settings = json.loads(run.settings_json)
+    recorded, given = [Change(*each) for each in settings.get(CHANGES, [])], plan.settings.changes
+    if recorded == given:
+        return
+    rounds = snapshot_of(store, MetricProgress()).fragments
+    begun = max(each.done + (each.expected is not None or bool(each.frozen)) for each in rounds)
+    require_kept_changes(recorded, given, begun, where)
+    store.run_log.change_settings(json.dumps(settings | {CHANGES: [list(each) for each in given]}), given)
+    LOG.info("this start changes rounds.changes: %s", "; ".join(map(str, given)) or "nothing changes any more")
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:

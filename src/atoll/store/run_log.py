@@ -279,6 +279,12 @@ class RunLog:
             base_version,
         )
 
+    def change_settings(self, settings_json: str, changes: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Record other settings of the run: which values change from which rounds on."""
+        with self._journal.transaction():
+            self._journal.execute("UPDATE run SET settings_json = ?", settings_json)
+            self._audit.append("changes", changes=[list(each) for each in changes])
+
     def config_of(self, site: str, number: int) -> dict[str, Any] | None:
         """Return what the user's function has told a site for a round; None if it was not asked, or long ago."""
         row = self._journal.first(CONFIGS, "WHERE site = ? AND round = ?", site, number)

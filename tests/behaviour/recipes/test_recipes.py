@@ -95,7 +95,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SimEnv, {"num_clients": 3}, r"SimEnv has no argument 'num_clients'\. Did you mean 'sites'\?"),
     (recipe, {"mu": 3}, "FedAvgRecipe has no argument 'mu'"),
     (recipe, {"settings": {"rounds.quorum": 2}}, r"no argument 'settings'\. .*: recipe\.add_server_config\("),
-    (SimEnv, {"config": {"rounds.quorum": 2}}, r"no argument 'config'\. .*: recipe\.add_server_config\("),
+    (SimEnv, {"config": {"rounds.quorum": 2}}, r"no argument 'config'; it is the setting rounds\.config of"),
     (recipe, {"quorum": 2}, r"'quorum'; it is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"),
     (
         recipe,

@@ -140,10 +140,14 @@ def test_a_run_file_has_tables_and_schedules(tmp_path: Path) -> None:
         Settings.read(file, environ={})
 
 
+def no_arguments() -> dict[str, Any]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (dict, "cannot be called with a round and a site"),
+        (no_arguments, "cannot be called with a round and a site"),
         (3, "config is 3"),
     ],
     ids=["arguments", "no function"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ class TicketOperations:
         self._run, self._leases, self._shapes = run, leases, shapes
         self._place, self._tasks, self._time_left, self._configs = place, tasks, time_left, configs
         self._idle: dict[int, tuple[int, float]] = {}  # fragment → its round after a pause, when it began
+        self._steps: dict[int, tuple[int, int]] = {}  # fragment → a version, and the steps that it has behind it
         run.store.versions.wanted = self._unpulled
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
@@ -159,9 +161,17 @@ class TicketOperations:
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self._run.store.versions.durable(head.fragment),
+            global_step=self._global_step(head.fragment, head.version),
             round=self._run.state.rounds[head.fragment].number,
             **more,
         )
+
+    def _global_step(self, fragment: int, version: int) -> int:
+        """Return the number of local steps that a version has behind it, along one site."""
+        if self._steps.get(fragment, (-1, 0))[0] != version:
+            summary = json.loads(self._run.store.versions.get(fragment, version).summary_json or "{}")
+            self._steps[fragment] = version, round(summary.get("global_step", 0.0))
+        return self._steps[fragment][1]
 
     def begin_anew_if_needed(self, lease: Lease, message: messages.SiteState) -> None:
         """Let the algorithm's state begin at zero, in the open round and at all sites, if a site's state requires it.
@@ -191,20 +201,22 @@ class TicketOperations:
             base_version=base_version,
             base_digest=digest,
             layout_digest=self._run.plan.fragments[fragment].update.digest,
-            local_steps=self.local_steps([site])[site],
+            local_steps=self.local_steps([site], self._run.state.rounds[fragment].number)[site],
             generation=generation.number,
             from_zero=generation.begins_at(base_version),
+            global_step=self._global_step(fragment, base_version),
             config=self._configs.of(site, self._run.state.rounds[fragment].number),
         )
 
-    def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
-        """Return site → number of local steps between two synchronisations, computed from the site's speed (DyLU).
+    def local_steps(self, sites: Iterable[str], number: int) -> dict[str, int]:
+        """Return site → number of local steps between two synchronisations in a round, from the site's speed (DyLU).
 
-        If dynamic local steps are off, the number is 0 for each site, and the number in the settings applies.
+        If dynamic local steps are off, it is the same for each site; 0 if it never changes, so that the run's applies.
         """
-        diloco = self._run.settings.diloco
-        if not diloco.dynamic_local_steps or not self._run.plan.algorithm.sync_every:
-            return dict.fromkeys(sites, 0)
+        plan = self._run.plan.of_round(number)
+        diloco = plan.settings.diloco
+        if not diloco.dynamic_local_steps or not plan.algorithm.sync_every:
+            return dict.fromkeys(sites, plan.algorithm.sync_every if self._run.plan.changes_steps else 0)
         speeds = {
             site: self._run.roster[site].beat.steps_per_s for site in self._run.alive() if site in self._run.roster
         }

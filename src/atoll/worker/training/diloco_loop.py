@@ -109,6 +109,8 @@ class SyncProgress:
             own.
         first: names of the buffers with the rule `first`, which may change their shapes before the run's first update.
         config: what the run tells this site for the newest round.
+        version: the version of the global model that the model has.
+        step_offset: the difference between the global step and this worker's own step.
     """
 
     sync_every: int
@@ -118,6 +120,8 @@ class SyncProgress:
     kept: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
     config: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+    step_offset: int = 0
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
@@ -247,6 +251,9 @@ class DiLoCo:
         metrics: a function that returns finite numbers by name. It is called at the start and after every
             synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
             workers and records them for this version of the global model.
+        on_sync: a function that is called with this object at the start, after every synchronisation, and at the end
+            of the run, while `model` has the weights of the global model; for example, to evaluate or save it, or to
+            set a learning rate by `global_step`. With several ranks, it is called at rank 0, as `metrics` is.
         folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
             else `.atoll`.
         labels: labels of this worker, shown in the server's status.
@@ -273,6 +280,7 @@ class DiLoCo:
         site: str | None = None,
         weight: float | Callable[[], float] = 1.0,
         metrics: Callable[[], dict[str, float]] | None = None,
+        on_sync: Callable[[DiLoCo], object] | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
@@ -292,7 +300,8 @@ class DiLoCo:
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight = weight if callable(weight) else weight_of(weight)
-        self._measured = GlobalModelMetrics(metrics, lambda: self._named)
+        told = None if on_sync is None else partial(on_sync, self)
+        self._measured = GlobalModelMetrics(metrics, lambda: self._named, told)
         self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._swarm = swarm
@@ -362,6 +371,7 @@ class DiLoCo:
                 self._schema = run_schema(self.model, {})
             require_finite(self._tensors, self._schema, self._named, is_initial=True)
             LOG.info("%s", ALONE)
+            self._hook()  # counts the steps
             self._started = True
             return self
         try:
@@ -469,7 +479,7 @@ class DiLoCo:
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
         kept = tuple(spec.name for spec in session.schema.tensors if spec.is_kept and spec.is_buffer)
         first = tuple(session.schema.first)
-        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept, first, sync.config)
+        return SyncProgress(sync.sync_every, sync.next_step, sync.finished, lost, kept, first, *self._place)
 
     def _learn(self, progress: SyncProgress) -> None:
         """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
@@ -580,13 +590,18 @@ class DiLoCo:
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
-        """Return Atoll's entry for a checkpoint: the run, the site, and the versions that the site trains from.
+        """Return Atoll's entry for a checkpoint: run, site, versions that the site trains from, and `global_step`.
 
-        In a process that has joined no run, return the entry that `load_state_dict` has loaded; empty if there is none.
+        They are plain JSON values. In a process that has joined no run, return the entry that `load_state_dict` has
+        loaded; empty if there is none.
 
-        The script or framework itself must save parameters, optimizer and schedule.
+        The script or framework itself must save parameters, optimizer and schedule. The state of the run is at the
+        server: after a restart, the object's `version` and `global_step` say where the run is, and the entry says where
+        the checkpoint was written.
         """
-        return checkpoint_of(self._joined) if self._joined is not None else dict(self._checkpoint)
+        if self._joined is None:
+            return dict(self._checkpoint)
+        return checkpoint_of(self._joined) | {"global_step": self.global_step}
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -706,7 +721,29 @@ class DiLoCo:
 
         It may change with each synchronisation. Empty without a server, and before the start.
         """
-        return copy.deepcopy(self._progress.config) if self._progress is not None else {}
+        return copy.deepcopy(self._place[0])
+
+    @property
+    def version(self) -> int:
+        """The number of the version of the global model that this worker trains from; 0 without a server.
+
+        With several fragments, it is the oldest of their versions.
+        """
+        return self._place[1]
+
+    @property
+    def global_step(self) -> int:
+        """The number of local steps of the model that is trained here: those behind its version, and those since then.
+
+        The steps behind a version are those that the sites have reported, along one site. So a worker that joins late
+        or starts again knows its place in a schedule of the whole run. Without a server, it is `step`.
+        """
+        return self.step + self._place[2]
+
+    @property
+    def _place(self) -> tuple[dict[str, Any], int, int]:
+        place = self._sync if self._sync is not None else self._progress  # at other ranks, what rank 0 has sent last
+        return ({}, 0, 0) if place is None else (place.config, place.version, place.step_offset)
 
     @property
     def over(self) -> bool:
@@ -806,7 +843,8 @@ class DiLoCo:
 
     def _hook(self) -> None:
         self._steps = Steps(self._layers, self._copies.before_step, self._after_step)
-        self._steps.refuse_others(self.model, self._refuse_step, is_partial=self._allow_partial)
+        if self._progress is not None:
+            self._steps.refuse_others(self.model, self._refuse_step, is_partial=self._allow_partial)
 
     @public_api
     def _refuse_step(self, optimizer: Optimizer, name: str) -> None:
@@ -955,6 +993,8 @@ def _require_uncorrected(joined: Participation) -> None:
 
 
 KEYS = {"run", "site", "versions"}
+ALSO = {"global_step"}
+"""Keys that an entry may have, too: for the script, not for Atoll."""
 
 WITHOUT = "To resume from the server's state instead, leave the checkpoint out."
 
@@ -979,7 +1019,7 @@ def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: `state` has other keys.
     """
-    if state and state.keys() != KEYS:
+    if state and state.keys() - ALSO != KEYS:
         raise UsageError(
             f"This state_dict was not written by Atoll: it has the keys {', '.join(map(repr, state))}.", WITHOUT
         )

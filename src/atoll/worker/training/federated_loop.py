@@ -106,6 +106,14 @@ class Round:
         return self._ticket.base.number
 
     @property
+    def global_step(self) -> int:
+        """The number of local steps that the global model has behind it, along one site, as the sites have reported.
+
+        It is the place of this round in a schedule of the whole run, for a site that joins late or starts again, too.
+        """
+        return self._ticket.global_step
+
+    @property
     def config(self) -> dict[str, Any]:
         """What the run tells this site for this round: names and plain values, such as `{"lr": 0.1, "epochs": 2}`.
 
