@@ -235,6 +235,7 @@ class Rules:
     Attributes:
         outer: the outer optimizer of the parameters; its state begins empty.
         outer_from: round → the outer optimizer from this round on, if it changes within the run.
+        up_from: round → the codec of updates from this round on and its feedback, if it changes.
         up: the codec of updates. feedback: whether sites keep what it loses. down: the codec of versions, if any.
         reducer: of the parameters.
         buffers: buffer → its rule: mean, max, sum, first, flags or keep. All other tensors are parameters.
@@ -253,6 +254,7 @@ class Rules:
     controls: bool = False
     norms: Callable[[list[float]], Sequence[float]] = list
     outer_from: Mapping[int, Outer] = field(default_factory=dict)
+    up_from: Mapping[int, tuple[Callable[[Tensor, torch.dtype], Tensor], bool]] = field(default_factory=dict)
 
 
 def of_round(first: T, changed: Mapping[int, T], number: int) -> T:
@@ -354,7 +356,8 @@ class Site:
     Attributes:
         w: its model. b: the version that each tensor of w began from.
         local_step: the user's training. k: how many were taken. steps: how many a federated round has. lr: their η.
-        e: what the codec has lost of earlier updates. c_i: SCAFFOLD's control variate of the site.
+        number: its round, from 1. e: what codecs with feedback have lost of earlier updates.
+        c_i: SCAFFOLD's control variate of the site.
     """
 
     rules: Rules
@@ -366,7 +369,7 @@ class Site:
     lr: float = 0.0
 
     def __post_init__(self) -> None:
-        self.k, self.b = 0, Tensors()
+        self.k, self.number, self.b = 0, 1, Tensors()
         self.e = {name: torch.zeros_like(wide(x)) for name, x in self.w.items() if name not in self.rules.buffers}
         self.c_i = {name: e.clone() for name, e in self.e.items() if self.rules.controls}
 
@@ -403,12 +406,14 @@ class Site:
     def update(self, names: Iterable[str], delta_c: Tensors | None = None) -> Update:
         """Return the update of these tensors. Once it counts, e ← u + e − C(u + e) and c_i ← c_i + Δc_i."""
         params, buffers, delta_c = dict[str, Tensor](), dict[str, Tensor](), delta_c or {}
+        up, feedback = of_round((self.rules.up, self.rules.feedback), self.rules.up_from, self.number)
+        self.number += 1
         for name in names:
             b, w, rule = self.b[name], self.w[name], self.rules.buffers.get(name, "")
             if not rule:
-                u = wide(b) - wide(w) + self.e[name] if self.rules.feedback else wide(b) - wide(w)
-                params[name] = self.rules.up(u, b.dtype)
-                self.e[name] = u - params[name]
+                u = wide(b) - wide(w) + self.e[name] if feedback else wide(b) - wide(w)
+                params[name] = up(u, b.dtype)
+                self.e[name] = u - params[name] if feedback else self.e[name]
             elif rule != "keep":
                 buffers[name] = (wide(w) - wide(b)).to(b.dtype) if rule == "sum" else w.clone()
         self.c_i = {name: c_i + delta_c[name] for name, c_i in self.c_i.items()}
@@ -456,6 +461,7 @@ def federated(
             site.load(server.b)
             delta_c = site.train(server.c)
             site.weight = weight(site.name, number) if weight else site.weight
+            site.number = number
             if site.weight:
                 updates.append(site.update(server.b, delta_c))
         if updates:

@@ -420,7 +420,25 @@ class Plan(AggregationPlan):
         algorithm, rule = resolve(settings, outer), self.rule
         if algorithm.outer_options.get("lr") != self.algorithm.outer_options.get("lr"):
             rule = rule.with_lr(algorithm.outer_options["lr"])
+        build_codecs(algorithm.codec, algorithm.codec_options)
         return replace(self, settings=settings, algorithm=algorithm, rule=rule)
+
+    def with_codec_of(self, number: int) -> Plan:
+        """Return this plan with the codec of updates in a round, if that changes within the run, and with its files."""
+        if self.fits(number):
+            return self
+        now = self.of_round(number).algorithm
+        codec = Chosen(now.codec, now.codec_options)
+        values = replace(self.values, codec=codec)
+        made = AggregationPlan.of_values(values, self.split, self.threads)
+        algorithm = replace(self.algorithm, codec=now.codec, codec_options=now.codec_options)
+        plans = {first: replace(each, **_files(made)) for first, each in self.changed.items()}
+        return replace(self, **_files(made), algorithm=algorithm, changed=plans)
+
+    def fits(self, number: int) -> bool:
+        """Return whether updates of a round have the codec of this plan."""
+        now = self.of_round(number).algorithm
+        return Chosen(now.codec, now.codec_options) == self.values.codec
 
     def of_round(self, number: int) -> Plan:
         """Return the plan of a round: this one, or the one of the last change up to it."""
@@ -469,6 +487,10 @@ class Plan(AggregationPlan):
             os.close(fd)
             raise
         return fd
+
+
+def _files(plan: AggregationPlan) -> dict[str, Any]:
+    return {"values": plan.values, "codecs": plan.codecs, "fragments": plan.fragments}
 
 
 def _require_fitting(outer_lr_of: Mapping[str, float], split: Split) -> None:

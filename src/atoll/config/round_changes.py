@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from atoll.config.run_file import merged
 from atoll.errors import ConfigError
 
-CHANGEABLE = ("diloco.sync_every", "algorithm.outer_optimizer.lr")
+CODEC = "aggregation.upload_codec"
+CHANGEABLE = ("diloco.sync_every", "algorithm.outer_optimizer.lr", CODEC)
 """The settings that may change within a run."""
 FROM = "from_round"
 
@@ -48,7 +50,7 @@ def changes_of(tables: Sequence[Mapping[str, Any]]) -> list[Change]:
                 f"Give each table the number of its first round, in rising order; here, at least {least}. What holds "
                 "from round 1 on are the settings themselves.",
             )
-        values = dict(_leaves({key: value for key, value in table.items() if key != FROM}))
+        values = dict(_leaves(merged({key: value for key, value in table.items() if key != FROM})))
         wrong = next((key for key in values if key not in CHANGEABLE), None if values else "nothing")
         if wrong is not None:
             raise ConfigError(
@@ -61,7 +63,7 @@ def changes_of(tables: Sequence[Mapping[str, Any]]) -> list[Change]:
 
 def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in table.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and f"{before}{key}" != CODEC:  # a codec changes as a whole
             yield from _leaves(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value

@@ -56,7 +56,7 @@ def _fault(value: Any, at: str, depth: int) -> str:
 
 
 def is_schedule(value: Any) -> bool:
-    """Return whether a value of the table is a schedule: a table whose keys are numbers of rounds."""
+    """Return whether a value of the table is a schedule: a table with numbers of rounds as keys."""
     return isinstance(value, Mapping) and bool(value) and all(isinstance(key, str) and key.isdecimal() for key in value)
 
 

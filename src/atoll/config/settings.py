@@ -340,7 +340,7 @@ class Rounds(Group):
     config: Annotated[dict[str, Any], AfterValidator(_round_config)] = Field(
         default_factory=dict,
         description="What sites are told for each round, as `fl_round.config`: names and values, such as "
-        "`{epochs = 2, lr = {1 = 0.1, 10 = 0.01}}`. A table whose keys are numbers is a schedule: here 0.1 from round "
+        "`{epochs = 2, lr = {1 = 0.1, 10 = 0.01}}`. A table with numbers as keys is a schedule: here 0.1 from round "
         "1 on and 0.01 from round 10 on.",
     )
     config_function: str | None = Field(

@@ -164,7 +164,7 @@ class TrainerDriver:
         if state == "diloco":
             if self.diloco is None:
                 raise UsageError(
-                    "skip() was called before training began in a DiLoCo run, whose rounds are parts of the training.",
+                    "skip() was called before training began in a DiLoCo run: its rounds are parts of the training.",
                     "Begin training first, or let weight be a function that returns 0 for a round to sit out.",
                 )
             self.diloco.skip()

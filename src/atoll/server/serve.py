@@ -377,10 +377,11 @@ class Server:
             failed: Exception | None = None
             is_again = False
             try:
-                while (shapes := (served := await self._serve_run(accept, failed)).shapes.to_take_over) is not None:
-                    is_again = True
+                while _begins_again(served := await self._serve_run(accept, failed)):
+                    is_again, shapes = True, served.shapes.to_take_over
                     try:
-                        await asyncio.to_thread(take_over_shapes, served.run.plan, shapes)
+                        if shapes is not None:
+                            await asyncio.to_thread(take_over_shapes, served.run.plan, shapes)
                     except Exception as error:  # nothing was changed: serve the run once more, to tell its sites
                         failed = error
             except AtollError as error:
@@ -440,7 +441,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._served is served and served.shapes.to_take_over is None:
+            if self._served is served and not _begins_again(served):
                 self._last_status = keep_status(served)  # else the start failed, or the run begins again
             await served.coordinator.stop()
         return served
@@ -566,6 +567,11 @@ class Server:
         if run.watched_s is not None and time.monotonic() - run.watched_s < WATCHED_S:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._thread.stopping.wait(), WATCHED_S)
+
+
+def _begins_again(served: ServedRun) -> bool:
+    """Return whether the run has to be served again, with the shapes of a first update or another codec."""
+    return served.run.begins_again.is_set() and served.run.failed is None
 
 
 def _is_overdue(run: RunCore, site: str, begin_s: float) -> bool:

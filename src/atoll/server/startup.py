@@ -21,7 +21,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
-from atoll.config.round_changes import Change, require_kept_changes
+from atoll.config.round_changes import CODEC, Change, require_kept_changes
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import usable
@@ -158,7 +158,7 @@ def open_run(
             _say_rules(settings, plan.schema)
             if saved is not None and not run:
                 saved.restore(plan, store)
-            lost = _recover(plan, store)
+            plan, lost = _continued(plan, store) if begun else (plan, _recover(plan, store))
             if len(store.versions.heads()) < len(plan.fragments):
                 # a new run, or one killed before version 0 was written
                 if model is None and (loaded := persistor.load()) is not None:
@@ -333,6 +333,43 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
     return plan
 
 
+def _continued(plan: Plan, store: Store) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with the codec of the current round, and one sentence for each loss of data in a crash."""
+    plan = _with_codec_of_now(plan, store)
+    lost = _recover(plan, store)
+    if not plan.fits(_round_of(store)):  # the run has gone back to a round of an earlier codec
+        plan = _with_codec_of_now(plan, store)
+        lost += _recover(plan, store)
+    return plan, lost
+
+
+def _round_of(store: Store) -> int:
+    """Return the number of the current round of the model; of a fragment, the largest."""
+    return max((each.done for each in snapshot_of(store, MetricProgress()).fragments), default=0) + 1
+
+
+def _with_codec_of_now(plan: Plan, store: Store) -> Plan:
+    """Return the plan with the codec of the current round. If the files are for another one, change them.
+
+    The open tickets of the round end: their updates would have the earlier codec.
+    """
+    run, number = store.run_log.run, _round_of(store)
+    assert run is not None
+    plan = plan.with_codec_of(number)
+    settings, codec = json.loads(run.settings_json), plan.values.codec
+    now = {"name": str(codec.name), **codec.options}
+    base = {key.removeprefix(f"{CODEC}."): each for key, each in settings.items() if key.startswith(f"{CODEC}.")}
+    if now == settings.get(CODEC_NOW, base):
+        return plan
+    with store.journal.transaction(synced=True):
+        live = [row.ticket for row in store.tickets.live()]
+        store.tickets.expire(live, f"round {number} begins with another codec")
+        store.slots.reshape([each.shapes() for each in plan.fragments], 0)
+        store.run_log.change_settings(json.dumps(settings | {CODEC_NOW: now}), plan.settings.changes)
+    LOG.info("from round %d on, updates have the codec %s", number, ", ".join(f"{k} {v}" for k, v in now.items()))
+    return plan
+
+
 def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse a changed value of a setting that must stay the same during a run.
 
@@ -340,7 +377,7 @@ def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str,
         ConfigError: a value differs; the message names the first setting, both values and the remedy.
     """
     for key in dict.fromkeys([*current, *recorded]):  # in the order of FROZEN
-        if key == CHANGES:  # see `take_up_changes`
+        if key in (CHANGES, CODEC_NOW):  # see `_take_up_changes` and `_with_codec_of_now`
             continue
         old, new = recorded.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -349,11 +386,12 @@ def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str,
             raise ConfigError(
                 f"{where} has {key} = {old!r}, but this start sets {new!r}.",
                 "Start with the old value, or start a new run in another disk.state_dir."
-                + (_LATER if key in ("diloco.sync_every", "algorithm.outer_optimizer") else ""),
+                + (_LATER if key.startswith(("diloco.sync_every", "algorithm.outer_optimizer", CODEC)) else ""),
             )
 
 
-CHANGES = "rounds.changes"
+CHANGES, CODEC_NOW = "rounds.changes", "codec of now"
+"""Keys in the record of the settings: what changes within the run, and the codec of the files of updates."""
 _LATER = " With the old value, a table in rounds.changes can set another one for later rounds."
 
 

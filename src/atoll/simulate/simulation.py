@@ -18,6 +18,7 @@ from torch import nn
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
+from atoll.config.round_changes import CODEC
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
@@ -347,6 +348,11 @@ def _simulated(settings: Settings, sites: int) -> Settings:
         raise ConfigError(
             "workflow.steps is set, but simulated sites cannot answer tasks.",
             "Leave workflow.steps out, or use atoll server and real workers.",
+        )
+    if any(CODEC in each.values for each in settings.changes):
+        raise ConfigError(
+            f"rounds.changes sets {CODEC}, but the processes of a simulation know one codec.",
+            "Leave it out, or use atoll server and real workers.",
         )
     require_training(settings)
     if not settings.rounds.total:

@@ -360,3 +360,147 @@ def test_a_simulation_changes_the_rate_too(tmp_path: Path) -> None:
         **{"disk.state_dir": tmp_path / "s"},
     ).run()
     assert load_file(result.model)["w"].tolist() == [rates_by_hand([0.5, 0.25, 0.25, 1.0])] * 2
+
+
+# -- another codec: the server writes its files again when the round begins
+
+CODECS = [
+    {"from_round": 2, "aggregation": {"upload_codec": {"name": "int8"}}},
+    {"from_round": 4, "aggregation.upload_codec": {"name": "topk", "density": 0.25}},
+    {"from_round": 5, "aggregation.upload_codec.name": "none"},
+]
+SPECIFIED = {2: (spec.quantized(127), True), 4: (spec.topk(0.25), True), 5: (spec.none, False)}
+SIZE = 5000
+
+
+def train_step(k: int, w: torch.Tensor, site: str) -> None:
+    """A change of the weights that depends on the step, the site and the values, with small and large elements."""
+    noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(100 * k + ord(site)))
+    w.add_(noise * noise.abs() * 0.01 - 0.05 * w)
+
+
+def with_codecs(rounds: int) -> torch.Tensor:
+    """The model of the sites a and b after these rounds of FedAvg, by the specification."""
+    mean = spec.of_torch(torch.optim.SGD, lr=1.0, momentum=0.0)
+    rules = spec.Rules(mean, up=spec.none, up_from=SPECIFIED)
+
+    def site_of(name: str) -> spec.Site:
+        def local_step(k: int, w: spec.Tensors, _: object) -> None:
+            train_step(k + 1, w["w"], name)
+
+        return spec.Site(rules, name, {"w": torch.zeros(SIZE)}, local_step)
+
+    fragment = spec.Fragment(rules, {"w": torch.zeros(SIZE)})
+    spec.federated(fragment, [site_of(site) for site in "ab"], rounds)
+    return fragment.result()["w"]
+
+
+@pytest.mark.parametrize("how", ["undisturbed", "restarted", "sites restarted"])
+def test_the_codec_changes_as_specified(tmp_path: Path, how: str) -> None:
+    """none, int8 with feedback, topk with feedback and the same errors, none: the same bits, also after restarts."""
+    with World(tmp_path, {"w": torch.zeros(SIZE)}, rounds=6, **{"rounds.changes": CODECS}) as world:
+        shown = []
+        for number in range(1, 7):
+            world.pull(number=number)
+            shown.append(world.status.codec)
+            if how == "restarted" and number in (2, 4):
+                world.restart()
+            for site in "ab":
+                if how == "sites restarted" and number in (3, 4):
+                    world.sites[site].close()
+                    world.join(site)
+                    world.pull(site, number=number)
+
+                def change(name: str, k: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+                    train_step(k, state["w"], name)
+                    return state
+
+                world.submit(site, change)
+        result = world.finish()["w"]
+        nbytes = [each.bytes_up for each in world.status.history]
+    assert shown == ["none", "int8", "int8", "topk", "none", "none"]
+    assert nbytes[0] == nbytes[4] > 3 * nbytes[1] > 3 * nbytes[3]
+    assert torch.equal(result, with_codecs(6))
+    checked_audit(tmp_path / "state", 1)
+
+
+def test_a_server_killed_at_the_change_goes_on(tmp_path: Path) -> None:
+    """A copy of the state directory from before the change goes back to the earlier codec, and forward again."""
+    with World(tmp_path, {"w": torch.zeros(SIZE)}, rounds=4, **{"rounds.changes": CODECS[:1]}) as world:
+        backup = None
+
+        def change(name: str, k: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            train_step(k, state["w"], name)
+            return state
+
+        world.pull(number=1)
+        for site in "ab":
+            world.submit(site, change)
+            if site == "a":
+                world.stop()
+                backup = world.backup()
+                world.start()
+        world.rounds(change, 2)
+        assert backup is not None
+        world.stop()
+        world.put_back(backup)
+        world.start()
+        assert world.status.codec == "none"
+        world.pull("b", number=1)
+        world.submit("b", change)
+        for number in (2, 3, 4):
+            world.rounds(change, number)
+        assert world.status.codec == "int8"
+        assert world.finish()["w"].isfinite().all()
+
+
+def test_a_diloco_loop_follows_another_codec(tmp_path: Path) -> None:
+    """H = 2, in bf16, then in int8: the update of round 2 has half the bytes, and the loop goes on by itself."""
+    rules: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "diloco.sync_every": 2,
+        "rounds.changes": [{"from_round": 2, "aggregation.upload_codec": {"name": "int8"}}],
+    }
+    with plain_server(tmp_path, Weights(w=torch.zeros(SIZE)), **rules, sites=1, rounds=3) as server:
+        model = Weights(w=torch.zeros(SIZE))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                model.w.grad = torch.ones(SIZE)
+                optimizer.step()
+        assert loop.skipped == 0
+        first, second, third = (each.bytes_up for each in server.status().history)
+        assert first == 2 * SIZE
+        assert second == third < 0.6 * first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"async.enabled": True},
+        {"swarm.enabled": True, "rounds.sites": 2},
+        {"algorithm.name": "diloco", "diloco.num_fragments": 2},
+        {"model.ranks": 2},
+        {"disk.in_files": False},
+        {"aggregation.aggregator.path": "mine:sum"},
+    ],
+    ids=lambda other: max(other),
+)
+def test_what_needs_one_codec_refuses_another(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"but rounds\.changes sets aggregation\.upload_codec"):
+        Settings.build({"algorithm.name": "fedavg", "rounds.changes": CODECS[:1]} | other)
+
+
+def test_a_wrong_codec_is_refused_before_the_start(tmp_path: Path) -> None:
+    tables = [{"from_round": 2, "aggregation.upload_codec": {"name": "int9"}}]
+    with pytest.raises(ConfigError, match="int9"):
+        plain_server(tmp_path, START, rounds=3, sites=1, **{"rounds.changes": tables}).start()
+
+
+def test_a_simulation_refuses_another_codec(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the processes of a simulation know one codec"):
+        new_simulation(
+            START,
+            script=partial(print),
+            **{"algorithm.name": "fedavg", "rounds.total": 3, "rounds.changes": CODECS[:1]},
+        )

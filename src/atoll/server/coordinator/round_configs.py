@@ -1,7 +1,7 @@
 """What sites are told for a round: the setting `rounds.config`, and what the user's function says to each site.
 
 The function runs once for a round and a site. Its answer is in the journal before a site gets it, so a server that is
-started again says the same. If the function fails, so does the run: no site trains with values that nobody has chosen.
+started again says the same. If the function fails, so does the run: no site trains with values that were not chosen.
 """
 
 from __future__ import annotations

@@ -76,6 +76,7 @@ class TicketOperations:
         until_s = self._run.clock() + message.wait_s
         previous = self._run.store.tickets.last_of(lease.site, message.fragment)
         while True:
+            self._shapes.require_settled()
             if message.tasks and self._tasks.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
             reason, pause_s = self._held_back(lease.site, message.fragment)
