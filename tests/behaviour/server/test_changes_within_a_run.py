@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -444,6 +445,9 @@ def test_a_server_killed_at_the_change_goes_on(tmp_path: Path) -> None:
         assert backup is not None
         world.stop()
         world.put_back(backup)
+        while world.sites:
+            world.sites.popitem()[1].close()
+        shutil.rmtree(world.workers)  # else they would submit round 2 again by themselves
         world.start()
         assert world.status.codec == "none"
         world.pull("b", number=1)

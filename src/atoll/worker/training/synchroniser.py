@@ -488,7 +488,6 @@ class Synchroniser:
         Args:
             step: the number of the last local step.
         """
-        self._session.require_sound()
         self._step = self._due_step = step
         self._submit_due()
         for pending in list(self._pending):
