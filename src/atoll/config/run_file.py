@@ -66,6 +66,8 @@ OTHER_KEYS = {
         "rounds.deadline_s": "round_timeout train_timeout round_deadline wait_time_after_min_received",
         "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate",
         "rounds.best_metric": "key_metric",
+        "rounds.config": "fit_config train_config round_config",
+        "rounds.config_function": "on_fit_config_fn fit_config_fn configure_fit configure_train",
         "rounds.early_stop_after": "early_stop_rounds patience stop_patience",
         "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name initial_ckpt",
         "run.script": "client train_script",

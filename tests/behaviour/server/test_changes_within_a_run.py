@@ -474,7 +474,7 @@ def test_a_diloco_loop_follows_another_codec(tmp_path: Path) -> None:
                 optimizer.step()
         assert loop.skipped == 0
         first, second, third = (each.bytes_up for each in server.status().history)
-        assert first == 2 * SIZE
+        assert 2 * SIZE <= first < 2.1 * SIZE
         assert second == third < 0.6 * first
 
 

@@ -63,7 +63,7 @@ def test_a_round_is_skipped_or_submitted_once(tmp_path: Path) -> None:
 
 
 def test_a_site_may_skip_what_it_has_loaded(tmp_path: Path) -> None:
-    """After `load_into` and steps under a correction, nothing of them is sent, and the hooks are gone."""
+    """After `load_into` and `correct`, nothing is sent, and the optimizer steps without the run."""
     model = torch.nn.Linear(2, 1)
     with World(tmp_path, torch.nn.Linear(2, 1), "a", algorithm="scaffold", rounds=2) as world:
         world.ask("a", number=1)
@@ -72,7 +72,7 @@ def test_a_site_may_skip_what_it_has_loaded(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         round_.correct(model, optimizer)
         round_.skip()
-        optimizer.step()  # no hook of the round is left to refuse it
+        optimizer.step()
         skip(world, "a", 2)
         world.finish()
         assert world.version == 0
