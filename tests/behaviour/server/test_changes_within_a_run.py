@@ -23,7 +23,7 @@ from atoll.cli.status import plain
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.store.reader import checked_audit
-from atoll.testing.run import Threads
+from atoll.testing.run import Threads, local_worker
 
 START = {"w": torch.zeros(2)}
 NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
@@ -508,3 +508,9 @@ def test_a_simulation_refuses_another_codec(tmp_path: Path) -> None:
             script=partial(print),
             **{"algorithm.name": "fedavg", "rounds.total": 3, "rounds.changes": CODECS[:1]},
         )
+
+
+def test_a_site_in_the_servers_process_refuses_another_codec(tmp_path: Path) -> None:
+    with World(tmp_path, START, "a", rounds=3, **{"rounds.changes": CODECS[:1]}) as world:
+        with pytest.raises(ConfigError, match="rounds of whole models with one codec can"):
+            local_worker(world.server, "a")
