@@ -675,6 +675,8 @@ class TicketReply(Message):
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
     left_s: Estimate | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
     global_step: Count = Field(0, description="Local steps that the head has behind it, along one site.")
+    local_steps: Steps = Field(0, description="Without a ticket: what it would say for the current round.")
+    config: RoundConfig = Field(default_factory=dict, description="Without a ticket: what it would say.")
     manifest: VersionManifest | None = Field(
         None, description="Manifest of the ticket's version, if the request says that the site lacks it."
     )

@@ -6,8 +6,9 @@ handles with `match`. Exceptions are only for bugs, local disk failures and user
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -35,6 +36,7 @@ class Next:
         previous: state of the site's previous ticket and update; None if there is none.
         tasks: whether the run sends tasks now, before or after its rounds.
         global_step: local steps that the head has behind it.
+        local_steps, config: without a ticket, what one would say for the current round.
     """
 
     head: VersionRef
@@ -43,6 +45,8 @@ class Next:
     previous: messages.Outcome | None = None
     tasks: bool = False
     global_step: int = 0
+    local_steps: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ class Finished(Next):
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     """Convert a `TicketReply` message to `Open`, `Wait` or `Finished`; to a plain `Next` if its status is `ended`."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
-    fields = (head, reply.round, reply.reason, reply.previous, reply.tasks, reply.global_step)
+    told = (reply.global_step, reply.local_steps, reply.config)
+    fields = (head, reply.round, reply.reason, reply.previous, reply.tasks, *told)
     if reply.ticket is not None:
         return Open(*fields, ticket=reply.ticket, counted=reply.counted)
     return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*fields)

@@ -232,6 +232,25 @@ def test_a_diloco_loop_has_the_rounds_configuration(tmp_path: Path) -> None:
         assert model.w.tolist() == [7.0, 7.0]
 
 
+def test_a_loop_is_told_before_its_round_opens(tmp_path: Path) -> None:
+    """Round 1 waits for two sites: the first one trains before it opens, with what it is told for round 1."""
+    rules = PLAIN_DILOCO | {"diloco.sync_every": 2, "rounds.config": {"lr": 0.5}}
+    rules["rounds.changes"] = [{"from_round": 2, "diloco.sync_every": 3}]
+
+    def config(number: int, site: str) -> dict[str, Any]:
+        return {"name": f"{site} in {number}"}
+
+    with plain_server(tmp_path, Weights(w=torch.zeros(2)), **rules, sites=2, rounds=1, config=config) as server:
+        model = Weights(w=torch.zeros(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            assert loop.config == {"lr": 0.5, "name": "a in 1"}
+            assert loop.sync_every == 2
+            model.w.grad = torch.ones(2)
+            optimizer.step()
+            assert loop.config == {"lr": 0.5, "name": "a in 1"}
+
+
 def test_asynchronous_rounds_are_configured_too(tmp_path: Path) -> None:
     rules = {"async.enabled": True, "rounds.config": {"lr": {"1": 1.0, "2": 2.0}}}
     with World(tmp_path, START, "a", rounds=2, config=lambda number, site: {"site": site}, **rules) as world:

@@ -78,11 +78,11 @@ class TicketOperations:
         while True:
             self._shapes.require_settled()
             if message.tasks and self._tasks.rounds == "to come":
-                return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
+                return self._wait_reply(lease.site, message.fragment, "tasks come before the rounds", previous)
             reason, pause_s = self._held_back(lease.site, message.fragment)
             if reason:
                 if self._run.clock() >= until_s:
-                    return self._wait_reply(message.fragment, reason, previous)
+                    return self._wait_reply(lease.site, message.fragment, reason, previous)
                 await self._run.changed(min(pause_s, until_s - self._run.clock()))
                 continue
             if await self._configures(lease.site, message.fragment):
@@ -113,7 +113,7 @@ class TicketOperations:
                         moved = moved or (previous is not None and previous.state == "sat out")
                         ended = reason == events.ENDS and moved
                         if reason == events.FINISHED or ended or self._run.clock() >= until_s:
-                            return self._wait_reply(fragment, reason, previous, ended=ended)
+                            return self._wait_reply(lease.site, fragment, reason, previous, ended=ended)
             await self._run.changed(until_s - self._run.clock())
 
     def _held_back(self, site: str, fragment: int) -> tuple[str, float]:
@@ -129,7 +129,7 @@ class TicketOperations:
         The user's function is asked for all sites that the round waits for at once.
         """
         round_ = self._run.state.rounds[fragment]
-        if round_.phase not in ("open", "closing") or self._configs.are_ready(site, round_.number):
+        if round_.phase == "finished" or self._configs.are_ready(site, round_.number):
             return False
         missing = [each for each, _ in self._run.state.missing(fragment)]
         await self._configs.prepare([site, *missing], round_.number)
@@ -248,10 +248,10 @@ class TicketOperations:
         }
 
     def _wait_reply(
-        self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
+        self, site: str, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
         head = self._run.store.versions.head(fragment)
-        state, queue = self._run.state, self._tasks
+        state, queue, number = self._run.state, self._tasks, self._run.state.rounds[fragment].number
         if reason == events.FINISHED:
             text = state.rules.tracking.why(state.progress) or reason
         else:
@@ -268,6 +268,8 @@ class TicketOperations:
             waiting_for=[site for site, _ in state.missing(fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
+            local_steps=self.local_steps([site], number)[site],
+            config=self._configs.of(site, number) if self._configs.are_ready(site, number) else {},
             left_s=self._time_left.of(state, self._run.clock()),
         )
 

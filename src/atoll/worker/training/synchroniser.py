@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,7 +135,7 @@ class FragmentState:
         self.exchange, self.index = exchange, exchange.fragment
         self.round = 1
         self.ticket: Ticket | None = None
-        self.config: dict[str, Any] = {}
+        self.config: Mapping[str, Any] = {}
         self.local_steps = self.base_step = self.version = self.step_offset = self._head_steps = 0
         self.ended = ""
 
@@ -159,8 +159,9 @@ class FragmentState:
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
-        if self.ticket:
-            self.local_steps, self.config = self.ticket.local_steps, self.ticket.config
+        if isinstance(reply, Open | Wait):  # without a ticket, this worker trains for the round that comes
+            told = self.ticket or reply
+            self.local_steps, self.config = told.local_steps, told.config
 
 
 class PendingSync:
@@ -318,7 +319,7 @@ class Synchroniser:
     @property
     def config(self) -> dict[str, Any]:
         """What the run tells this site for the newest round that it takes part in."""
-        return max(self._fragments, key=lambda each: each.round).config
+        return dict(max(self._fragments, key=lambda each: each.round).config)
 
     @property
     def sync_every(self) -> int:
