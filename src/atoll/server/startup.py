@@ -366,7 +366,7 @@ def _with_codec_of_now(plan: Plan, store: Store) -> Plan:
         store.tickets.expire(live, f"round {number} begins with another codec")
         store.slots.reshape([each.shapes() for each in plan.fragments], 0)
         store.run_log.change_settings(json.dumps(settings | {CODEC_NOW: now}), plan.settings.changes)
-    LOG.info("from round %d on, updates have the codec %s", number, ", ".join(f"{k} {v}" for k, v in now.items()))
+    LOG.info("from round %d on, updates have the codec %s", number, f"{codec.name} {dict(codec.options) or ''}".strip())
     return plan
 
 

@@ -174,13 +174,16 @@ def test_a_loop_says_its_steps_of_now(tmp_path: Path) -> None:
     with plain_server(tmp_path, Weights(w=torch.zeros(2)), **rules, sites=1, rounds=3) as server:
         model = Weights(w=torch.zeros(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+        told = list[int]()
+        options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path / "w"}
+        with atoll.DiLoCo(model, optimizer, on_sync=lambda each: told.append(each.sync_every), **options) as loop:
             seen = []
             while not loop.finished:
                 seen.append((loop.sync_every, server.status().sync_every))
                 model.w.grad = torch.ones(2)
                 optimizer.step()
         assert seen == [(2, 2)] * 2 + [(3, 3)] * 6
+        assert told == [2, 3, 3, 3]
         assert [each.sites[0].steps for each in server.status().history] == [2, 3, 3]
 
 

@@ -300,7 +300,7 @@ class DiLoCo:
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight = weight if callable(weight) else weight_of(weight)
-        told = None if on_sync is None else partial(on_sync, self)
+        told = None if on_sync is None else partial(self._tell, on_sync)
         self._measured = GlobalModelMetrics(metrics, lambda: self._named, told)
         self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
@@ -678,6 +678,11 @@ class DiLoCo:
         with self._clock.waiting(), self._copies.loading(self.model, self._tensors_now()):
             self._learn(self._over_ranks(self._sit_out, SyncProgress))
         self._pace = (self.step, time.monotonic())
+
+    def _tell(self, on_sync: Callable[[DiLoCo], object]) -> None:
+        assert self._sync is not None
+        self.sync_every = self._sync.sync_every
+        on_sync(self)
 
     def _sit_out(self) -> SyncProgress:
         assert self._sync is not None
