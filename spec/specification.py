@@ -20,13 +20,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 Tensors = dict[str, Tensor]
+T = TypeVar("T")
 
 
 def wide(x: Tensor) -> Tensor:
@@ -179,12 +180,14 @@ Outer = Callable[[Tensor, Tensor, dict[str, Any]], None]
 def of_torch(kind: type[Optimizer], **options: Any) -> Outer:
     """Return an optimizer of torch, such as SGD with Nesterov momentum (DiLoCo, 2311.08105) or Adam (2003.00295).
 
-    It is torch's fused implementation if there is one: this one rounds the last elements of a tensor differently.
+    It is torch's fused implementation if there is one: this one rounds the last elements of a tensor differently. The
+    state of a tensor goes on if the options change from a round on.
     """
     fused = {"fused": True} if "fused" in inspect.signature(kind).parameters else {}
 
     def step(x: Tensor, g: Tensor, state: dict[str, Any]) -> None:
         optimizer = state.setdefault("optimizer", kind([x], **{**fused, **options}))
+        optimizer.param_groups[0].update(options)
         x.grad = g
         optimizer.step()
 
@@ -231,6 +234,8 @@ class Rules:
 
     Attributes:
         outer: the outer optimizer of the parameters; its state begins empty.
+        outer_from: round → the outer optimizer from this round on, if it changes within the run.
+        up_from: round → the codec of updates from this round on and its feedback, if it changes.
         up: the codec of updates. feedback: whether sites keep what it loses. down: the codec of versions, if any.
         reducer: of the parameters.
         buffers: buffer → its rule: mean, max, sum, first, flags or keep. All other tensors are parameters.
@@ -248,6 +253,13 @@ class Rules:
     mu: float = 0.0
     controls: bool = False
     norms: Callable[[list[float]], Sequence[float]] = list
+    outer_from: Mapping[int, Outer] = field(default_factory=dict)
+    up_from: Mapping[int, tuple[Callable[[Tensor, torch.dtype], Tensor], bool]] = field(default_factory=dict)
+
+
+def of_round(first: T, changed: Mapping[int, T], number: int) -> T:
+    """Return the value in a round: `first`, or that of the last change up to it."""
+    return changed.get(max((start for start in changed if start <= number), default=0), first)
 
 
 class Update(NamedTuple):
@@ -316,7 +328,8 @@ class Fragment:
         if name not in self.trained:
             theta.zero_()
         if theta.numel():  # some optimizers of torch divide by it
-            self.rules.outer(theta, self.rules.reducer.combine(rows, factors), self.state[name])
+            outer = of_round(self.rules.outer, self.rules.outer_from, self.version + 1)
+            outer(theta, self.rules.reducer.combine(rows, factors), self.state[name])
         if name not in self.trained:
             theta.copy_(before)
 
@@ -343,7 +356,8 @@ class Site:
     Attributes:
         w: its model. b: the version that each tensor of w began from.
         local_step: the user's training. k: how many were taken. steps: how many a federated round has. lr: their η.
-        e: what the codec has lost of earlier updates. c_i: SCAFFOLD's control variate of the site.
+        number: its round, from 1. e: what codecs with feedback have lost of earlier updates.
+        c_i: SCAFFOLD's control variate of the site.
     """
 
     rules: Rules
@@ -355,7 +369,7 @@ class Site:
     lr: float = 0.0
 
     def __post_init__(self) -> None:
-        self.k, self.b = 0, Tensors()
+        self.k, self.number, self.b = 0, 1, Tensors()
         self.e = {name: torch.zeros_like(wide(x)) for name, x in self.w.items() if name not in self.rules.buffers}
         self.c_i = {name: e.clone() for name, e in self.e.items() if self.rules.controls}
 
@@ -392,12 +406,14 @@ class Site:
     def update(self, names: Iterable[str], delta_c: Tensors | None = None) -> Update:
         """Return the update of these tensors. Once it counts, e ← u + e − C(u + e) and c_i ← c_i + Δc_i."""
         params, buffers, delta_c = dict[str, Tensor](), dict[str, Tensor](), delta_c or {}
+        up, feedback = of_round((self.rules.up, self.rules.feedback), self.rules.up_from, self.number)
+        self.number += 1
         for name in names:
             b, w, rule = self.b[name], self.w[name], self.rules.buffers.get(name, "")
             if not rule:
-                u = wide(b) - wide(w) + self.e[name] if self.rules.feedback else wide(b) - wide(w)
-                params[name] = self.rules.up(u, b.dtype)
-                self.e[name] = u - params[name]
+                u = wide(b) - wide(w) + self.e[name] if feedback else wide(b) - wide(w)
+                params[name] = up(u, b.dtype)
+                self.e[name] = u - params[name] if feedback else self.e[name]
             elif rule != "keep":
                 buffers[name] = (wide(w) - wide(b)).to(b.dtype) if rule == "sum" else w.clone()
         self.c_i = {name: c_i + delta_c[name] for name, c_i in self.c_i.items()}
@@ -445,6 +461,7 @@ def federated(
             site.load(server.b)
             delta_c = site.train(server.c)
             site.weight = weight(site.name, number) if weight else site.weight
+            site.number = number
             if site.weight:
                 updates.append(site.update(server.b, delta_c))
         if updates:
@@ -453,14 +470,25 @@ def federated(
 
 
 def diloco(
-    fragments: Sequence[Fragment], sites: Sequence[Site], rounds: int, H: int, tau: int = 0, alpha: float = 0.0
+    fragments: Sequence[Fragment],
+    sites: Sequence[Site],
+    rounds: int,
+    H: int,
+    tau: int = 0,
+    alpha: float = 0.0,
+    H_from: Mapping[int, int] = {},
 ) -> None:
     """Run DiLoCo (2311.08105); with K > 1 fragments, streaming DiLoCo (2501.18512, algorithm 2).
 
     Every H/K local steps the next fragment is due, in turn. Its update is formed then, and the result merged τ steps
     later: w ← (1−α)·b + α·w.
+
+    Args:
+        H_from: round → H from this round on, if it changes. While the next rounds of fragments have different H, the
+            smallest counts; a fragment's next round begins for a site once it has merged the result of the last one.
     """
     K, taken, step, merges = len(fragments), 0, 0, dict[int, Fragment]()
+    last, heard = 0, [1] * K  # the step at which the last fragment was due; the next round of each
     for fragment in fragments:
         load_at_all(sites, fragment)
     while taken < rounds * K or merges:
@@ -468,14 +496,16 @@ def diloco(
             site.local_step(step, site.w, lambda g: g)
         step += 1
         if step in merges:
+            heard[fragments.index(merges[step])] += 1
             load_at_all(sites, merges.pop(step), alpha)
-        if step % (H // K) == 0 and taken < rounds * K:
+        if step - last == min(of_round(H, H_from, number) for number in heard) // K and taken < rounds * K:
             fragment = fragments[taken % K]
             fragment.close([site.update(fragment.b) for site in sites])
-            taken += 1
+            taken, last = taken + 1, step
             if tau:
                 merges[step + tau] = fragment
             else:
+                heard[fragments.index(fragment)] += 1
                 load_at_all(sites, fragment, alpha)
     for fragment in fragments:
         load_at_all(sites, fragment)

@@ -58,7 +58,7 @@ ONE_LEVEL_DOWN = {
         "build_codecs",
     ],
     "filters": ["About", "CHUNK_ELEMENTS", "Cast", "Drop", "Filter", "NormClip", "Outgoing"],
-    "functional": ["init", "is_running", "receive", "send"],
+    "functional": ["init", "is_running", "receive", "send", "skip"],
     "integrations": ["lightning", "peft", "transformers"],
     "objects": ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"],
     "outer_optimizers": ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"],

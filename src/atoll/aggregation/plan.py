@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
@@ -378,11 +378,13 @@ class Plan(AggregationPlan):
         settings: settings of the run.
         algorithm: the algorithm, with the settings applied.
         staleness_weight: function of an update's staleness that returns a factor for its weight.
+        changed: number of a round → the plan from this round on, for each change within the run (`rounds.changes`).
     """
 
     settings: Settings
     algorithm: ResolvedAlgorithm
     staleness_weight: StalenessWeight = constant
+    changed: Mapping[int, Plan] = field(default_factory=dict)
 
     @classmethod
     def make(cls, settings: Settings, split: Split, outer: Callable[..., Optimizer] | None = None) -> Plan:
@@ -404,12 +406,48 @@ class Plan(AggregationPlan):
                 f"async.staleness_weight is {weight!r}, but the reducer {algorithm.reducer!r} ignores weights.",
                 'Leave async.staleness_weight out, or set aggregation.reducer = {name = "mean"}.',
             )
-        return cls(
+        plan = cls(
             **vars(made),
             settings=settings,
             algorithm=algorithm,
             staleness_weight=staleness_weight(settings.async_.weight),
         )
+        changed = {each.from_round: plan._with(settings.of_round(each.from_round), outer) for each in settings.changes}
+        return replace(plan, changed=changed)
+
+    def _with(self, settings: Settings, outer: Callable[..., Optimizer] | None) -> Plan:
+        """Return this plan with settings of which only those differ that may change within a run."""
+        algorithm, rule = resolve(settings, outer), self.rule
+        if algorithm.outer_options.get("lr") != self.algorithm.outer_options.get("lr"):
+            rule = rule.with_lr(algorithm.outer_options["lr"])
+        build_codecs(algorithm.codec, algorithm.codec_options)
+        return replace(self, settings=settings, algorithm=algorithm, rule=rule)
+
+    def with_codec_of(self, number: int) -> Plan:
+        """Return this plan with the codec of updates in a round, if that changes within the run, and with its files."""
+        if self.fits(number):
+            return self
+        now = self.of_round(number).algorithm
+        codec = Chosen(now.codec, now.codec_options)
+        values = replace(self.values, codec=codec)
+        made = AggregationPlan.of_values(values, self.split, self.threads)
+        algorithm = replace(self.algorithm, codec=now.codec, codec_options=now.codec_options)
+        plans = {first: replace(each, **_files(made)) for first, each in self.changed.items()}
+        return replace(self, **_files(made), algorithm=algorithm, changed=plans)
+
+    def fits(self, number: int) -> bool:
+        """Return whether updates of a round have the codec of this plan."""
+        now = self.of_round(number).algorithm
+        return Chosen(now.codec, now.codec_options) == self.values.codec
+
+    def of_round(self, number: int) -> Plan:
+        """Return the plan of a round: this one, or the one of the last change up to it."""
+        return self.changed.get(max((first for first in self.changed if first <= number), default=0), self)
+
+    @property
+    def changes_steps(self) -> bool:
+        """Whether the number of local steps between two synchronisations changes within the run."""
+        return len({each.algorithm.sync_every for each in (self, *self.changed.values())}) > 1
 
     @property
     def own_code(self) -> tuple[tuple[str, str, str], ...]:
@@ -449,6 +487,10 @@ class Plan(AggregationPlan):
             os.close(fd)
             raise
         return fd
+
+
+def _files(plan: AggregationPlan) -> dict[str, Any]:
+    return {"values": plan.values, "codecs": plan.codecs, "fragments": plan.fragments}
 
 
 def _require_fitting(outer_lr_of: Mapping[str, float], split: Split) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from atoll.config.round_changes import CODEC, changes_of
 from atoll.config.run_file import FOLDERS
 from atoll.config.workflow_settings import EVALUATES, TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
@@ -45,6 +46,7 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
         _require_defaults(at, is_default, this, _NOT_SHARDED, instead)
     _require_workflows(at)
     _require_swarm(at, is_default)
+    _require_changes(at, is_default)
     _require_plugins(at)
     _require_heartbeats(at)
     _require_files(at)
@@ -270,6 +272,31 @@ _NOT_IN_A_SWARM = {
 """Settings that swarms do not support yet, and why."""
 
 _MADE_BY_WORKERS = ("algorithm.path", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.upload_codec")
+
+
+_WITH_ONE_CODEC = {
+    "async.enabled": "an asynchronous round may get updates of earlier rounds",
+    "diloco.num_fragments": "the rounds of fragments do not begin together",
+    "model.ranks": "sharded workers keep their files for the whole run",
+    "aggregation.aggregator": "your own aggregator knows one codec",
+    "workflow.result_filters": "filters at the server know one codec",
+    "workflow.steps": "workflows would begin again with each codec",
+    "disk.in_files": "the server has to write its files again",
+    "swarm.enabled": "the workers of a swarm know one codec",
+}
+"""Settings that do not go together with a codec that changes within a run, and why."""
+
+
+def _require_changes(at: At, is_default: IsDefault) -> None:
+    made = changes_of(at("rounds.changes"))
+    if any(CODEC in each.values for each in made):
+        _require_defaults(at, is_default, f"rounds.changes sets {CODEC}", _WITH_ONE_CODEC, "leave that out")
+    if at("swarm.enabled") and any("algorithm.outer_optimizer.lr" in each.values for each in made):
+        raise ConfigError(
+            "rounds.changes sets algorithm.outer_optimizer.lr, but swarm.enabled is true: the workers of a swarm step "
+            "with one rate.",
+            "Leave it out, or set swarm.enabled = false.",
+        )
 
 
 def _require_swarm(at: At, is_default: IsDefault) -> None:

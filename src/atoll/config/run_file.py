@@ -70,6 +70,8 @@ OTHER_KEYS = {
         "wait_time_after_min_resps_received",
         "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate fraction_evaluate",
         "rounds.best_metric": "key_metric",
+        "rounds.config": "fit_config train_config round_config",
+        "rounds.config_function": "on_fit_config_fn fit_config_fn configure_fit configure_train",
         "rounds.early_stop_after": "early_stop_rounds patience stop_patience stop_cond",
         "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name "
         "initial_ckpt initial_state_dict",
@@ -139,7 +141,10 @@ CODE = (
     *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
     *("aggregation.upload_codec", "aggregation.download_codec"),
 )
-FUNCTIONS = ("algorithm.path", "workflow.function", "run.script", "model.source", "async.staleness_weight")
+FUNCTIONS = (
+    *("algorithm.path", "workflow.function", "run.script", "model.source"),
+    *("async.staleness_weight", "rounds.config_function"),
+)
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
 """Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FUNCTIONS: paths of

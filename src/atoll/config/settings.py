@@ -29,6 +29,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from atoll.config.consistency import require_consistent
+from atoll.config.round_changes import CHANGEABLE, Change, changes_of
+from atoll.config.round_config import fault_in_table
 from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import ConfigError, public_api
@@ -288,6 +290,12 @@ class DiLoCo(Group):
     )
 
 
+def _round_config(table: dict[str, Any]) -> dict[str, Any]:
+    if fault := fault_in_table(table):
+        raise _WrongValue(f"{fault}.", "Give names with numbers, texts, true, false, lists or tables of these.")
+    return table
+
+
 class Rounds(Group):
     """The number of rounds, and when a round closes."""
 
@@ -330,6 +338,31 @@ class Rounds(Group):
     early_stop_min_delta: float = Field(
         0.0, ge=0, description="For early stopping, `rounds.best_metric` has to improve by more than this."
     )
+
+    config: Annotated[dict[str, Any], AfterValidator(_round_config)] = Field(
+        default_factory=dict,
+        description="What sites are told for each round, as `fl_round.config`: names and values, such as "
+        "`{epochs = 2, lr = {1 = 0.1, 10 = 0.01}}`. A table with numbers as keys is a schedule: here 0.1 from round "
+        "1 on and 0.01 from round 10 on.",
+    )
+    config_function: str | None = Field(
+        None,
+        min_length=1,
+        description="Function that is called with the number of a round and the name of a site, and returns a dict of "
+        "further values of `rounds.config` for them: `my_file.py:function` or `module:function`.",
+    )
+
+    changes: tuple[dict[str, Any], ...] = Field(
+        (),
+        description="Settings that change within the run: tables with `from_round`, the first round with the new "
+        f"values, and these values. What can change: {', '.join(f'`{key}`' for key in CHANGEABLE)}. A restart may "
+        "change or add tables for rounds that have not begun.",
+    )
+
+    @property
+    def function(self) -> OwnName | None:
+        """The function that `config_function` names; None if it names none."""
+        return OwnName(self.config_function) if self.config_function else None
 
     @property
     def best_mode_in_effect(self) -> Literal["max", "min"]:
@@ -608,7 +641,32 @@ class Settings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         require_consistent(self.at, lambda key: default_of(key) == self.at(key))
+        for change in self.changes:
+            try:
+                self.of_round(change.from_round)
+            except ValidationError as error:
+                wrong = _readable(error, dict.fromkeys(change.values, f"rounds.changes {change}"))
+                raise ConfigError(wrong.message, wrong.remedy) from None
+            except ConfigError as error:
+                raise ConfigError(f"rounds.changes {change}: {error.message}", error.remedy) from None
         return self
+
+    @property
+    def changes(self) -> list[Change]:
+        """The changes within the run (`rounds.changes`), in order."""
+        return changes_of(self.rounds.changes)
+
+    def of_round(self, number: int) -> Settings:
+        """Return the settings of a round: these, with all changes up to it, and without a list of changes.
+
+        Raises:
+            ValidationError, ConfigError: a changed value is wrong, or contradicts another setting.
+        """
+        made = [change.values for change in self.changes if change.from_round <= number]
+        values = {key: value for each in made for key, value in each.items()}
+        own = self.model_dump(by_alias=True, exclude_unset=True)
+        own["rounds"] = {key: each for key, each in own.get("rounds", {}).items() if key != "changes"}
+        return Settings.model_validate(merged(values, own))
 
     @classmethod
     @public_api

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from atoll.integrations.lightning_callback import AtollCallback
     from atoll.integrations.trainer_driver import SiteOptions
 
-__all__ = ["AtollCallback", "evaluates", "is_running", "patch", "rounds"]
+__all__ = ["AtollCallback", "evaluates", "is_running", "patch", "rounds", "skip"]
 
 
 def __getattr__(name: str) -> Any:
@@ -71,6 +71,19 @@ def is_running(trainer: Any) -> bool:
         UsageError: the Trainer has no Atoll callback, or several.
     """
     return _callback_of(trainer).is_running(trainer)
+
+
+@public_api
+def skip(trainer: Any) -> None:
+    """Sit out the round, for example because this site has no data for it. Call this in place of `trainer.fit`.
+
+    Called within a fit, it sits out the fit's round: the fit goes on, but nothing of it is sent.
+
+    Raises:
+        UsageError: the Trainer has no Atoll callback, or several; or it has several ranks or a DiLoCo run, and has not
+            been fitted yet.
+    """
+    _callback_of(trainer).skip(trainer)
 
 
 def _callback_of(trainer: Any) -> AtollCallback:

@@ -161,6 +161,20 @@ class AtollCallback(Callback):
             self._finish(ranks, self._module)
         return running
 
+    @public_api
+    def skip(self, trainer: Any) -> None:
+        """Sit out the round; see `atoll.integrations.lightning.skip`."""
+        ranks = _ranks(trainer)
+        if trainer.world_size > 1 and not ranks.is_distributed:
+            raise UsageError(
+                f"The Trainer has {trainer.world_size} ranks, which are connected only in its first fit.",
+                "Call skip after the first fit, or pass weight=0 to sit out every round.",
+            )
+        self._fits += 1
+        self._in_round = False
+        ranks.from_rank0(self.driver.skip)
+        self._let_go()
+
     def _is_running(self) -> bool:
         state = self.driver.state()
         return self._fits == 0 if state == "alone" else state != "finished"
@@ -169,7 +183,7 @@ class AtollCallback(Callback):
 
     @public_api
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Check that the Trainer can take part. Before a fit, set the module's `atoll_round` and `atoll_rounds`."""
+        """Check that the Trainer can take part. Before a fit, set the module's `atoll_round` and so on."""
         require_alone([callback for callback in trainer.callbacks if isinstance(callback, AtollCallback)])
         if self.driver.takes_part and stage in ("fit", "validate"):
             require_whole_model(trainer)
@@ -178,7 +192,8 @@ class AtollCallback(Callback):
             if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # DiLoCo can resume from a checkpoint
                 require_fresh(trainer)
         if stage == "fit":  # before configure_optimizers, which may use the round's number for its schedule
-            pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._position)
+            position = _ranks(trainer).from_rank0(self._position)
+            pl_module.atoll_round, pl_module.atoll_rounds, pl_module.atoll_config = position
 
     @public_api
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -276,14 +291,15 @@ class AtollCallback(Callback):
 
     # -- rounds
 
-    def _position(self) -> list[int]:
-        """Return [number of the fit's round, number of rounds of the run]. The second number is 0 if it is not known.
+    def _position(self) -> list[Any]:
+        """Return [number of the fit's round, number of rounds of the run, configuration of the round].
 
-        In DiLoCo runs and after the end, return [1, 0]; without a server, [1, 1].
+        The second number is 0 if it is not known. In DiLoCo runs and after the end, the numbers are 1 and 0; without a
+        server, 1 and 1.
         """
         if self.driver.state() == "round" and self.driver.round and self.driver.info:
-            return [self.driver.round.number, self.driver.info.rounds]
-        return [1, 0 if self.driver.takes_part else 1]
+            return [self.driver.round.number, self.driver.info.rounds, self.driver.config]
+        return [1, 0 if self.driver.takes_part else 1, self.driver.config]
 
     def _receive(self, ranks: RankGroup, module: Any, optimizers: Sequence[Any] = ()) -> bool:
         """Load the global model into the module at all ranks. Return whether there is a global model.
@@ -362,7 +378,8 @@ class AtollCallback(Callback):
         if not steps:
             raise UsageError(
                 "This fit made no optimizer step, so the round has no update.",
-                "Check max_epochs, limit_train_batches and the data.",
+                "Check max_epochs, limit_train_batches and the data. A site without data for a round calls "
+                "atoll.integrations.lightning.skip(trainer) in place of trainer.fit.",
             )
         return int(steps)
 

@@ -116,6 +116,11 @@ class TrainerDriver:
             self.round = next(self._opening, None)
         return "finished" if self.round is None else "round"
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the open round; in a DiLoCo run, for the newest one. Else empty."""
+        return self.round.config if self.round is not None else self.diloco.config if self.diloco is not None else {}
+
     def forget(self) -> None:
         """Leave the run, and forget it. The next training that uses this driver joins again."""
         self.leave()
@@ -146,6 +151,26 @@ class TrainerDriver:
         self.round.submit(module, weight=self.weight_of(samples), metrics=metrics, steps=steps)
         self.round = None
         self.rounds += 1
+
+    def skip(self) -> None:
+        """Sit out the open round; if none is open, wait for the next one. In a DiLoCo run: `DiLoCo.skip`.
+
+        Without a server, and after the last round, do nothing.
+
+        Raises:
+            UsageError: the run uses DiLoCo, and training has not begun.
+        """
+        state = self.state()
+        if state == "diloco":
+            if self.diloco is None:
+                raise UsageError(
+                    "skip() was called before training began in a DiLoCo run: its rounds are parts of the training.",
+                    "Begin training first, or let weight be a function that returns 0 for a round to sit out.",
+                )
+            self.diloco.skip()
+        elif self.round is not None:
+            self.round.skip()
+            self.round = None
 
     def weight_of(self, samples: int) -> float:
         """Return the weight of an update: the one given by the user, else the number of samples."""
@@ -182,7 +207,8 @@ class TrainerDriver:
             return self.diloco.state_dict()
         if self.info is None:
             return dict(self._checkpoint)
-        return {"run": self.info.run, "site": self.site, "versions": []}
+        place = {"global_step": self.round.global_step} if self.round is not None else {}
+        return {"run": self.info.run, "site": self.site, "versions": [], **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep the state from a checkpoint. It is compared with the run and the site's folder when the site joins.

@@ -108,6 +108,11 @@ class AtollCallback(TrainerCallback):
         """Whether the run is over; False before training starts."""
         return self.driver.diloco.over if self.driver.diloco is not None else self.driver.finished
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the open round, such as `{"lr": 0.1}`; empty before training starts."""
+        return self.driver.config
+
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run. Call this if your program continues after `trainer.train()` has failed. Idempotent.
 
@@ -127,6 +132,18 @@ class AtollCallback(TrainerCallback):
         if self._correction is not None:
             self._correction.close()
         driver.leave(error)
+
+    @public_api
+    def skip(self) -> None:
+        """Sit out the open round, for example because this site has no data for it; if none is open, the next one.
+
+        Within training, for example in another callback, training goes on, but nothing of the round is sent, and the
+        next round begins where this one would have ended. Before `trainer.train()`, wait for a round to sit out.
+
+        Raises:
+            UsageError: the run uses DiLoCo, and training has not begun.
+        """
+        self.driver.skip()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this site's state for a checkpoint. `on_save` writes it into the Trainer's own checkpoints."""
@@ -279,7 +296,8 @@ class AtollCallback(TrainerCallback):
     def _end_round(self, control: TrainerControl) -> None:
         """Submit the update of the round, then wait for the next round and load its global model."""
         assert self._model is not None
-        self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
+        if self.driver.round is not None:  # else it was skipped
+            self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
         self._steps, self._samples, self._metrics = 0, 0, {}
         self._open_round(control)
 

@@ -80,6 +80,24 @@ class OuterRule:
         self._lr_of: dict[str, float | None] = {}  # cache: each chunk of each round needs a lookup
         self._specs: dict[object, list[StateSpec]] = {}
 
+    def with_lr(self, lr: float) -> OuterRule:
+        """Return this rule with another learning rate. The state of the one goes on with the other.
+
+        Raises:
+            ConfigError: the optimizer does not accept it, or has no learning rate.
+        """
+        other = OuterRule(self.label, self._factory, {**self._options, "lr": lr}, self.granularity, self.lrs)
+        try:
+            group = other.make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+        except Exception as error:
+            raise ConfigError(f"The outer optimizer {self.label!r} does not accept lr = {lr!r}: {error}.") from error
+        if group.get("lr") != lr:
+            raise ConfigError(
+                f"The outer optimizer {self.label!r} does not take its learning rate from the option lr.",
+                "Leave algorithm.outer_optimizer.lr out of rounds.changes.",
+            )
+        return other
+
     def make(self, parameters: Sequence[Tensor]) -> Optimizer:
         """Return a new torch optimizer for `parameters`. Set `fused` and `foreach` to False if they have no value.
 

@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from atoll.blobs import manifest as blobs
+from atoll.config.round_config import fault_in
 from atoll.config.settings import (
     LEAST_CHUNK_BYTES,
     MAX_WEIGHT,
@@ -148,6 +149,15 @@ def unsendable(error: ValidationError, settings: Mapping[str, str]) -> str:
         reason = f"it is of type {type(value).__name__}"
     return f"{visible(name, 120)} is {visible(repr(value), 80)}, which sites cannot get: {visible(reason, 100)}."
 
+
+def _sound(config: dict[str, Any]) -> dict[str, Any]:
+    if fault := fault_in(config):
+        raise ValueError(visible(fault, 200))
+    return config
+
+
+RoundConfig = Annotated[dict[str, Any], AfterValidator(_sound)]
+"""What the run tells a site for a round: names and JSON values, within bounds."""
 
 Estimate = Annotated[float, AfterValidator(lambda number: min(max(number, 0.0), LONGEST_ESTIMATE_S))]
 """A measured or estimated time in seconds, or a rate. A number out of bounds is read as the nearest one within."""
@@ -578,9 +588,13 @@ class Ticket(Message):
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Digest of the update's layout.")
-    local_steps: Steps = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
+    local_steps: Steps = Field(
+        0, description="Number of local steps, by speed (DyLU) or round; 0: the run's sync_every."
+    )
     generation: Count = Field(0, description="Generation of the algorithm's state with which the update is formed.")
     from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
+    global_step: Count = Field(0, description="Local steps that the base version has behind it, along one site.")
+    config: RoundConfig = Field(default_factory=dict, description="What the run tells the site for this round.")
 
     @property
     def base(self) -> VersionRef:
@@ -660,6 +674,9 @@ class TicketReply(Message):
     reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
     left_s: Estimate | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
+    global_step: Count = Field(0, description="Local steps that the head has behind it, along one site.")
+    local_steps: Steps = Field(0, description="Without a ticket: what it would say for the current round.")
+    config: RoundConfig = Field(default_factory=dict, description="Without a ticket: what it would say.")
     manifest: VersionManifest | None = Field(
         None, description="Manifest of the ticket's version, if the request says that the site lacks it."
     )

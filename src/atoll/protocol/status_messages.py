@@ -90,6 +90,11 @@ class RoundSummary(Message):
         None,
         description="Estimated weight of all workers together; null: no reducer needs it.",
     )
+    global_step: Estimate = Field(
+        0.0,
+        description="Local steps that the version has behind it, along one site: in each round, the mean of the steps "
+        "that its sites report; in an asynchronous step, their sum divided by the number of sites.",
+    )
     aggregator: Shown = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
     checker: Shown = Field("", description="Worker that checked the version before it became the head.")
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sat out the round.")

@@ -6,8 +6,9 @@ handles with `match`. Exceptions are only for bugs, local disk failures and user
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -34,6 +35,8 @@ class Next:
         reason: what the round waits for, or why the run has ended.
         previous: state of the site's previous ticket and update; None if there is none.
         tasks: whether the run sends tasks now, before or after its rounds.
+        global_step: local steps that the head has behind it.
+        local_steps, config: without a ticket, what one would say for the current round.
     """
 
     head: VersionRef
@@ -41,6 +44,9 @@ class Next:
     reason: str = ""
     previous: messages.Outcome | None = None
     tasks: bool = False
+    global_step: int = 0
+    local_steps: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,8 @@ class Finished(Next):
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     """Convert a `TicketReply` message to `Open`, `Wait` or `Finished`; to a plain `Next` if its status is `ended`."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
-    fields = (head, reply.round, reply.reason, reply.previous, reply.tasks)
+    told = (reply.global_step, reply.local_steps, reply.config)
+    fields = (head, reply.round, reply.reason, reply.previous, reply.tasks, *told)
     if reply.ticket is not None:
         return Open(*fields, ticket=reply.ticket, counted=reply.counted)
     return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*fields)
@@ -178,6 +185,7 @@ class FrozenRound(Message):
         1.0, ge=0, le=MAX_WEIGHT, description="Previous round's population weight, divided by this round's."
     )
     from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
+    global_step: float = Field(0.0, exclude=True)
     sat_out: Many[Site] = Field(default_factory=list, exclude=True)
 
     @property

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -262,10 +262,12 @@ ARGUMENTS = {
     "rounds.sites": "min_sites",
     "rounds.min_sites": "min_sites",
     "run.script": "train_script",
+    "rounds.config": "config",
+    "rounds.config_function": "config",
 }
 """Setting → the argument of a recipe that sets it."""
 
-ALSO_CHOSEN = ("rounds.sites", "rounds.min_sites")
+ALSO_CHOSEN = ("rounds.sites", "rounds.min_sites", "rounds.config", "rounds.config_function")
 """The settings of `ARGUMENTS` that `add_server_config` may override."""
 
 
@@ -329,6 +331,8 @@ class Recipe(Strict):
         train_script: path of the training script that each site runs, such as `train.py`.
         initial_ckpt: a safetensors file with weights to load into `model`.
         train_args: arguments of the script, as one text or a list.
+        config: what sites are told for each round, as `fl_round.config`: a dict of values and schedules, as in the
+            setting `rounds.config`; or a function of a round and a site that returns a dict, or its import path.
 
     Raises:
         UsageError: an argument is unknown, or two arguments contradict each other.
@@ -345,6 +349,7 @@ class Recipe(Strict):
     train_script: str | Path
     initial_ckpt: str | Path | None = None
     train_args: str | Sequence[str] = ()
+    config: Mapping[str, Any] | str | Callable[..., Any] | None = field(default=None, kw_only=True)
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -372,6 +377,22 @@ class Recipe(Strict):
         """Return the settings that this recipe's arguments determine. An argument that is None determines nothing."""
         values = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         return {key: value for key, value in values.items() if value is not None}
+
+    def _told(self) -> dict[str, Any]:
+        """Return the setting for the argument `config`.
+
+        Raises:
+            UsageError: it is a function that the server cannot import.
+        """
+        config = self.config
+        if callable(config) and not (config := registry.importable_place(config)):
+            raise UsageError(
+                f"{type(self).__name__}: config is {self.config!r}, which another process cannot import.",
+                "Use a function at the top level of a file, or a dict.",
+            )
+        if config is None:
+            return {}
+        return {"rounds.config_function": config} if isinstance(config, str) else {"rounds.config": config}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Add settings to the run file (docs/reference/settings.md lists them). A later call overrides earlier ones.
@@ -452,6 +473,7 @@ class Recipe(Strict):
             "rounds.total": self.num_rounds,
             "rounds.sites": self.min_sites if sites is None else sites,
             "run.script": str(self.train_script),
+            **self._told(),
             **floor,  # an asynchronous run keeps its default of 1: no site waits for another
             **self.choices(),
             **self._config,

@@ -19,6 +19,7 @@ from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.ports import RoundPlace
 from atoll.server.coordinator.published_objects import PublishedObjects
+from atoll.server.coordinator.round_configs import ConfigFunction, RoundConfigs
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
@@ -45,6 +46,7 @@ def assemble(
     filters: TaskFilters,
     workflows: WorkflowSchedule | None = None,
     *,
+    config: ConfigFunction | None = None,
     simulated: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> ServedRun:
@@ -55,6 +57,7 @@ def assemble(
         persistor: the user's persistor.
         filters: the server's filters of what sites send, and of the payloads of tasks.
         workflows: the run's workflows; None: the run only trains.
+        config: the user's function for the configurations of sites; None: there is none.
         simulated: whether the sites are those of a simulation.
         clock: returns the time in seconds, as `time.monotonic` does.
     """
@@ -62,7 +65,7 @@ def assemble(
     run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock)
     background = BackgroundWriter(plan, store, run.io, persistor)
     history, shapes = RoundHistory(run, simulated=simulated), FirstShapes(run)
-    leases, admission = LeaseChecks(run, shapes), UpdateAdmission(run)
+    leases, admission, configs = LeaseChecks(run, shapes), UpdateAdmission(run), RoundConfigs(run, config)
     run.events.subscribe("the reported numbers", admission.reports.on_event)
 
     filtering = Filtering(filters.results, plan, store, run.user_threads)
@@ -95,9 +98,10 @@ def assemble(
         objects=objects,
         extensions=extensions,
         leases=leases,
+        configs=configs,
         shapes=shapes,
         sites=SiteOperations(run, place, tasks, history.attendance),
-        tickets=TicketOperations(run, leases, shapes, place, tasks, history.time_left),
+        tickets=TicketOperations(run, leases, shapes, place, tasks, history.time_left, configs),
         updates=UpdateOperations(run, leases, place, admission, filtering),
         admin=AdminOperations(run, place, tasks),
         admission=admission,

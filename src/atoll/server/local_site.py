@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
+from atoll.config.round_changes import CODEC
 from atoll.errors import Busy, ConfigError, LeaseLost, PartCorrupt, ServerFailed, Superseded, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Next, next_of
@@ -384,10 +385,13 @@ class SiteCalls:
             return await self._served.sites.get_run(), await self._served.sites.get_schema()
 
         info, schema = self(answer)
-        if info.streams or info.sync_every or info.ranks > 1 or info.sends_tasks or info.placement == "swarm":
+        whole = not (info.streams or info.sync_every or info.ranks > 1 or info.placement == "swarm")
+        changes = any(CODEC in each.values for each in self._served.run.settings.changes)
+        if not whole or info.sends_tasks or changes:
             raise ConfigError(
                 f"Site {self.site} cannot take part in the run {info.name!r} inside the server's process: only "
-                "synchronous and asynchronous rounds of whole models can, without tasks, ranks and swarms.",
+                "synchronous and asynchronous rounds of whole models with one codec can, without tasks, ranks and "
+                "swarms.",
                 "Join by the server's address: atoll.join(server.url, site=...).",
             )
         return info, schema

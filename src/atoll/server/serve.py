@@ -37,6 +37,7 @@ from atoll.server.coordinator.failure_notices import failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
+from atoll.server.coordinator.round_configs import ConfigFunction, config_function
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.coordinator.user_code import Function
@@ -100,6 +101,9 @@ class Server:
             list. For answers also `{site: {task: list}}`. Pass either these or the setting `workflow.result_filters`.
         data_filters: the server's filters of task payloads, applied before sending, in the same forms. Pass
             either these or the setting `workflow.payload_filters`.
+        config: a function that is called with the number of a round and the name of a site, and returns a dict for
+            them, which the site finds in `fl_round.config`; or its import path. It replaces the setting
+            `rounds.config_function`.
         evaluation: arguments of a cross-site evaluation. With them, the server only evaluates the models in its state
             directory, and does not continue the run.
         settings: the run's settings: a `Settings` object, or a mapping such as
@@ -109,7 +113,7 @@ class Server:
         ConfigError: a setting is unknown or wrong, or contradicts an argument.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         model: nn.Module | Tensors | str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
@@ -118,11 +122,19 @@ class Server:
         outer_optimizer: Callable[..., Optimizer] | str | None = None,
         filters: Given = (),
         data_filters: Given = (),
+        config: ConfigFunction | str | None = None,
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings_beside(
-            "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer, filters=filters
+            "Server",
+            settings,
+            model=model,
+            workflow=workflow,
+            outer_optimizer=outer_optimizer,
+            filters=filters,
+            config=config,
         ).with_absolute_folders()
+        self._config = config_function(self.settings, None if isinstance(config, str) else config)
         model = None if isinstance(model, str) else model
         workflow = None if isinstance(workflow, str) else workflow
         self._outer = outer_optimizer = None if isinstance(outer_optimizer, str) else outer_optimizer
@@ -136,7 +148,8 @@ class Server:
         has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
-        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters}
+        own_config = None if isinstance(config, str) else config
+        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters, "config": own_config}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
         self._gate = open_gate(self.settings)
@@ -369,7 +382,7 @@ class Server:
                         break  # the next start does it
                     is_again = True
                     if (shapes := served.shapes.to_take_over) is None:
-                        continue  # the run goes back: recovery does it
+                        continue  # the run goes back, or has another codec now: opening it does that
                     try:
                         await asyncio.to_thread(take_over_shapes, served.run.plan, shapes)
                     except Exception as error:  # nothing was changed: serve the run once more, to tell its sites
@@ -389,7 +402,7 @@ class Server:
         self._model = None  # free its memory: version 0 is on disk
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
-            return assemble(opened, persistor, self._filters, self._workflows)
+            return assemble(opened, persistor, self._filters, self._workflows, config=self._config)
         except BaseException:
             opened[1].close()
             raise
@@ -431,7 +444,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._served is served and served.shapes.to_take_over is None:
+            if self._served is served and not _begins_again(served):
                 self._last_status = keep_status(served)  # else the start failed, or the run begins again
             await served.coordinator.stop()
         return served

@@ -21,11 +21,14 @@ from atoll.algorithms.resolve import resolve
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
+from atoll.config.round_changes import CODEC, Change, require_kept_changes
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import usable
+from atoll.rounds.early_stopping import MetricProgress
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.first_shapes import NewShapes
+from atoll.server.coordinator.ledger import snapshot_of
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.trackers import makers_of
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
@@ -51,6 +54,7 @@ CODE = {
     "outer_optimizer": "algorithm.outer_optimizer",
     "filters": "workflow.result_filters",
     "data_filters": "workflow.payload_filters",
+    "config": "rounds.config_function",
 }
 """Argument of a program → the setting that it replaces, if the argument is code."""
 
@@ -66,8 +70,8 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     Args:
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
-        named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code (a class, function or object) takes the place of the setting; the run must support this
+        named: the arguments `model`, `workflow`, `outer_optimizer`, `filters` and `config`. A text becomes the value of
+            the setting. Code (a class, function or object) takes the place of the setting; the run must support this
             setting.
 
     Raises:
@@ -79,6 +83,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Set these in the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
+    keys["config"] = CODE["config"]
     values = {keys[name]: text for name, text in texts.items()}
     built = settings if isinstance(settings, Settings) else Settings.build({**(settings or {}), **values})
     code = {key: Argument(name) for name, key in CODE.items() if named.get(name) and name not in texts}
@@ -155,13 +160,15 @@ def open_run(
             _say_rules(settings, plan.schema)
             if saved is not None and not run:
                 saved.restore(plan, store)
-            lost = _recover(plan, store)
+            plan, lost = _continued(plan, store) if begun else (plan, _recover(plan, store))
             if len(store.versions.heads()) < len(plan.fragments):
                 # a new run, or one killed before version 0 was written
                 if model is None and (loaded := persistor.load()) is not None:
                     model = loaded_model(settings, loaded, plan.schema.model)
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
+            if begun:
+                _take_up_changes(plan, store, where)
         except BaseException:
             if is_empty and store.journal.usable and store.run_log.run is None:  # leave no trace of a refused start
                 store.discard(with_folder=is_missing)
@@ -328,6 +335,43 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
     return plan
 
 
+def _continued(plan: Plan, store: Store) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with the codec of the current round, and one sentence for each loss of data in a crash."""
+    plan = _with_codec_of_now(plan, store)
+    lost = _recover(plan, store)
+    if not plan.fits(_round_of(store)):  # the run has gone back to a round of an earlier codec
+        plan = _with_codec_of_now(plan, store)
+        lost += _recover(plan, store)
+    return plan, lost
+
+
+def _round_of(store: Store) -> int:
+    """Return the number of the current round of the model; of a fragment, the largest."""
+    return max((each.done for each in snapshot_of(store, MetricProgress()).fragments), default=0) + 1
+
+
+def _with_codec_of_now(plan: Plan, store: Store) -> Plan:
+    """Return the plan with the codec of the current round. If the files are for another one, change them.
+
+    The open tickets of the round end: their updates would have the earlier codec.
+    """
+    run, number = store.run_log.run, _round_of(store)
+    assert run is not None
+    plan = plan.with_codec_of(number)
+    settings, codec = json.loads(run.settings_json), plan.values.codec
+    now = {"name": str(codec.name), **codec.options}
+    base = {key.removeprefix(f"{CODEC}."): each for key, each in settings.items() if key.startswith(f"{CODEC}.")}
+    if now == settings.get(CODEC_NOW, base):
+        return plan
+    with store.journal.transaction(synced=True):
+        live = [row.ticket for row in store.tickets.live()]
+        store.tickets.expire(live, f"round {number} begins with another codec")
+        store.slots.reshape([each.shapes() for each in plan.fragments], 0)
+        store.run_log.change_settings(json.dumps(settings | {CODEC_NOW: now}), plan.settings.changes)
+    LOG.info("from round %d on, updates have the codec %s", number, f"{codec.name} {dict(codec.options) or ''}".strip())
+    return plan
+
+
 def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse a changed value of a setting that must stay the same during a run.
 
@@ -335,14 +379,22 @@ def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str,
         ConfigError: a value differs; the message names the first setting, both values and the remedy.
     """
     for key in dict.fromkeys([*current, *recorded]):  # in the order of FROZEN
+        if key in (CHANGES, CODEC_NOW):  # see `_take_up_changes` and `_with_codec_of_now`
+            continue
         old, new = recorded.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             old, new = _differing(old, new)
         if old != new:
             raise ConfigError(
                 f"{where} has {key} = {old!r}, but this start sets {new!r}.",
-                "Start with the old value, or start a new run in another disk.state_dir.",
+                "Start with the old value, or start a new run in another disk.state_dir."
+                + (_LATER if key.startswith(("diloco.sync_every", "algorithm.outer_optimizer", CODEC)) else ""),
             )
+
+
+CHANGES, CODEC_NOW = "rounds.changes", "codec of now"
+"""Keys in the record of the settings: what changes within the run, and the codec of the files of updates."""
+_LATER = " With the old value, a table in rounds.changes can set another one for later rounds."
 
 
 def _say_rules(settings: Settings, schema: Schema) -> None:
@@ -398,7 +450,32 @@ def _frozen(settings: Settings, plan: Plan) -> str:
     options = {
         f"{key}.{name}": value[name] for key, value in chosen.items() if isinstance(value, dict) for name in value
     }
+    single[CHANGES] = [list(each) for each in settings.changes]
     return json.dumps(options | single | {"algorithm.outer_optimizer": plan.rule.describe()}, default=str)
+
+
+def _take_up_changes(plan: Plan, store: Store, where: str) -> None:
+    """Let a run that goes on have the changes that this start gives for rounds that have not begun, and record them.
+
+    Args:
+        plan: the plan of the run.
+        store: its store.
+        where: the run and where it is, for errors.
+
+    Raises:
+        ConfigError: a change of a round that has begun differs.
+    """
+    run = store.run_log.run
+    assert run is not None
+    settings = json.loads(run.settings_json)
+    recorded, given = [Change(*each) for each in settings.get(CHANGES, [])], plan.settings.changes
+    if recorded == given:
+        return
+    rounds = snapshot_of(store, MetricProgress()).fragments
+    begun = max(each.done + (each.expected is not None or bool(each.frozen)) for each in rounds)
+    require_kept_changes(recorded, given, begun, where)
+    store.run_log.change_settings(json.dumps(settings | {CHANGES: [list(each) for each in given]}), given)
+    LOG.info("this start changes rounds.changes: %s", "; ".join(map(str, given)) or "nothing changes any more")
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:

@@ -78,7 +78,7 @@ class SiteScheduler:
         on_round: Callable[[status_messages.RoundSummary], object],
     ) -> None:
         self._run, self._engine, self._folder, self._on_round = served.run, engine, folder, on_round
-        self._filters = served.updates.filters
+        self._filters, self._configs = served.updates.filters, served.configs
         self._loop = asyncio.get_running_loop()
         self._news, self._rung = asyncio.Event(), False
         self._heard: deque[tuple[Job, JobResult]] = deque()
@@ -133,6 +133,7 @@ class SiteScheduler:
                 self._raise_what_failed()
                 while self._heard and self._filters:  # filters wait for threads: no transaction around
                     await self._take(*self._heard.popleft())
+                await self._configure()
                 with self._one_transaction():
                     while self._heard and not self._filters:
                         now(self._take(*self._heard.popleft()))
@@ -272,12 +273,22 @@ class SiteScheduler:
         if not self._jobs:  # ask for all sites: if the round needs a refused site, that site gets a new ticket
             self._offer(member.site for member in leases.alive(state.members))
 
+    async def _configure(self) -> None:
+        """Ask the user's function what to tell the sites of the open round. No transaction may be around it."""
+        state = self._run.state
+        sites = [site for site, _ in state.missing(0)] or [member.site for member in leases.alive(state.members)]
+        if state.rounds[0].phase == "open":
+            await self._configs.prepare(sites, state.rounds[0].number)
+
     def _offer(self, sites: Iterable[str]) -> None:
         for site in sites:
             if len(self._jobs) >= self._engine.capacity:
                 return
             if site in self._jobs:
                 continue
+            if not self._configs.are_ready(site, self._run.state.rounds[0].number):
+                self._ring()  # a round that has just opened: `_configure` comes first
+                return
             told = None
             if self._folder is not None and self._run.plan.algorithm.state_groups:
                 head = self._run.store.versions.head().version

@@ -18,6 +18,7 @@ from torch import nn
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
+from atoll.config.round_changes import CODEC
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
@@ -25,6 +26,7 @@ from atoll.server.assemble_run import assemble
 from atoll.server.coordinator.build_status import keep_status
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.round_configs import ConfigFunction, config_function
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -99,6 +101,7 @@ class Simulation:
         address: the address of a Ray cluster; by default, Ray is started on this machine.
         outer_optimizer: the optimizer that applies the averaged update to the global model, as for `atoll.Server`.
         filters: filters that are applied to updates at the server, as for `atoll.Server`.
+        config: a function of a round and a site that returns a dict for them, as for `atoll.Server`.
         on_round: called with the summary of every finished round.
 
     Raises:
@@ -119,6 +122,7 @@ class Simulation:
         address: str | None = None,
         outer_optimizer: Any = None,
         filters: Given = (),
+        config: ConfigFunction | str | None = None,
         on_round: Callable[[status_messages.RoundSummary], object] | None = None,
     ) -> None:
         require_outside()
@@ -126,7 +130,7 @@ class Simulation:
             count = {} if sites is None else {"rounds.sites": len(_names(sites))}
             settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
         settings = settings_beside(
-            "Simulation", settings, model=model, outer_optimizer=outer_optimizer, filters=filters
+            "Simulation", settings, model=model, outer_optimizer=outer_optimizer, filters=filters, config=config
         )
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
         self.sites = _names(settings.rounds.sites if sites is None else sites)
@@ -145,6 +149,7 @@ class Simulation:
         self._engine = _engine(engine, self._processes, address)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
+        self._config = config_function(self.settings, None if isinstance(config, str) else config)
         self._on_round = on_round or (lambda summary: None)
         self._thread = LoopThread("atoll-simulation", self._main)
         self._started = False
@@ -232,7 +237,7 @@ class Simulation:
     async def _simulate(self) -> None:
         persistor = Persistor(self.settings)
         opened = open_run(self.settings, self._model, persistor, self._outer)
-        served = assemble(opened, persistor, self._filters, simulated=True)
+        served = assemble(opened, persistor, self._filters, config=self._config, simulated=True)
         run, plan = served.run, served.run.plan
         self._model = None  # version 0 is on disk
         try:
@@ -343,6 +348,11 @@ def _simulated(settings: Settings, sites: int) -> Settings:
         raise ConfigError(
             "workflow.steps is set, but simulated sites cannot answer tasks.",
             "Leave workflow.steps out, or use atoll server and real workers.",
+        )
+    if any(CODEC in each.values for each in settings.changes):
+        raise ConfigError(
+            f"rounds.changes sets {CODEC}, but the processes of a simulation know one codec.",
+            "Leave it out, or use atoll server and real workers.",
         )
     require_training(settings)
     if not settings.rounds.total:

@@ -28,6 +28,7 @@ from atoll.protocol.messages import Report
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds", "events"),
+    "configs",
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed."""
 
@@ -350,6 +351,15 @@ class GenerationRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """What the user's function has told a site for a round, as JSON. The journal keeps this for the newest rounds."""
+
+    site: str
+    round: int
+    config_json: str
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRow:
     """One entry of the audit log. `hash` is the BLAKE3 of the other fields, `prev_hash` the previous entry's hash."""
 
@@ -512,10 +522,14 @@ SITE_ROUNDS = Table(
     "site_rounds", SiteRoundRow, "PRIMARY KEY (fragment, version, site)", ending="STRICT, WITHOUT ROWID"
 )
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
+CONFIGS = Table("configs", ConfigRow, "PRIMARY KEY (site, round)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
-TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, SITE_ROUNDS, GENERATIONS, AUDIT)
+TABLES = (
+    *(RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS),
+    *(HISTORY, SITE_ROUNDS, GENERATIONS, CONFIGS, AUDIT),
+)
 SCHEMA_VERSION = 12
 
 SCHEMA = f"""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atoll.errors import StoreError
 from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
+    CONFIGS,
     GENERATIONS,
     HISTORY,
     MEMBERS,
@@ -18,6 +19,7 @@ from atoll.store.journal_tables import (
     RUNS,
     SAT_OUT,
     TICKETS,
+    ConfigRow,
     Controls,
     GenerationRow,
     HistoryRow,
@@ -294,6 +296,23 @@ class RunLog:
             fragment,
             base_version,
         )
+
+    def change_settings(self, settings_json: str, changes: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        """Record other settings of the run: which values change from which rounds on."""
+        with self._journal.transaction():
+            self._journal.execute("UPDATE run SET settings_json = ?", settings_json)
+            self._audit.append("changes", changes=[list(each) for each in changes])
+
+    def config_of(self, site: str, number: int) -> dict[str, Any] | None:
+        """Return what the user's function has told a site for a round; None if it was not asked, or long ago."""
+        row = self._journal.first(CONFIGS, "WHERE site = ? AND round = ?", site, number)
+        found: dict[str, Any] | None = json.loads(row.config_json) if row is not None else None
+        return found
+
+    def keep_config(self, site: str, number: int, config: Mapping[str, Any], *, since: int) -> None:
+        """Record what the user's function tells a site for a round, and forget the rounds before `since`."""
+        self._journal.execute("DELETE FROM configs WHERE site = ? AND round < ?", site, since)
+        self._journal.insert(CONFIGS, ConfigRow(site, number, json.dumps(config)))
 
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
         """Return the row of the round that starts from `base_version`; None if there is no row.

@@ -99,6 +99,85 @@ def test_a_trainer_with_weight_0_sits_out(tmp_path: Path, trainers: ModuleType) 
     assert exported(tmp_path)["w"].item() == 7.0
 
 
+def test_lightning_skips_rounds(tmp_path: Path) -> None:
+    """Site a skips round 1 in place of a fit, round 2 within a fit, and fits in round 3: one version."""
+    with lightning_world.serve(tmp_path, rounds=3) as server:
+        trainer, module = patched(server, tmp_path / "w"), Tiny()
+        for number in atoll.integrations.lightning.rounds(trainer):
+            if number == 1:
+                atoll.integrations.lightning.skip(trainer)
+            elif number == 2:
+                module.on_train_start = lambda: atoll.integrations.lightning.skip(trainer)
+                trainer.fit(module, data())
+                del module.on_train_start
+            else:
+                trainer.fit(module, data())
+        assert number == 3
+        history = server.status().history
+    assert [(each.version, each.sat_out) for each in history] == [(None, ["a"]), (None, ["a"]), (1, [])]
+    assert exported(tmp_path)["w"].item() == pytest.approx(sgd(0.0, 1.0), abs=1e-6)
+
+
+def test_lightning_alone_skips_its_only_fit() -> None:
+    """Without a server, the loop over the rounds ends."""
+    trainer = lightning_world.trainer_of()
+    atoll.integrations.lightning.patch(trainer)
+    for _ in atoll.integrations.lightning.rounds(trainer):
+        atoll.integrations.lightning.skip(trainer)
+
+
+def test_lightning_skips_in_a_diloco_run(tmp_path: Path) -> None:
+    """Before its first fit the site has no model, so it is refused; after that, it takes the next version."""
+    with lightning_world.serve(tmp_path, "diloco", rounds=3) as server:
+        trainer = patched(server, tmp_path / "w")
+        assert atoll.integrations.lightning.is_running(trainer)
+        with pytest.raises(UsageError, match="before training began in a DiLoCo run"):
+            atoll.integrations.lightning.skip(trainer)
+        trainer.fit(Tiny(), data())
+        atoll.integrations.lightning.skip(trainer)
+        trainer.fit(Tiny(), data())
+        assert [each.version for each in server.status().history] == [1, None, 2]
+
+
+def test_transformers_skips_rounds(tmp_path: Path) -> None:
+    """Round 1 is skipped before training, round 2 within it after one step; rounds of three steps."""
+    import transformers
+
+    with plain_server(tmp_path, transformers_world.One(), algorithm="fedavg", rounds=4, sites=1) as server:
+        trainer = trainer_of(server, tmp_path / "w", sync_every=STEPS)
+        callback = callback_of(trainer)
+        callback.skip()
+
+        class SkipsAfterOneStep(transformers.TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step == 1:
+                    callback.skip()
+
+        trainer.add_callback(SkipsAfterOneStep)
+        trainer.train()
+        assert (callback.rounds, trainer.state.global_step) == (2, 3 * STEPS)
+        assert [each.version for each in server.status().history] == [None, None, 1, 2]
+
+
+def test_transformers_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """Before training there is none; at the first step of each round it is the round's."""
+    import transformers
+
+    rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.01}}}
+    with plain_server(tmp_path, transformers_world.One(), algorithm="fedavg", rounds=2, sites=1, **rates) as server:
+        trainer = trainer_of(server, tmp_path / "w", sync_every=STEPS)
+        callback, seen = callback_of(trainer), list[Any]()
+        assert callback.config == {}
+
+        class Watch(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append(callback.config.get("lr"))
+
+        trainer.add_callback(Watch)
+        trainer.train()
+    assert seen == [0.1] * STEPS + [0.01] * STEPS
+
+
 # -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused
 
 OTHER_RUN = "f" * 32

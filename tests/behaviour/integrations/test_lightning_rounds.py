@@ -214,6 +214,26 @@ def test_a_new_module_starts_from_the_newest_version(tmp_path: Path) -> None:
         assert len(rounds_of(server)) == 2
 
 
+class Told(Tiny):
+    """Its rate is what the run tells it for the round."""
+
+    def configure_optimizers(self) -> Any:
+        self.lr = self.atoll_config["lr"]
+        return super().configure_optimizers()
+
+
+def test_a_module_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """Rates 0.1 and 0 of a schedule: the second round changes nothing."""
+    rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.0}}}
+    with serve(tmp_path, **rates) as server:
+        module = Told()
+        fit_rounds(patched(server, tmp_path), module)
+    first, second = rounds_of(server)
+    assert first.grad_norm > 0
+    assert second.grad_norm == 0
+    assert module.w.item() == pytest.approx(1 - 0.9**3, abs=1e-6)
+
+
 @both_packages
 @pytest.mark.covers("S1")
 def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> None:
@@ -225,7 +245,7 @@ def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> Non
         fits += 1
     assert fits == 1
     assert torch.equal(plain.w, module.w)
-    assert (module.atoll_round, module.atoll_rounds) == (1, 1)
+    assert (module.atoll_round, module.atoll_rounds, module.atoll_config) == (1, 1, {})
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (SimEnv, {"num_clients": 3}, r"SimEnv has no argument 'num_clients'\. Did you mean 'sites'\?"),
     (recipe, {"mu": 3}, "FedAvgRecipe has no argument 'mu'"),
     (recipe, {"settings": {"rounds.quorum": 2}}, r"no argument 'settings'\. .*: recipe\.add_server_config\("),
-    (SimEnv, {"config": {"rounds.quorum": 2}}, r"no argument 'config'\. .*: recipe\.add_server_config\("),
+    (SimEnv, {"config": {"rounds.quorum": 2}}, r"no argument 'config'; it is the setting rounds\.config of"),
     (recipe, {"quorum": 2}, r"'quorum'; it is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"),
     (
         recipe,
@@ -413,3 +413,24 @@ def test_environments_of_recipes_can_be_copied() -> None:
     for env in (SimEnv(sites=3, processes=2), LocalEnv(sites=2, folder="here")):
         assert copy.deepcopy(env) == env
         assert copy.copy(env) == env
+
+
+def told(number: int, site: str) -> dict[str, object]:
+    """What a recipe may name as a function: it is at the top level of a file."""
+    return {"site": site}
+
+
+def test_a_recipe_has_the_sites_configuration(tmp_path: Path) -> None:
+    """A dict is the table of the run file; a function or its name is named there; other functions are refused."""
+    table = {"lr": {"1": 0.1, "3": 0.01}, "epochs": 2}
+    written = recipe(FedAvgRecipe, config=table).write(tmp_path / "run.toml")
+    assert Settings.read(written, environ={}).rounds.config == table
+    named = recipe(FedAvgRecipe, config=told).settings().rounds
+    assert (named.config, named.config_function) == ({}, f"{__name__}:told")
+    assert recipe(FedAvgRecipe, config="my_rounds:told").settings().rounds.config_function == "my_rounds:told"
+    with pytest.raises(UsageError, match="which another process cannot import"):
+        recipe(FedAvgRecipe, config=lambda number, site: {})
+    with pytest.raises(ConfigError, match=r"rounds\.config: lr is nan"):
+        recipe(FedAvgRecipe, config={"lr": float("nan")})
+    with pytest.raises(ConfigError, match=r"rounds\.config"):
+        recipe(FedAvgRecipe, config=3)

@@ -182,7 +182,7 @@ LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
     "ticket of too many steps": (
         with_ticket(local_steps=2),
         VersionSkew,
-        "with 2 local steps, but the run has at most 0",
+        "with 2 local steps, but in this run the script decides when a round ends",
     ),
     "state of another ticket": (of_another_ticket, VersionSkew, "answered for ticket 2, not 1"),
     "tickets closed at once": (

@@ -91,6 +91,7 @@ UNIQUES: dict[str, str | list[str]] = {
     "shapes.fragment, shapes.kind": "INSERT INTO shapes (fragment, kind, nbytes, header_digest) "
     "SELECT fragment, kind, 0, x'' FROM shapes LIMIT 1",
     "counters.name": "INSERT INTO counters VALUES ('bytes', 1)",
+    "configs.site, configs.round": "INSERT INTO configs (site, round, config_json) VALUES ('a', 1, ''), ('a', 1, '')",
     "audit.seq": "INSERT INTO audit VALUES (1, '', '', '{}', '', '')",
     "events.number": "INSERT INTO events (number, of_site, event_json) VALUES (7, 0, '{}'), (7, 0, '{}')",
     "exports_under_way.path": "INSERT INTO exports_under_way VALUES ('here'), ('here')",

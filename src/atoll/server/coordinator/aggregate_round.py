@@ -73,6 +73,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, rows: Sequence[T
         population=frozen.population if frozen else 0,
         population_weight=total,
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
+        global_step=summary.get("global_step", 0.0),
         from_zero=store.run_log.generation.begins_at(base_version),
         sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.last_sat_out_round(fragment).first_ticket),
     )
@@ -220,7 +221,7 @@ class LocalRounds:
             draft = store.versions.begin(fragment, frozen.version)
             try:
                 result = make_version(
-                    self._plan,
+                    self._plan.of_round(number),
                     frozen,
                     RoundFiles(
                         base_fd=base.fd,
@@ -279,7 +280,9 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
             mean = max(min(values), min(max(values), mean))  # after the last rounding, too
         means[key] = mean
         counts[key] = len(reported)
+    trained = len(updates) if frozen.expected else max(len(updates), frozen.population)
     return status_messages.RoundSummary(
+        global_step=frozen.global_step + sum(each.steps for each in updates) / trained,
         fragment=frozen.fragment,
         round=frozen.number,
         version=frozen.version,

@@ -24,11 +24,12 @@ def status_of(served: ServedRun) -> status_messages.Status:
     """Return the status of a run: its settings, rounds, workers, last metrics and warnings."""
     run, tasks, history = served.run, served.tasks, served.history
     now_s = run.clock()
-    settings, algorithm = run.settings, run.plan.algorithm
+    settings, number = run.settings, max(each.number for each in run.state.rounds)
+    algorithm = run.plan.of_round(number).algorithm
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
-    roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster)
+    roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster, number)
     last = {each.site: each for summary in history.summaries for each in summary.sites}
     return status_messages.Status(
         run=run.store.run_log.run_id,

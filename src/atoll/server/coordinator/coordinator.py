@@ -121,6 +121,8 @@ class Coordinator:
                 LOG.warning("%s", self._run.store.run_log.generation.reason)
             case events.BestFound(measured):
                 self._saving_best = self._run.spawn(self._background.save_best(measured))
+            case events.RoundOpened(fragment) if not self._run.plan.fits(self._run.state.rounds[fragment].number):
+                self._run.begins_again.set()  # with files for the codec of this round
             case events.RunFinished():
                 self._run.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):

@@ -84,13 +84,13 @@ class FirstShapes:
         self.require_settled()
 
     def require_settled(self) -> None:
-        """Raise an error while the run takes over other shapes.
+        """Raise an error while the run takes over other shapes or another codec.
 
         Raises:
             Busy: it does, and the site has to ask again.
         """
-        if self.taken is not None:
-            busy = Busy("The server writes version 0 again, with the shapes of the first update.", "Ask again.")
+        if self._run.begins_again.is_set():
+            busy = Busy("The server writes its files again, for other shapes or another codec.", "Ask again.")
             busy.retry_after_s = 0.2  # sites then log no warning
             raise busy
 

@@ -376,7 +376,7 @@ SAT_OUT_ROUNDS = 3
 def _all_sat_out(rounds: int) -> str:
     return (
         f"{rounds} rounds in a row ended without a version, because all sites sat out (weight 0): the model does not "
-        "change. Check that the sites find their samples"
+        "change. Check that the sites find their samples. Until one does, rounds begin after a pause of up to 10 s"
     )
 
 

@@ -53,7 +53,7 @@ class RunCore:
         trained: set when the result of the rounds is saved.
         finished: set when the run is finished.
         has_failed: set when the run has failed.
-        begins_again: set when the run begins again with the shapes of a first update (`FirstShapes`).
+        begins_again: set when the run begins again, with the shapes of a first update (`FirstShapes`) or another codec.
     """
 
     def __init__(

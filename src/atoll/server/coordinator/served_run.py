@@ -14,6 +14,7 @@ from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
 from atoll.server.coordinator.published_objects import PublishedObjects
+from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
@@ -33,6 +34,7 @@ class ServedRun:
     objects: PublishedObjects
     extensions: Extensions
     leases: LeaseChecks
+    configs: RoundConfigs
     shapes: FirstShapes
     sites: SiteOperations
     tickets: TicketOperations
@@ -46,5 +48,5 @@ class ServedRun:
 
     @property
     def begins_again(self) -> bool:
-        """Whether the run begins again after this server: with other shapes, or from an earlier version."""
+        """Whether the run begins again: with other shapes, another codec, or from an earlier version."""
         return self.run.begins_again.is_set() and self.run.failed is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
@@ -15,9 +16,13 @@ from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.joining import counted_of, why_anew
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
-from atoll.server.coordinator.roster import Lease, TimeLeft, why_silent
+from atoll.server.coordinator.roster import SAT_OUT_ROUNDS, Lease, TimeLeft, why_silent
+from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow, VersionRow
+
+FIRST_REST_S, LONGEST_REST_S = 0.1, 10.0
+"""Pause before a round if all sites have sat out the last `SAT_OUT_ROUNDS` rounds. It doubles with each further one."""
 
 
 class TicketOperations:
@@ -30,6 +35,7 @@ class TicketOperations:
         place: where the versions are made.
         tasks: the tasks that sites do beside the rounds.
         time_left: estimate of the run's remaining time.
+        configs: what sites are told for a round.
     """
 
     def __init__(
@@ -40,9 +46,12 @@ class TicketOperations:
         place: RoundPlace,
         tasks: Tasks,
         time_left: TimeLeft,
+        configs: RoundConfigs,
     ) -> None:
         self._run, self._leases, self._shapes = run, leases, shapes
-        self._place, self._tasks, self._time_left = place, tasks, time_left
+        self._place, self._tasks, self._time_left, self._configs = place, tasks, time_left, configs
+        self._idle: dict[int, tuple[int, float]] = {}  # fragment → its round after a pause, when it began
+        self._steps: dict[int, tuple[int, int]] = {}  # fragment → a version, and the steps that it has behind it
         run.store.versions.wanted = self._unpulled
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
@@ -67,12 +76,16 @@ class TicketOperations:
         until_s = self._run.clock() + message.wait_s
         previous = self._run.store.tickets.last_of(lease.site, message.fragment)
         while True:
+            self._shapes.require_settled()
             if message.tasks and self._tasks.rounds == "to come":
-                return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
-            if reason := self._place.why_withheld(lease.site, message.fragment):
+                return self._wait_reply(lease.site, message.fragment, "tasks come before the rounds", previous)
+            reason, pause_s = self._held_back(lease.site, message.fragment)
+            if reason:
                 if self._run.clock() >= until_s:
-                    return self._wait_reply(message.fragment, reason, previous)
-                await self._run.changed(min(1.0, until_s - self._run.clock()))
+                    return self._wait_reply(lease.site, message.fragment, reason, previous)
+                await self._run.changed(min(pause_s, until_s - self._run.clock()))
+                continue
+            if await self._configures(lease.site, message.fragment):
                 continue
             self.begin_anew_if_needed(lease, message)
             effects = self._run.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
@@ -100,8 +113,41 @@ class TicketOperations:
                         moved = moved or (previous is not None and previous.state == "sat out")
                         ended = reason == events.ENDS and moved
                         if reason == events.FINISHED or ended or self._run.clock() >= until_s:
-                            return self._wait_reply(fragment, reason, previous, ended=ended)
+                            return self._wait_reply(lease.site, fragment, reason, previous, ended=ended)
             await self._run.changed(until_s - self._run.clock())
+
+    def _held_back(self, site: str, fragment: int) -> tuple[str, float]:
+        """Return why a site gets no ticket although a round may be open, and in how many seconds to look again."""
+        if reason := self._place.why_withheld(site, fragment):
+            return reason, 1.0
+        rest_s = self._rest_s(fragment)
+        return "all sites sat out the last rounds: a pause" if rest_s else "", rest_s
+
+    async def _configures(self, site: str, fragment: int) -> bool:
+        """Find out what to tell a site in a fragment's round. Return whether this took time.
+
+        The user's function is asked for all sites that the round waits for at once.
+        """
+        round_ = self._run.state.rounds[fragment]
+        if round_.phase == "finished" or self._configs.are_ready(site, round_.number):
+            return False
+        missing = [each for each, _ in self._run.state.missing(fragment)]
+        await self._configs.prepare([site, *missing], round_.number)
+        return True
+
+    def _rest_s(self, fragment: int) -> float:
+        """Return the seconds until a fragment's open round gives tickets, if all sites sat out several rounds in a row.
+
+        Without this pause, sites without data would go through rounds as fast as the network allows.
+        """
+        round_, now_s = self._run.state.rounds[fragment], self._run.clock()
+        further = round_.sat_out_in_a_row - SAT_OUT_ROUNDS
+        if further < 0 or round_.phase != "open":
+            return 0.0
+        if self._idle.get(fragment, (0, 0.0))[0] != round_.number:
+            self._idle[fragment] = round_.number, now_s
+        rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(further, 10))
+        return max(0.0, self._idle[fragment][1] + rest_s - now_s)
 
     def _reply(
         self,
@@ -116,9 +162,17 @@ class TicketOperations:
             head_version=head.version,
             head_digest=head.digest,
             durable_version=self._run.store.versions.durable(head.fragment),
+            global_step=self._global_step(head.fragment, head.version),
             round=self._run.state.rounds[head.fragment].number,
             **more,
         )
+
+    def _global_step(self, fragment: int, version: int) -> int:
+        """Return the number of local steps that a version has behind it, along one site."""
+        if self._steps.get(fragment, (-1, 0))[0] != version:
+            summary = json.loads(self._run.store.versions.get(fragment, version).summary_json or "{}")
+            self._steps[fragment] = version, round(summary.get("global_step", 0.0))
+        return self._steps[fragment][1]
 
     def begin_anew_if_needed(self, lease: Lease, message: messages.SiteState) -> None:
         """Let the algorithm's state begin at zero, in the open round and at all sites, if a site's state requires it.
@@ -148,19 +202,22 @@ class TicketOperations:
             base_version=base_version,
             base_digest=digest,
             layout_digest=self._run.plan.fragments[fragment].update.digest,
-            local_steps=self.local_steps([site])[site],
+            local_steps=self.local_steps([site], self._run.state.rounds[fragment].number)[site],
             generation=generation.number,
             from_zero=generation.begins_at(base_version),
+            global_step=self._global_step(fragment, base_version),
+            config=self._configs.of(site, self._run.state.rounds[fragment].number),
         )
 
-    def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
-        """Return site → number of local steps between two synchronisations, computed from the site's speed (DyLU).
+    def local_steps(self, sites: Iterable[str], number: int) -> dict[str, int]:
+        """Return site → number of local steps between two synchronisations in a round, from the site's speed (DyLU).
 
-        If dynamic local steps are off, the number is 0 for each site, and the number in the settings applies.
+        If dynamic local steps are off, it is the same for each site; 0 if it never changes, so that the run's applies.
         """
-        diloco = self._run.settings.diloco
-        if not diloco.dynamic_local_steps or not self._run.plan.algorithm.sync_every:
-            return dict.fromkeys(sites, 0)
+        plan = self._run.plan.of_round(number)
+        diloco = plan.settings.diloco
+        if not diloco.dynamic_local_steps or not plan.algorithm.sync_every:
+            return dict.fromkeys(sites, plan.algorithm.sync_every if self._run.plan.changes_steps else 0)
         speeds = {
             site: self._run.roster[site].beat.steps_per_s for site in self._run.alive() if site in self._run.roster
         }
@@ -191,10 +248,10 @@ class TicketOperations:
         }
 
     def _wait_reply(
-        self, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
+        self, site: str, fragment: int, reason: str, previous: TicketRow | None, *, ended: bool = False
     ) -> messages.TicketReply:
         head = self._run.store.versions.head(fragment)
-        state, queue = self._run.state, self._tasks
+        state, queue, number = self._run.state, self._tasks, self._run.state.rounds[fragment].number
         if reason == events.FINISHED:
             text = state.why_ended or reason
         else:
@@ -211,6 +268,8 @@ class TicketOperations:
             waiting_for=[site for site, _ in state.missing(fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
+            local_steps=self.local_steps([site], number)[site],
+            config=self._configs.of(site, number) if self._configs.are_ready(site, number) else {},
             left_s=self._time_left.of(state, self._run.clock()),
         )
 

@@ -545,6 +545,7 @@ class LocalFragment:
     decided: frozenset[str] = frozenset()
     state: LocalState = field(init=False)
     from_zero: bool = field(init=False, default=False)
+    _place: tuple[Path, ExitStack, bool] = field(init=False)
 
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
         """Open the files of the site's local state: encoding errors, the algorithm's own state, and kept tensors.
@@ -557,15 +558,34 @@ class LocalFragment:
             sparse: whether this folder holds only one rank's share of a sharded model.
         """
         owner, schema = Owner(self.site, self.info.run), self.layouts.schema
-        if self.layouts.codec.feedback:
-            self.residuals = Residuals(folder, schema, name_of("residual", self.number), owner=owner, sparse=sparse)
-            opened.callback(self.residuals.close)
         if self.number is None and self.rule is not None and self.rule.state_groups:
             self.algorithm_state = AlgorithmState(folder, schema, self.rule.state_groups, owner)
             opened.callback(self.algorithm_state.close)
         if schema.kept:
             self.kept = KeptTensors(folder, schema.kept, name_of("kept", self.number), owner)
             opened.callback(self.kept.close)
+        self._place = folder, opened, sparse
+        self._open_residuals()
+
+    def use_layouts(self, info: messages.RunInfo, layouts: Layouts) -> None:
+        """Form the next updates with other layouts. What codecs with feedback have lost stays for the next of them.
+
+        Args:
+            info: the run's description.
+            layouts: the layouts.
+        """
+        self.info, self.layouts = info, layouts
+        self.warnings = UpdateWarnings(self.site, layouts.codec, layouts.schema)
+        self._open_residuals()
+
+    def _open_residuals(self) -> None:
+        folder, opened, sparse = self._place
+        if not self.layouts.codec.feedback:
+            self.residuals = None
+        elif self.residuals is None:
+            owner, name = Owner(self.site, self.info.run), name_of("residual", self.number)
+            self.residuals = Residuals(folder, self.layouts.schema, name, owner=owner, sparse=sparse)
+            opened.callback(self.residuals.close)
         self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept)
 
     def follow(self, ticket: Ticket, counted: messages.Counted | None) -> bool:

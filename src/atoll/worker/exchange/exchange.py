@@ -119,15 +119,18 @@ class Exchange:
                 return reply
 
     def _change_layouts(self) -> None:
-        """Read the run's schema again, and use its layouts. The base file loses its version."""
+        """Read the run's description again, and use its layouts. If the schema has changed, the base loses its version.
+
+        The run's first update may have given shapes to buffers, or updates have another codec from this round on.
+        """
         self.session.read_run()
         schemas, info = self.session.split.schemas, self.session.info
         layouts = encode_update.Layouts.of(info, schemas[self.fragment])
-        if layouts.schema == self.local.layouts.schema or not self.processes.has_whole_model:
+        if layouts.update == self.local.layouts.update or not self.processes.has_whole_model:
             return  # the ticket's layout differs for another reason, which `Outbox.begin` reports
         was = {spec.name: spec.shape for spec in self.local.layouts.schema.tensors}
         self.local.decided |= {spec.name for spec in layouts.schema.tensors if spec.shape != was.get(spec.name)}
-        self.local.layouts = layouts
+        self.local.use_layouts(info, layouts)
         self.files.change_layouts(layouts.version, layouts.update)
         self.local.base = self.files.base
         self._use_files()

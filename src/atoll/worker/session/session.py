@@ -793,8 +793,8 @@ class Session:
         text = ""
         if ticket.fragment != fragment:
             text = f"for fragment {ticket.fragment}, not {fragment}"
-        elif ticket.local_steps > self.info.sync_every:
-            text = f"with {ticket.local_steps} local steps, but the run has at most {self.info.sync_every}"
+        elif ticket.local_steps and not self.info.sync_every:
+            text = f"with {ticket.local_steps} local steps, but in this run the script decides when a round ends"
         if text:
             raise VersionSkew(
                 f"{self.http.server} gave a ticket {text}.", "Use the same release of Atoll on both sides."

@@ -12,12 +12,13 @@ synchronisation.
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -108,6 +109,9 @@ class SyncProgress:
         kept: names of the buffers that the site keeps for itself. They may change their shapes, and each rank has its
             own.
         first: names of the buffers with the rule `first`, which may change their shapes before the run's first update.
+        config: what the run tells this site for the newest round.
+        version: the version of the global model that the model has.
+        step_offset: the difference between the global step and this worker's own step.
     """
 
     sync_every: int
@@ -116,6 +120,9 @@ class SyncProgress:
     lost: bool
     kept: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+    step_offset: int = 0
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
@@ -245,6 +252,9 @@ class DiLoCo:
         metrics: a function that returns finite numbers by name. It is called at the start and after every
             synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
             workers and records them for this version of the global model.
+        on_sync: a function that is called with this object at the start, after every synchronisation, and at the end
+            of the run, while `model` has the weights of the global model; for example, to evaluate or save it, or to
+            set a learning rate by `global_step`. With several ranks, it is called at rank 0, as `metrics` is.
         folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
             else `.atoll`.
         labels: labels of this worker, shown in the server's status.
@@ -271,6 +281,7 @@ class DiLoCo:
         site: str | None = None,
         weight: float | Callable[[], float] = 1.0,
         metrics: Callable[[], dict[str, float]] | None = None,
+        on_sync: Callable[[DiLoCo], object] | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
@@ -290,7 +301,8 @@ class DiLoCo:
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight = weight if callable(weight) else weight_of(weight)
-        self._measured = GlobalModelMetrics(metrics, lambda: self._named)
+        told = None if on_sync is None else partial(self._tell, on_sync)
+        self._measured = GlobalModelMetrics(metrics, lambda: self._named, told)
         self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._swarm = swarm
@@ -306,7 +318,7 @@ class DiLoCo:
         self.step = 0
         self._clock = ReportClock()
         self._progress: SyncProgress | None = None  # None before the start
-        self._started = self._stopped = False
+        self._started = self._stopped = self._skips = False
         self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._thread = 0  # the thread that started, and later the one that makes the steps
         self._has_stepped = threading.Event()
@@ -360,6 +372,7 @@ class DiLoCo:
                 self._schema = run_schema(self.model, {})
             require_finite(self._tensors, self._schema, self._named, is_initial=True)
             LOG.info("%s", ALONE)
+            self._hook()  # counts the steps
             self._started = True
             return self
         try:
@@ -467,7 +480,7 @@ class DiLoCo:
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
         kept = tuple(spec.name for spec in session.schema.tensors if spec.is_kept and spec.is_buffer)
         first = tuple(session.schema.first)
-        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept, first)
+        return SyncProgress(sync.sync_every, sync.next_step, sync.finished, lost, kept, first, *self._place)
 
     def _learn(self, progress: SyncProgress) -> None:
         """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
@@ -578,13 +591,18 @@ class DiLoCo:
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
-        """Return Atoll's entry for a checkpoint: the run, the site, and the versions that the site trains from.
+        """Return Atoll's entry for a checkpoint: run, site, versions that the site trains from, and `global_step`.
 
-        In a process that has joined no run, return the entry that `load_state_dict` has loaded; empty if there is none.
+        They are plain JSON values. In a process that has joined no run, return the entry that `load_state_dict` has
+        loaded; empty if there is none.
 
-        The script or framework itself must save parameters, optimizer and schedule.
+        The script or framework itself must save parameters, optimizer and schedule. The state of the run is at the
+        server: after a restart, the object's `version` and `global_step` say where the run is, and the entry says where
+        the checkpoint was written.
         """
-        return checkpoint_of(self._joined) if self._joined is not None else dict(self._checkpoint)
+        if self._joined is None:
+            return dict(self._checkpoint)
+        return checkpoint_of(self._joined) | {"global_step": self.global_step}
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -638,6 +656,44 @@ class DiLoCo:
         if self._joined is not None:
             self._joined.session.tell(metrics=dict(self._reports.newest))
 
+    @public_api
+    def skip(self) -> None:
+        """Sit out a round now, for example because this site has no data for it: take the next version without a step.
+
+        Wait for the version that the other sites make, and load it in place of local steps since the last
+        synchronisation. The status names this site among those that sat out. In a run with several fragments, the round
+        is that of the fragment that is due next. Without a server, and after the run, do nothing. With several ranks,
+        call it at each of them.
+
+        Raises:
+            UsageError: this object was not started, or was stopped.
+        """
+        if not self._started or self._stopped:
+            raise UsageError("This DiLoCo object does not take part in a run now.", "Call skip in its `with` block.")
+        if self._joined is None and not self._ranks.is_distributed:
+            return
+        if self.over:
+            return
+        require_joined(False, self._named, "atoll.DiLoCo", self._process)
+        self._require_own_thread(is_due=True)
+        with self._clock.waiting(), self._copies.loading(self.model, self._tensors_now()):
+            self._learn(self._over_ranks(self._sit_out, SyncProgress))
+        self._pace = (self.step, time.monotonic())
+
+    def _tell(self, on_sync: Callable[[DiLoCo], object]) -> None:
+        assert self._sync is not None
+        self.sync_every = self._sync.sync_every
+        on_sync(self)
+
+    def _sit_out(self) -> SyncProgress:
+        assert self._sync is not None
+        self._skips = True
+        try:
+            self._sync.sync_now(self.step)
+        finally:
+            self._skips = False
+        return self._progress_now()
+
     def credit(self, metrics: dict[str, float]) -> bool:
         """Record metrics that a framework has just measured, if the model has the weights of the global model.
 
@@ -664,6 +720,36 @@ class DiLoCo:
         to reach it again at every synchronisation.
         """
         return self.over or self.lost
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the newest round: names and plain values, from the setting `rounds.config`.
+
+        It may change with each synchronisation. Empty without a server, and before the start.
+        """
+        return copy.deepcopy(self._place[0])
+
+    @property
+    def version(self) -> int:
+        """The number of the version of the global model that this worker trains from; 0 without a server.
+
+        With several fragments, it is the oldest of their versions.
+        """
+        return self._place[1]
+
+    @property
+    def global_step(self) -> int:
+        """The number of local steps of the model that is trained here: those behind its version, and those since then.
+
+        The steps behind a version are those that the sites have reported, along one site. So a worker that joins late
+        or starts again knows its place in a schedule of the whole run. Without a server, it is `step`.
+        """
+        return self.step + self._place[2]
+
+    @property
+    def _place(self) -> tuple[dict[str, Any], int, int]:
+        place = self._sync if self._sync is not None else self._progress  # at other ranks, what rank 0 has sent last
+        return ({}, 0, 0) if place is None else (place.config, place.version, place.step_offset)
 
     @property
     def over(self) -> bool:
@@ -763,7 +849,8 @@ class DiLoCo:
 
     def _hook(self) -> None:
         self._steps = Steps(self._layers, self._copies.before_step, self._after_step)
-        self._steps.refuse_others(self.model, self._refuse_step, is_partial=self._allow_partial)
+        if self._progress is not None:
+            self._steps.refuse_others(self.model, self._refuse_step, is_partial=self._allow_partial)
 
     @public_api
     def _refuse_step(self, optimizer: Optimizer, name: str) -> None:
@@ -858,7 +945,7 @@ class DiLoCo:
             say_frozen(joined.session, self.model)
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
-            weight = weight_of(self._weight() if callable(self._weight) else self._weight)
+            weight = 0.0 if self._skips else weight_of(self._weight() if callable(self._weight) else self._weight)
             require_accepted(weight, steps, joined.session.info)
             metrics = reported | local | self._measured.of(base.digest)
             return self._clock.report(weight, steps, metrics, base.fragment)
@@ -913,6 +1000,8 @@ def _require_uncorrected(joined: Participation) -> None:
 
 
 KEYS = {"run", "site", "versions"}
+ALSO = {"global_step"}
+"""Keys that an entry may have, too: for the script, not for Atoll."""
 
 WITHOUT = "To resume from the server's state instead, leave the checkpoint out."
 
@@ -937,7 +1026,7 @@ def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: `state` has other keys.
     """
-    if state and state.keys() != KEYS:
+    if state and state.keys() - ALSO != KEYS:
         raise UsageError(
             f"This state_dict was not written by Atoll: it has the keys {', '.join(map(repr, state))}.", WITHOUT
         )

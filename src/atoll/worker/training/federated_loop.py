@@ -6,6 +6,7 @@ runs alone: one round of plain local training.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,6 +112,22 @@ class Round:
     def version(self) -> int:
         """The number of the version of the global model to train from."""
         return self._ticket.base.number
+
+    @property
+    def global_step(self) -> int:
+        """The number of local steps that the global model has behind it, along one site, as the sites have reported.
+
+        It is the place of this round in a schedule of the whole run, for a site that joins late or starts again, too.
+        """
+        return self._ticket.global_step
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for this round: names and plain values, such as `{"lr": 0.1, "epochs": 2}`.
+
+        They come from the setting `rounds.config` and from the run's configuration function. Empty without a server.
+        """
+        return copy.deepcopy(self._ticket.config)
 
     @property
     def base(self) -> VersionRef:
@@ -288,8 +305,7 @@ class Round:
             UpdateRefused: the server has refused several updates in a row; or, without a server, `model` contains NaN
                 or Inf.
         """
-        if self.done:
-            raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
+        self._require_open()
         weight, steps = weight_of(weight), steps_of(steps)
         self._require_joined()
         tensors = self._backend.tensors_of(model)
@@ -312,6 +328,36 @@ class Round:
             self._backend.sit_out(self._ticket, report)
         if self._session is not None:
             say_frozen(self._session, model)
+        self._end()
+
+    @public_api
+    def skip(self, *, metrics: dict[str, float] | None = None) -> None:
+        """Sit out the round, for example because this site has no data for it now. No model is needed.
+
+        The site stays in the run: the round does not wait for it, and the status names it among those that sat out. The
+        state that the site keeps between rounds stays as it is. This is `submit` with `weight=0`.
+
+        Args:
+            metrics: finite numbers by name, for the server's log.
+
+        Raises:
+            UsageError: the round is over for this worker already, or a metric is not a valid number.
+        """
+        self._require_open()
+        self._require_joined()
+        self._forget_training()
+        found = finite_metrics({} if metrics is None else metrics, self._backend.site)
+        self._backend.sit_out(self._ticket, self._clock.report(0.0, 0, found))
+        self._end()
+
+    def _require_open(self) -> None:
+        if self.done:
+            raise UsageError(
+                f"Round {self.number} is over for this site: it was already submitted or skipped.",
+                "Call submit or skip once in each round.",
+            )
+
+    def _end(self) -> None:
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
@@ -519,7 +565,8 @@ class Worker(TaskWorker):
             if not round_.done:
                 raise UsageError(
                     f"Site {self.site} submitted no update in round {round_.number}.",
-                    "Call fl_round.submit(model) once in each round. To stop taking part, leave the `with` block.",
+                    "Call fl_round.submit(model) once in each round, or fl_round.skip() if the site has no data for "
+                    "it. To stop taking part, leave the `with` block.",
                 )
 
     def _end_of_rounds(self, reply: Next) -> None:

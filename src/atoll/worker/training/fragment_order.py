@@ -74,8 +74,8 @@ class Candidate(NamedTuple):
     Attributes:
         round: the round that the worker takes part in next.
         is_free: whether the fragment has no update in flight, and its rounds are not over.
-        local_steps: this worker's own number of local steps, H_w, if the run adapts this number to the worker's speed
-            (DyLU); else 0.
+        local_steps: this worker's number of local steps in this round, if the run adapts it to the worker's speed
+            (DyLU) or changes it from a round on; else 0.
     """
 
     round: int
@@ -97,10 +97,15 @@ class FragmentOrder:
     def steps_between(self, candidates: Sequence[Candidate]) -> int:
         """Return the number of local steps from the synchronisation of one fragment to that of the next: H/K, or H_w/K.
 
-        The run gives each worker its own number of local steps, H_w, if `diloco.dynamic_local_steps` is set (DyLU).
+        The run gives each worker its own number of local steps, H_w, if `diloco.dynamic_local_steps` is set (DyLU), or
+        one to all workers if it changes H from a round on. While fragments are in rounds with different ones, the
+        smallest counts.
         """
-        h = min((each.local_steps for each in candidates if each.local_steps), default=self._rules.every)
-        return max(1, h // len(candidates))
+        return max(1, self.steps_of_all(candidates) // len(candidates))
+
+    def steps_of_all(self, candidates: Sequence[Candidate]) -> int:
+        """Return the number of local steps in which each fragment is synchronised once: H, or H_w."""
+        return min((each.local_steps for each in candidates if each.local_steps), default=self._rules.every)
 
     def pick(self, candidates: Sequence[Candidate]) -> int | None:
         """Return the number of the fragment to synchronise next; None if no fragment is free."""

@@ -160,6 +160,27 @@ def send(
     part.round, part.has_received = None, False
 
 
+@public_api
+def skip(*, metrics: dict[str, float] | None = None) -> None:
+    """Sit out the round that `is_running` or `receive` has opened, as `Round.skip` does. No model is needed.
+
+    Args:
+        metrics: finite numbers by name, for the server's log.
+
+    Raises:
+        UsageError: `init` was not called, or no round is open.
+    """
+    part = _current()
+    if part.round is None:
+        raise UsageError(
+            "There is no open round to skip.",
+            "Call atoll.functional.is_running() or receive() once in each round, before skip().",
+        )
+    part.round.skip(metrics=metrics)
+    part.round.params = {}
+    part.round, part.has_received, part.owes_update = None, False, False
+
+
 def forget() -> None:
     """Forget that this process has called `init`, so that the next simulated site in this process can call it."""
     global _part

@@ -60,10 +60,13 @@ class GlobalModelMetrics:
     Args:
         ask: the script's function. It returns the metrics of the model's current weights. If None, nothing is measured.
         site: function that returns the site's name, for warnings.
+        on_sync: the script's function for each new version, called while the model has the global values; None: none.
     """
 
-    def __init__(self, ask: MetricsFunction | None, site: Callable[[], str]) -> None:
-        self._ask, self._site = ask, site
+    def __init__(
+        self, ask: MetricsFunction | None, site: Callable[[], str], on_sync: Callable[[], object] | None = None
+    ) -> None:
+        self._ask, self._site, self._on_sync = ask, site, on_sync
         self._digest: str | None = None
         self._metrics: dict[str, float] = {}
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
@@ -79,22 +82,33 @@ class GlobalModelMetrics:
             parts: for each fragment, the model's own tensors and the file of the fragment's newest version.
             local: whether the tensors may differ from the newest version.
         """
-        if self._ask is None:
+        if self._ask is None and self._on_sync is None:
             return
         single = parts[0][1].note if len(parts) == 1 else None
         self._digest = single.digest if single is not None else None  # None: several fragments were measured
         if self._digest is not None and not local:
-            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
+            self._look()
             return
         originals = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
         try:
             for tensors, base in parts:
                 apply_version.load_(tensors, base)
-            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
+            self._look()
         finally:
             for (tensors, _), before in zip(parts, originals, strict=True):
                 for name, tensor in tensors.items():
                     tensor.copy_(before[name])
+
+    def _look(self) -> None:
+        """Call the script's functions: the model has the global values."""
+        if self._ask is not None:
+            self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
+        self.on_result()
+
+    def on_result(self) -> None:
+        """Call the script's function for each new version: the model has the run's result, or the global values."""
+        if self._on_sync is not None:
+            self._on_sync()
 
     def credit(self, metrics: dict[str, float], digest: str) -> None:
         """Add metrics that a framework, such as Lightning, has measured on the version with this digest."""

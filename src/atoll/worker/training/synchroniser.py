@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from atoll.errors import is_transient
 from atoll.format_text import of_fragment
@@ -122,9 +123,11 @@ class FragmentState:
         index: number of the fragment.
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
-        local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
+        local_steps: H_w, if the run has given this worker a number of local steps for this round; else 0.
         base_step: the last local step that the base includes; local progress consists of the later steps.
         version: the version in the base.
+        config: what the run tells this site for its newest round.
+        step_offset: local steps that the version in the base has behind it, along one site, minus those of this worker.
         ended: the reason why the run has ended; empty until then.
         went_back: whether the run has gone back to an earlier version, as its admin asked, before the last reply.
     """
@@ -133,7 +136,8 @@ class FragmentState:
         self.exchange, self.index = exchange, exchange.fragment
         self.round = 1
         self.ticket: Ticket | None = None
-        self.local_steps = self.base_step = self.version = 0
+        self.config: Mapping[str, Any] = {}
+        self.local_steps = self.base_step = self.version = self.step_offset = self._head_steps = 0
         self.ended = ""
         self._generation: int | None = None
         self.went_back = False
@@ -143,13 +147,25 @@ class FragmentState:
         """The last local step of this fragment that an update at the server contains."""
         return self.exchange.counted_step(self.base_step)
 
+    def loaded(self, step: int, version: int) -> None:
+        """Record that the base is now the version that the last reply has named as the newest.
+
+        Args:
+            step: the last local step of this worker that it includes.
+            version: its number.
+        """
+        self.base_step, self.version, self.step_offset = step, version, self._head_steps - step
+
     def heard(self, reply: Next) -> None:
         """Store the server's reply about the next round: its ticket and number, or that the run has ended."""
+        self._head_steps = reply.global_step
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.went_back = self.goes_back(reply)
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
-        self.local_steps = self.ticket.local_steps if self.ticket else self.local_steps
+        if isinstance(reply, Open | Wait):  # without a ticket, this worker trains for the round that comes
+            told = self.ticket or reply
+            self.local_steps, self.config = told.local_steps, told.config
         self._generation = self.ticket.generation if self.ticket else self._generation
 
     def goes_back(self, reply: Next) -> bool:
@@ -298,6 +314,26 @@ class Synchroniser:
     def base_step(self) -> int:
         """The last local step of this worker that the base of the first fragment includes."""
         return self._fragments[0].base_step
+
+    @property
+    def version(self) -> int:
+        """The version of the global model that the model has; with several fragments, the oldest of their versions."""
+        return min(each.version for each in self._fragments)
+
+    @property
+    def step_offset(self) -> int:
+        """The difference between the global step and this worker's own step: 0 if it has been there from the start."""
+        return max(each.step_offset for each in self._fragments)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the run tells this site for the newest round that it takes part in."""
+        return dict(max(self._fragments, key=lambda each: each.round).config)
+
+    @property
+    def sync_every(self) -> int:
+        """Local steps between two synchronisations of one fragment now, H: the run may change it."""
+        return self._order.steps_of_all(self._candidates)
 
     @property
     def steps_between(self) -> int:
@@ -455,6 +491,18 @@ class Synchroniser:
             self._due_step = step
             self._submit_due()
         return due or bool(ready)
+
+    def sync_now(self, step: int) -> None:
+        """Submit the fragment that is due next, although its steps are not complete, and wait for all results.
+
+        Args:
+            step: the number of the last local step.
+        """
+        self._step = self._due_step = step
+        self._submit_due()
+        for pending in list(self._pending):
+            if pending in self._pending:  # else merged during the wait for another result
+                self._finish_sync(pending)
 
     def _is_ready(self, pending: PendingSync) -> bool:
         """Return whether to merge an update's result now: the new version is here and due, or the update failed.
@@ -787,8 +835,8 @@ class Synchroniser:
         note = fragment.exchange.base.note
         assert note is not None
         fragment.exchange.forget_outbox_progress()
-        fragment.base_step, fragment.version = step, note.version
-        self._session.tell(version=min(each.version for each in self._fragments), state="training")
+        fragment.loaded(step, note.version)
+        self._session.tell(version=self.version, state="training")
 
     def _after_new_version(self) -> None:
         self._look_whether_finished()
@@ -861,9 +909,10 @@ class Synchroniser:
         LOG.info(
             "%s: the run is finished at version %d%s; further steps change only the local model",
             self._session.site,
-            min(fragment.version for fragment in self._fragments),
+            self.version,
             f" ({ended})" if ended != "finished" else "",
         )
+        self._measured.on_result()
 
     def _name(self, fragment: FragmentState) -> str:
         return "the run" if self._is_whole else f"fragment {fragment.index}"
