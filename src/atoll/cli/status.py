@@ -21,6 +21,7 @@ from atoll.cli.text import (
     best_line,
     codecs,
     duration,
+    evaluation_line,
     number_of,
     numbers,
     optimizer,
@@ -296,6 +297,8 @@ def _of_training(status: status_messages.Status) -> list[str]:
         lines.append(f"{optimizer(status)}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
+    if status.evaluation is not None and (evaluated := evaluation_line(status.evaluation)):
+        lines.append(evaluated)
     return lines
 
 

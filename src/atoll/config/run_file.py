@@ -119,7 +119,10 @@ CODE = (
     *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
     *("aggregation.upload_codec", "aggregation.download_codec"),
 )
-FUNCTIONS = ("algorithm.path", "workflow.function", "run.script", "model.source", "async.staleness_weight")
+FUNCTIONS = (
+    *("algorithm.path", "workflow.function", "run.script", "model.source", "async.staleness_weight"),
+    "server.evaluate",
+)
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
 """Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FUNCTIONS: paths of

@@ -11,6 +11,7 @@ from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.evaluate_versions import Evaluates, VersionEvaluation
 from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.failure_notices import FailureNotices
 from atoll.server.coordinator.first_shapes import FirstShapes
@@ -41,6 +42,7 @@ def assemble(
     filters: TaskFilters,
     workflows: WorkflowSchedule | None = None,
     *,
+    evaluator: Evaluates | None = None,
     simulated: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> ServedRun:
@@ -51,6 +53,7 @@ def assemble(
         persistor: the user's persistor.
         filters: the server's filters of what sites send, and of the payloads of tasks.
         workflows: the run's workflows; None: the run only trains.
+        evaluator: the process that evaluates versions by the user's function; None: there is no such function.
         simulated: whether the sites are those of a simulation.
         clock: returns the time in seconds, as `time.monotonic` does.
     """
@@ -58,6 +61,7 @@ def assemble(
     run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock)
     background = BackgroundWriter(plan, store, run.io, persistor)
     history, shapes = RoundHistory(run, simulated=simulated), FirstShapes(run)
+    evaluation = VersionEvaluation(run, history, evaluator)
     leases, admission = LeaseChecks(run, shapes), UpdateAdmission(run)
     run.events.subscribe("the reported numbers", admission.reports.on_event)
 
@@ -75,6 +79,7 @@ def assemble(
         [
             lambda: background.unsaved.values(),
             history.warnings,
+            evaluation.warnings,
             lambda: admission.reports.warnings,
             extensions.warnings,
         ],
@@ -83,7 +88,7 @@ def assemble(
         LOG.warning("%s", sentence)
     return ServedRun(
         run=run,
-        coordinator=Coordinator(run, place, history, background, extensions, warnings),
+        coordinator=Coordinator(run, place, history, background, evaluation, extensions, warnings),
         place=place,
         tasks=tasks,
         objects=objects,
@@ -96,6 +101,7 @@ def assemble(
         admission=admission,
         history=history,
         background=background,
+        evaluation=evaluation,
         warnings=warnings,
         failure=FailureNotices(run, leases),
     )

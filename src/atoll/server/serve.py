@@ -40,6 +40,7 @@ from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.coordinator.user_code import Function
+from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.gate import open_gate
 from atoll.server.initial_model import NO_MODEL
@@ -100,6 +101,9 @@ class Server:
             list. For answers also `{site: {task: list}}`. Pass either these or the setting `workflow.result_filters`.
         data_filters: the server's filters of task payloads, applied before sending, in the same forms. Pass
             either these or the setting `workflow.payload_filters`.
+        evaluate: a function that evaluates versions: it takes the model, in evaluation mode and without gradients, and
+            returns its metrics; or its import path, as in the setting `server.evaluate`. A function runs in a fork of
+            this program, which cannot use CUDA if the program does; a path is imported by a new process.
         evaluation: arguments of a cross-site evaluation. With them, the server only evaluates the models in its state
             directory, and does not continue the run.
         settings: the run's settings: a `Settings` object, or a mapping such as
@@ -109,7 +113,7 @@ class Server:
         ConfigError: a setting is unknown or wrong, or contradicts an argument.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (options, by keyword)
         self,
         model: nn.Module | Tensors | str | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
@@ -118,10 +122,17 @@ class Server:
         outer_optimizer: Callable[..., Optimizer] | str | None = None,
         filters: Given = (),
         data_filters: Given = (),
+        evaluate: Evaluate | str | None = None,
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings_beside(
-            "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer, filters=filters
+            "Server",
+            settings,
+            model=model,
+            workflow=workflow,
+            outer_optimizer=outer_optimizer,
+            filters=filters,
+            evaluate=evaluate,
         ).with_absolute_folders()
         model = None if isinstance(model, str) else model
         workflow = None if isinstance(workflow, str) else workflow
@@ -129,14 +140,17 @@ class Server:
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
+        self._evaluator: Evaluator | None = None
         if self._workflows is None or self._workflows.trains:
             require_training(self.settings)
+            self._evaluator = Evaluator.of(self.settings, None if isinstance(evaluate, str) else evaluate, model)
         if self._workflows is None or not self._workflows.sends_tasks:
             self._filters.require_rounds()
         has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
-        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters}
+        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters, "evaluate": evaluate}
+        code = {name: value for name, value in code.items() if not isinstance(value, str)}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
         self._gate = open_gate(self.settings)
@@ -164,6 +178,8 @@ class Server:
             raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
         ensure_lines()
+        if self._evaluator is not None:
+            self._evaluator.fork()
         self._thread.start()
         LOG.info("listening on %s", self.url)
         return self
@@ -373,6 +389,9 @@ class Server:
             except AtollError as error:
                 await self._refuse(error, accept, is_again=is_again)
                 raise
+            finally:
+                if self._evaluator is not None:
+                    self._evaluator.close()
         if served.run.failed is not None:
             raise served.run.failed
 
@@ -380,12 +399,14 @@ class Server:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
         if self._workflows is not None:
             self._workflows.load()
+        if self._evaluator is not None:
+            await asyncio.to_thread(self._evaluator.open)
         persistor = Persistor(self.settings)
         opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
         self._model = None  # free its memory: version 0 is on disk
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
-            return assemble(opened, persistor, self._filters, self._workflows)
+            return assemble(opened, persistor, self._filters, self._workflows, evaluator=self._evaluator)
         except BaseException:
             opened[1].close()
             raise

@@ -50,6 +50,7 @@ CODE = {
     "outer_optimizer": "algorithm.outer_optimizer",
     "filters": "workflow.result_filters",
     "data_filters": "workflow.payload_filters",
+    "evaluate": "server.evaluate",
 }
 """Argument of a program → the setting that it replaces, if the argument is code."""
 
@@ -65,8 +66,8 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     Args:
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
-        named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code (a class, function or object) takes the place of the setting; the run must support this
+        named: the arguments `model`, `workflow`, `outer_optimizer`, `filters` and `evaluate`. A text becomes the value
+            of the setting. Code (a class, function or object) takes the place of the setting; the run must support this
             setting.
 
     Raises:
@@ -77,7 +78,12 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     if texts and isinstance(settings, Settings):
         raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Set these in the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
-    keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
+    keys = {
+        "model": "model.source",
+        "workflow": "workflow.function",
+        "outer_optimizer": optimizer,
+        "evaluate": "server.evaluate",
+    }
     values = {keys[name]: text for name, text in texts.items()}
     built = settings if isinstance(settings, Settings) else Settings.build({**(settings or {}), **values})
     code = {key: Argument(name) for name, key in CODE.items() if named.get(name) and name not in texts}

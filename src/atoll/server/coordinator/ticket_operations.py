@@ -196,7 +196,7 @@ class TicketOperations:
         head = self._run.store.versions.head(fragment)
         state, queue = self._run.state, self._tasks
         if reason == events.FINISHED:
-            text = state.rules.tracking.why(state.progress) or reason
+            text = state.stopped or reason
         else:
             now_s = self._run.clock()
             rest, known = self.why(fragment, now_s), state.why(fragment, now_s)
