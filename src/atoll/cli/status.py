@@ -216,6 +216,7 @@ COLUMNS = (
     "rounds",
     "trained",
     "waited",
+    "weight",
     "version",
     "stale",
     "up",
@@ -229,7 +230,8 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    `trained` and `waited` are the times of the site's last counted update. Steps are unknown if the script counts none.
+    `trained`, `waited` and `weight` are those of the site's last counted update, and so are the metrics, unless its
+    process reports newer ones. Steps are unknown if the script counts none.
     Staleness has a meaning only while a site trains, submits or pulls: a site that does none of these will get the
     newest version next, or none.
     """
@@ -242,6 +244,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         *((str(worker.step), pace) if worker.step else ("-", "-")),
         str(worker.rounds),
         *((duration(worker.last.train_seconds), duration(worker.last.wait_seconds)) if worker.last else ("-", "-")),
+        f"{worker.last.weight:g}" if worker.last else "-",
         str(worker.version),
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
@@ -249,7 +252,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         f"{worker.retries}"
         + (f" (+{number_of(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
-        worker.error or numbers(worker.metrics),
+        worker.error or numbers(worker.metrics or (worker.last.metrics if worker.last else {})),
     ]
     return [visible(cell) for cell in cells]
 

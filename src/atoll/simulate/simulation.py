@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -77,6 +78,11 @@ class Simulated:
     late: int
     refused: dict[str, int]
     global_metrics: dict[str, float]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """All rounds of the run, oldest first, with each site's metrics and weight: lines of `metrics_file`."""
+        return [json.loads(line) for line in self.metrics_file.read_text(encoding="utf-8").splitlines()]
 
     @property
     def worker_rounds_per_s(self) -> float:
