@@ -215,7 +215,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self.finished:
+            if kind is None and (self.finished or self._writes_result):
                 self._thread.wait()  # as `run` does: sites would wait for a result that nothing serves any more
         finally:
             self.stop()
@@ -237,6 +237,12 @@ class Server:
     def finished(self) -> bool:
         """Whether the run is finished and its result is exported."""
         return self._thread.error is None and self._served is not None and self._served.run.finished.is_set()
+
+    @property
+    def _writes_result(self) -> bool:
+        """Whether the last round has ended: the last version is evaluated and exported now."""
+        served = self._served if self._thread.error is None else None
+        return served is not None and not served.run.has_workflows and served.run.state.finished
 
     def status(self) -> status_messages.Status:
         """Return the run's current status. After the end of the server, return its last status."""

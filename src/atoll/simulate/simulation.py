@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,7 +77,7 @@ class Simulated:
     failed: dict[str, str]
     late: int
     refused: dict[str, int]
-    global_metrics: dict[str, float]
+    global_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, Any]]:

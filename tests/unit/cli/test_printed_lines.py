@@ -94,14 +94,17 @@ def evaluation() -> Evaluation:
 @pytest.mark.covers("P9")
 def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them() -> None:
     text = markdown(evaluation())
-    assert "## f1\n\n| model | a | b |\n| --- | ---: | ---: |\n| version 1 | not finite | — |\n| b | — | — |\n" in text
+    assert (
+        "## f1\n\n| model | a | b | mean |\n| --- | ---: | ---: | ---: |\n| version 1 | not finite | — | — |\n"
+        "| b | — | — | — |\n" in text
+    )
     assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
     assert "- b on every site: gone" in text
-    assert plain(evaluation())[5:9] == [
+    assert plain(evaluation().with_means())[5:9] == [
         "loss (rows: models, columns: sites)",
-        "model        a  b",
-        "version 1  0.5  —",
-        "b            —  —",
+        "model        a  b  mean",
+        "version 1  0.5  —   0.5",
+        "b            —  —     —",
     ]
 
 

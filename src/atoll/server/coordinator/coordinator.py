@@ -19,10 +19,9 @@ from atoll.errors import DiskFull
 from atoll.protocol import run_events, status_messages
 from atoll.rounds import events
 from atoll.server.coordinator.background_writes import BackgroundWriter, until_passed, wait_for_end
-from atoll.server.coordinator.evaluate_versions import VersionEvaluation
 from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.ledger import snapshot_of
-from atoll.server.coordinator.ports import RoundPlace
+from atoll.server.coordinator.ports import Evaluation, RoundPlace
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
@@ -49,7 +48,7 @@ class Coordinator:
         place: RoundPlace,
         history: RoundHistory,
         background: BackgroundWriter,
-        evaluation: VersionEvaluation,
+        evaluation: Evaluation,
         extensions: Extensions,
         warnings: RunWarnings,
     ) -> None:

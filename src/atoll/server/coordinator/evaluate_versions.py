@@ -95,12 +95,7 @@ class VersionEvaluation:
         self._status = self._status.model_copy(update=values)
 
     def begin(self, summary: status_messages.RoundSummary, heads: Sequence[int]) -> asyncio.Task[None] | None:
-        """Begin to evaluate a version, if it is due. Return the evaluation as a task.
-
-        Args:
-            summary: summary of the round that completed the version.
-            heads: number of the version of each fragment.
-        """
+        """Begin to evaluate a version, if it is due, as the port `Evaluation` says."""
         is_due = self._process is not None and (min(heads) % self._process.every == 0 or self._run.state.finished)
         if not is_due or summary.global_metrics or self._stopped_in_a_row >= MOST_STOPPED:
             return None
@@ -169,10 +164,7 @@ class VersionEvaluation:
         self._is_said = bool(problem)
 
     def resume(self) -> tuple[status_messages.RoundSummary, asyncio.Task[None]] | None:
-        """If an earlier server ended before the newest version was evaluated, begin to evaluate it.
-
-        Return the summary of the version's round, and the evaluation as a task.
-        """
+        """Begin to evaluate the newest version if an earlier server has not, as the port `Evaluation` says."""
         rounds = self._run.state.rounds
         made = [each for each in self._history.summaries if each.version is not None]
         if not made or len({each.done for each in rounds}) > 1:
