@@ -4,6 +4,7 @@
 #   make test-all    those too that take long, and repeat with other settings what the others show
 #   make bench       figures              make behaviours  which test shows which behaviour
 #   make reference   docs from the code   make clean       remove what the targets above made
+#   make docs        the pages of docs/ and of each public name, as a site in build/docs
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
 #   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
@@ -26,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants fuzz reference golden pythons clean
+.PHONY: demo test test-all check bench behaviours mutants fuzz reference docs golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -69,12 +70,17 @@ pythons: $(VENV)/.test
 reference: $(VENV)/.test
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/diagrams.py
+	$(BIN)/python tools/api_pages.py
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "Open build/docs/index.html."
 
 clean:
-	rm -rf $(VENV) .venv-3.* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-3.* build dist docs/api/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests tools -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Atoll needs Python 3.11 or newer; PYTHON=$(PYTHON) is: $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
 	  echo "Name one that is: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }

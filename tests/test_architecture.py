@@ -86,6 +86,7 @@ LOADERS: dict[str, set[str]] = {
         "algorithms/resolve.py",  # the names in an algorithm's own value
         "reducers/__init__.py",  # the name in a reducer's own attribute
         "aggregation/user_aggregator.py",  # a child of the server, which sends what its settings say
+        "server/evaluation_process.py",  # a child of the server, which sends what its settings say
         "simulate/script.py",  # the argument of a public call
         "simulate/simulated_site.py",  # a child of the simulation, which sends what its settings say
         "testing/contracts.py",  # an attribute of the author's test

@@ -204,6 +204,10 @@ class ProcessPipe:
                 data = text.read()
         return json.loads(data), fds[0] if fds else None
 
+    def fileno(self) -> int:
+        """Return the descriptor of this end."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Close the connection. A running `receive`, here or at the other side, raises `EOFError`. Idempotent."""
         with contextlib.suppress(OSError):

@@ -61,7 +61,17 @@ LINE_CHARS = 50_000
 EXIT_CODES = {0} | {kind.exit_code for kind in errors.BY_CODE.values()}
 
 UNASKED = frozenset(
-    ["get_metrics", "get_openapi", "get_health", "get_readiness", "get_events", "get_site_curves", "pause_run", "stop_run", "roll_back"]
+    [
+        "get_metrics",
+        "get_openapi",
+        "get_health",
+        "get_readiness",
+        "get_events",
+        "get_site_curves",
+        "pause_run",
+        "stop_run",
+        "roll_back",
+    ]
 )
 """Operations with an answer that no site and no command reads."""
 OF_A_SWARM = frozenset({"get_swarm_plan", "work_in_swarm"})

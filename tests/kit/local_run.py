@@ -21,7 +21,7 @@ from torch import Tensor
 from atoll.posix import write_at
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket
-from atoll.server.assemble_run import assemble
+from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
@@ -60,7 +60,7 @@ class LocalRun:
         settings = settings_beside("Server", self._told | {"disk.state_dir": self.folder}).with_absolute_folders()
         persistor, self._starts = Persistor(settings), self._starts + 1
         opened = open_run(settings, dict(self._model), persistor)
-        self.served = assemble(opened, persistor, TaskFilters(settings), clock=lambda: self.now_s)
+        self.served = assemble(opened, UserCode(persistor, TaskFilters(settings)), clock=lambda: self.now_s)
         self.served.coordinator.start()
         self.versions = VersionsInUse(self.run.store.versions)
 

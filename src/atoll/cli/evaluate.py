@@ -17,6 +17,7 @@ from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
 from atoll.cli.text import log_lines, number_of, require_file
 from atoll.config import Settings
+from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes
@@ -46,8 +47,13 @@ def command(
         ),
     ] = None,
     site_models: Annotated[
-        bool, typer.Option("--site-models/--no-site-models", help="Also evaluate the sites' own models.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--site-models/--no-site-models",
+            help="Also evaluate the sites' own models. Default: if workflow.steps do, so that sites keep them.",
+            show_default=False,
+        ),
+    ] = None,
     sites: Annotated[
         str | None,
         typer.Option(
@@ -65,7 +71,7 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Evaluate models of a run, and the sites' own models, on the data of each site."""
+    """Evaluate models of a run on the data of each site: metrics and weight of each site, and the mean."""
     if (run_file is None) == (server is None):
         raise UsageError(
             "Give either a run file or --server.",
@@ -84,6 +90,8 @@ def command(
     else:
         assert run_file is not None
         settings = read_settings(run_file, sets, port=port)
+        if site_models is None:
+            site_models = any(step.get("kind") == EVALUATES for step in settings.workflow.steps)
         arguments: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
         if versions is not None:
             arguments["versions"] = [int(each) if each.isdecimal() else each for each in _listed(versions)]

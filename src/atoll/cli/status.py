@@ -23,6 +23,7 @@ from atoll.cli.text import (
     best_line,
     codecs,
     duration,
+    evaluation_line,
     number_of,
     numbers,
     optimizer,
@@ -252,6 +253,7 @@ COLUMNS = (
     "rounds",
     "trained",
     "waited",
+    "weight",
     "version",
     "stale",
     "up",
@@ -305,8 +307,8 @@ def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    `trained` and `waited` are the times of the site's last counted update, and `in all` those since the server's start.
-    Steps are unknown if the script counts none.
+    `trained`, `waited` and `weight` are those of the site's last counted update, and so are the metrics, unless its
+    process reports newer ones. `in all` is since the server's start. Steps are unknown if the script counts none.
     Staleness has a meaning only while a site trains, submits or pulls: a site that does none of these will get the
     newest version next, or none.
     """
@@ -320,6 +322,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         str(worker.rounds),
         duration(worker.last.train_seconds) if worker.last else "-",
         f"{duration(worker.last.wait_seconds)} (in all {duration(worker.waited_s)})" if worker.last else "-",
+        f"{worker.last.weight:g}" if worker.last else "-",
         str(worker.version),
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
@@ -327,7 +330,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         f"{worker.retries}"
         + (f" (+{number_of(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
-        worker.error or numbers(worker.metrics),
+        worker.error or numbers(worker.metrics or (worker.last.metrics if worker.last else {})),
     ]
     return [visible(cell) for cell in cells]
 
@@ -376,6 +379,8 @@ def _of_training(status: status_messages.Status) -> list[str]:
         lines.append(f"{optimizer(status)}{'; ' + behind if behind else ''}")
     if status.best is not None:
         lines.append(best_line(status.best))
+    if status.evaluation is not None and (evaluated := evaluation_line(status.evaluation)):
+        lines.append(evaluated)
     return lines
 
 

@@ -148,6 +148,16 @@ def best_line(best: status_messages.BestStatus) -> str:
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
+def evaluation_line(evaluation: status_messages.EvaluationStatus) -> str:
+    """Return a line about the version that the server has evaluated last, and the one that it evaluates now."""
+    parts = []
+    if evaluation.version is not None:
+        parts.append(f"version {evaluation.version}: {numbers(evaluation.metrics) or 'no result'}")
+    if evaluation.running is not None:
+        parts.append(f"now version {evaluation.running}")
+    return f"evaluated by {evaluation.function}: {'; '.join(parts)}" if parts else ""
+
+
 def codecs(status: status_messages.Status) -> str:
     """Return the codecs as text: "codec int4 up, int8 down"; or "codec bf16" if downloads are not encoded."""
     return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")

@@ -264,6 +264,7 @@ _NOT_IN_A_SWARM = {
     "aggregation.aggregator": "your own aggregator runs at the server, which has no tensors in a swarm",
     "workflow.result_filters": "these filters run at the server, which gets no updates in a swarm; filter at the sites",
     "model.persistor": "the persistor runs at the server, which has no tensors in a swarm",
+    "server.evaluate": "it evaluates versions at the server, which has no tensors in a swarm",
     "disk.export_every": "the server has no tensors to export in a swarm; each site has the run's result",
     "rounds.best_metric": "the server has no tensors in a swarm and cannot keep the best version",
     "model.ranks": "no rank of a sharded worker has the whole model",

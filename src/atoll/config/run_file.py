@@ -143,7 +143,7 @@ CODE = (
 )
 FUNCTIONS = (
     *("algorithm.path", "workflow.function", "run.script", "model.source"),
-    *("async.staleness_weight", "rounds.config_function"),
+    *("async.staleness_weight", "rounds.config_function", "server.evaluate"),
 )
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")

@@ -540,13 +540,29 @@ def _by_name(value: object) -> object:
 
 
 class Server(Group):
-    """What is added to the server."""
+    """What is added to the server: extensions, and an evaluation of versions."""
 
     extensions: tuple[str, ...] = Field(
         (),
         description="Extensions of the server, by the names of their entry points in the group `atoll.extensions`. An "
         "installed package alone adds nothing.",
     )
+    evaluate: str | None = Field(
+        None,
+        description="Function that evaluates versions at the server: it takes the model and returns its metrics. Write "
+        "it as `my_file.py:attribute` or `module:attribute`. `rounds.best_metric` names its metrics as `global.NAME`.",
+    )
+    evaluate_every: int = Field(
+        1, ge=1, description="Versions between two evaluations by `server.evaluate`; the last version always counts."
+    )
+    evaluate_timeout_s: float = Field(
+        300.0, gt=0, description="Seconds after which an evaluation by `server.evaluate` is stopped."
+    )
+
+    @property
+    def function(self) -> OwnName | None:
+        """The place of the function that evaluates versions; None if there is none."""
+        return OwnName(self.evaluate) if self.evaluate is not None else None
 
     trackers: Annotated[
         dict[str, dict[str, Any]],

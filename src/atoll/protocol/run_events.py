@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from atoll.protocol.messages import Count, Estimate, Many, Message, Shown
+from atoll.protocol.messages import Count, Estimate, Many, Message, Shown, Table
 from atoll.protocol.status_messages import RoundSummary
 
 
@@ -110,6 +110,16 @@ class RoundEnded(_OfRound):
     summary: RoundSummary
 
 
+class VersionEvaluated(_OfRound):
+    """The server has evaluated the version of a round, or could not."""
+
+    what: Literal["version evaluated"] = "version evaluated"
+    version: Count
+    metrics: Table[float] = Field(default_factory=dict)
+    seconds: Estimate = Field(0.0, description="Seconds that the evaluation took.")
+    problem: Shown = Field("", description="Why there is no result, or no complete one; else empty.")
+
+
 class TaskOpened(Happened):
     """A workflow has sent a task to sites."""
 
@@ -195,6 +205,7 @@ RunEvent = Annotated[
     | RoundClosed
     | RoundReopened
     | RoundEnded
+    | VersionEvaluated
     | TaskOpened
     | TaskAnswered
     | Warned

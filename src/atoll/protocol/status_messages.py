@@ -16,6 +16,8 @@ KEPT = "status.json"
 The server saves the status when the server starts, after new versions, when the run is finished, and when the server
 ends.
 """
+GLOBAL = "global."
+"""`rounds.best_metric` names a metric of the server's evaluation with this prefix; without it, one of the sites."""
 HISTORY = 20
 """Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
 
@@ -79,6 +81,11 @@ class RoundSummary(Message):
     version: Count | None = Field(description="Version that the round made; null: none, because all sites sat out.")
     metrics: Table[float] = Field(description="Weighted mean over the workers that reported the metric.")
     counts: Table[Count] = Field(description="Number of workers that reported each metric.")
+    global_metrics: Table[float] = Field(
+        default_factory=dict,
+        description="What server.evaluate returned for the version that the round made. The sites' metrics are of the "
+        "version before it.",
+    )
     seconds: Estimate
     grad_norm: float | None = Field(
         None, ge=0, description="L2 norm of the reduced update, before the server's optimizer steps; null: not finite."
@@ -141,6 +148,7 @@ class RoundSummary(Message):
         lags = [each.staleness for each in self.sites]
         behind = f", {', '.join(map(str, lags))} behind" if any(lags) else ""
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
+        told += f"; evaluated: {numbers(self.global_metrics)}" if self.global_metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
             f"({', '.join(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
@@ -179,6 +187,18 @@ class BestStatus(Message):
     value: float | None = None
     stale: Count = Field(0, description="Measurements since the last gain above `early_stop_min_delta`.")
     file: Shown = Field("", description="File of the best version; empty until it is written.")
+
+
+class EvaluationStatus(Message):
+    """The evaluation of versions at the server, by the setting `server.evaluate`."""
+
+    function: Shown
+    every: Count = Field(description="Versions between two evaluations.")
+    version: Count | None = Field(None, description="The version that was evaluated last.")
+    metrics: Table[float] = Field(default_factory=dict, description="Its metrics.")
+    seconds: Estimate = Field(0.0, description="Seconds that its evaluation took.")
+    running: Count | None = Field(None, description="The version that is evaluated now.")
+    problem: Shown = Field("", description="Why the last evaluation gave no result, or no complete one; else empty.")
 
 
 class TaskStatus(Message):
@@ -222,6 +242,7 @@ class Status(Message):
     failed: Shown = Field("", description="Why the run has failed and the server has ended; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
+    evaluation: EvaluationStatus | None = Field(None, description="Null: the run has no server.evaluate.")
     uptime_s: Estimate = 0.0
     left_s: Estimate | None = Field(
         None,

@@ -87,6 +87,10 @@ class EvaluatedModel(Message):
     version: Count | None = Field(None, description="Version number, if the model is a version.")
     digest: Cut = Field("", description="Digest of the object that sites pulled; empty if none.")
     error: Cut = Field("", description="Why no site could evaluate the model; else empty.")
+    means: Metrics = Field(
+        default_factory=dict,
+        description="Mean of each metric over the sites that measured it: by weight if all of these told theirs.",
+    )
 
 
 class Cell(Message):
@@ -97,6 +101,7 @@ class Cell(Message):
     metrics: Metrics = Field(default_factory=dict)
     not_finite: Many[Cut] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
     error: Cut = Field("", description="Why there is no result; empty if there is one.")
+    weight: float | None = Field(None, ge=0, description="Number of samples of the site; null: the site did not tell.")
     seconds: Estimate = 0.0
 
 
@@ -116,12 +121,27 @@ class Evaluation(Message):
         return sorted({key for cell in self.cells for key in (*cell.metrics, *cell.not_finite)})
 
     def rows(self, metric: str) -> Iterator[list[str]]:
-        """Yield the rows of a metric's table: the header, then one row for each model. An empty cell is a dash."""
-        yield ["model", *self.sites]
+        """Yield the rows of a metric's table: the header, one row for each model, and the weights that sites told.
+
+        The last column is the mean over the sites. An empty cell is a dash.
+        """
+        yield ["model", *self.sites, "mean"]
         cell_of = {(cell.model, cell.site): cell for cell in self.cells}
         for model in self.models:
             cells = (cell_of.get((model.name, site)) for site in self.sites)
-            yield [model.name, *(_shown(cell, metric) for cell in cells)]
+            yield [model.name, *(_shown(cell, metric) for cell in cells), _number(model.means.get(metric))]
+        weights = {cell.site: cell.weight for cell in self.cells if cell.weight is not None}
+        if weights:
+            yield ["weight", *(_number(weights.get(site)) for site in self.sites), _number(sum(weights.values()))]
+
+    def with_means(self) -> Self:
+        """Return the matrix with the means of each model over the sites."""
+        found: list[EvaluatedModel] = []
+        for model in self.models:
+            cells = [cell for cell in self.cells if cell.model == model.name]
+            means = {metric: _mean(metric, cells) for metric in sorted({key for cell in cells for key in cell.metrics})}
+            found.append(model.model_copy(update={"means": means}))
+        return self.model_copy(update={"models": found})
 
     def empty(self) -> list[str]:
         """Return a line for each empty cell, with the reason. One line covers a whole empty row or column."""
@@ -172,10 +192,25 @@ def plain(evaluation: Evaluation) -> list[str]:
     return [*out, *(f"empty: {line}" for line in evaluation.empty())]
 
 
+def _mean(metric: str, cells: list[Cell]) -> float:
+    measured = [cell for cell in cells if metric in cell.metrics]
+    weights = [1.0 if cell.weight is None else cell.weight for cell in measured]
+    if any(cell.weight is None for cell in measured) or not sum(weights):
+        weights = [1.0] * len(measured)
+    largest = max(weights)  # the sum of huge weights is not finite
+    shares = [weight / largest for weight in weights]
+    total = sum(shares)
+    return sum(cell.metrics[metric] * (share / total) for cell, share in zip(measured, shares, strict=True))
+
+
 def _shown(cell: Cell | None, metric: str) -> str:
-    if cell is not None and metric in cell.metrics:
-        return f"{cell.metrics[metric]:.6g}"
-    return NOT_FINITE if cell is not None and metric in cell.not_finite else "—"
+    if cell is not None and metric in cell.not_finite:
+        return NOT_FINITE
+    return _number(cell.metrics.get(metric) if cell is not None else None)
+
+
+def _number(value: float | None) -> str:
+    return "—" if value is None else f"{value:.6g}"
 
 
 def _line(cells: list[str]) -> str:

@@ -1,10 +1,10 @@
 """Start a whole run with one call: a recipe writes the run's settings into a file (run file) and executes the run.
 
-recipe = FedAvgRecipe(
-    name="digits", model=Net(), min_sites=2, num_rounds=5, train_script="train.py"
-)
-result = recipe.execute(SimEnv(sites=2))  # or LocalEnv(sites=2), ServerEnv("http://host:8512")
-print(result.model, result.metrics)
+    recipe = FedAvgRecipe(
+        name="digits", model=Net(), min_sites=2, num_rounds=5, train_script="train.py"
+    )
+    result = recipe.execute(SimEnv(sites=2))  # or LocalEnv(sites=2), ServerEnv("http://host:8512")
+    print(result.model, result.metrics)
 
 There is a recipe for each algorithm or family of algorithms. docs/algorithms/ explains the algorithms.
 """

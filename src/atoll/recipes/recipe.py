@@ -205,6 +205,20 @@ class InitialModel:
         return state
 
 
+def _place_of(owner: str, function: Callable[..., Any]) -> str:
+    """Return the import path of the function that evaluates versions.
+
+    Raises:
+        UsageError: another process cannot import the function.
+    """
+    if getattr(function, "__module__", "") != "__main__" and (place := registry.importable_place(function)):
+        return place
+    raise UsageError(
+        f"{owner}: the server cannot import evaluate, which is {getattr(function, '__qualname__', function)!r}.",
+        "Put the function at the top level of a separate module, or pass its path, 'my_eval.py:evaluate'.",
+    )
+
+
 def _source(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for a model that is given as `{"class_path": "my_models.Net", "args": {…}}`.
 
@@ -333,6 +347,7 @@ class Recipe(Strict):
         train_args: arguments of the script, as one text or a list.
         config: what sites are told for each round, as `fl_round.config`: a dict of values and schedules, as in the
             setting `rounds.config`; or a function of a round and a site that returns a dict, or its import path.
+        evaluate: a function that evaluates versions at the server, at the top level of a module; or its import path.
 
     Raises:
         UsageError: an argument is unknown, or two arguments contradict each other.
@@ -350,6 +365,9 @@ class Recipe(Strict):
     initial_ckpt: str | Path | None = None
     train_args: str | Sequence[str] = ()
     config: Mapping[str, Any] | str | Callable[..., Any] | None = field(default=None, kw_only=True)
+    evaluate: str | Callable[..., Any] | None = field(
+        default=None, kw_only=True, metadata={"setting": "server.evaluate"}
+    )
     _config: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -358,6 +376,8 @@ class Recipe(Strict):
         self._initial = InitialModel(self.model, self.initial_ckpt)
         require_path(self, "train_script", self.train_script)
         script_arguments(self, self.train_args)
+        if callable(self.evaluate):
+            self.evaluate = _place_of(type(self).__name__, self.evaluate)
         if isinstance(self.num_rounds, int) and self.num_rounds < 1:
             raise UsageError(
                 f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "Use at least 1: a recipe must end."

@@ -77,6 +77,21 @@ class SatOut:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionEvaluated:
+    """The server has evaluated the version that a round made.
+
+    Args:
+        version: the version.
+        round: number of the round.
+        value: tracked metric; None if it is not one of the evaluation, or the evaluation has no such value.
+    """
+
+    version: int
+    round: int
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class VersionCommitted:
     """A new version of `fragment` is made. It becomes the head, the newest version.
 
@@ -150,6 +165,7 @@ Event = (
     | RefusedUpdate
     | SatOut
     | VersionCommitted
+    | VersionEvaluated
     | AggregatorLost
     | StateLost
     | TrainingBegins

@@ -59,8 +59,8 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _request(draft, site, fragment)
         case events.UpdateAccepted() | events.RefusedUpdate() | events.SatOut():
             _update(draft, event)
-        case events.VersionCommitted(fragment, version, value):
-            _commit(draft, fragment, version, value)
+        case events.VersionCommitted() | events.VersionEvaluated():
+            _commit(draft, event)
         case events.AggregatorLost() | events.StateLost():
             _repeat(draft, event)
         case events.TrainingBegins() | events.RunPaused() | events.RunResumed() | events.RunStopped():
@@ -204,20 +204,28 @@ def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusedUpda
     _review_rounds(draft)
 
 
-def _commit(draft: StateDraft, fragment: int, version: int, value: float | None) -> None:
-    round_ = draft.round(fragment)
+def _commit(draft: StateDraft, event: events.VersionCommitted | events.VersionEvaluated) -> None:
+    version, value = event.version, event.value
+    if isinstance(event, events.VersionEvaluated):
+        _measure(draft, version, event.round, value)
+        return
+    fragment, round_ = event.fragment, draft.round(event.fragment)
     if version <= round_.head:
         raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}: version {version} cannot follow.")
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
+    _measure(draft, round_.head, round_.number, value)
+    draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1, sat_out_in_a_row=0)
+    _go_on(draft, fragment, "version committed", "last version committed")
+
+
+def _measure(draft: StateDraft, version: int, number: int, value: float | None) -> None:
     if value is not None:
-        measured = Measurement(round_.head, round_.number, value)
+        measured = Measurement(version, number, value)
         draft.change(progress=draft.state.rules.tracking.follow(draft.state.progress, measured))
         if draft.state.progress.best == measured:
             draft.effects.append(events.BestFound(measured))
-    draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1, sat_out_in_a_row=0)
-    _go_on(draft, fragment, "version committed", "last version committed")
 
 
 def _go_on(draft: StateDraft, fragment: int, event: str, last_event: str) -> None:

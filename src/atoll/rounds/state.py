@@ -212,6 +212,12 @@ class State:
         """Whether every fragment has finished its rounds."""
         return all(round_.phase == "finished" for round_ in self.rounds)
 
+    @property
+    def stopped(self) -> str:
+        """Why the run has ended before its last round; empty if it has not."""
+        is_early = self.finished and not (self.rules.rounds and all(r.done >= self.rules.rounds for r in self.rounds))
+        return self.rules.tracking.why(self.progress) if is_early else ""
+
     def is_async(self, fragment: int) -> bool:
         """Return whether the current round is asynchronous: it accepts updates that were trained from old versions."""
         return self.rules.policy.is_async(self.rounds[fragment].number)

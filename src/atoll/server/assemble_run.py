@@ -6,12 +6,14 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.admin_operations import AdminOperations
 from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.evaluate_versions import Evaluates, VersionEvaluation
 from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.failure_notices import FailureNotices
 from atoll.server.coordinator.first_shapes import FirstShapes
@@ -40,13 +42,29 @@ from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 LOG = logging.getLogger("atoll.server")
 
 
+@dataclass(frozen=True)
+class UserCode:
+    """The user's code that a run calls at its server.
+
+    Attributes:
+        persistor: reads the initial model, and writes versions.
+        filters: the server's filters of what sites send, and of the payloads of tasks.
+        workflows: the run's workflows; None: the run only trains.
+        config: the function for the configurations of sites; None: there is none.
+        evaluator: the process that evaluates versions by the user's function; None: there is no such function.
+    """
+
+    persistor: Persistor
+    filters: TaskFilters
+    workflows: WorkflowSchedule | None = None
+    config: ConfigFunction | None = None
+    evaluator: Evaluates | None = None
+
+
 def assemble(
     opened: OpenedRun,
-    persistor: Persistor,
-    filters: TaskFilters,
-    workflows: WorkflowSchedule | None = None,
+    code: UserCode,
     *,
-    config: ConfigFunction | None = None,
     simulated: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> ServedRun:
@@ -54,18 +72,16 @@ def assemble(
 
     Args:
         opened: what `open_run` has returned.
-        persistor: the user's persistor.
-        filters: the server's filters of what sites send, and of the payloads of tasks.
-        workflows: the run's workflows; None: the run only trains.
-        config: the user's function for the configurations of sites; None: there is none.
+        code: the user's code.
         simulated: whether the sites are those of a simulation.
         clock: returns the time in seconds, as `time.monotonic` does.
     """
-    plan, store, lost = opened
+    (plan, store, lost), filters, workflows = opened, code.filters, code.workflows
     run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock)
-    background = BackgroundWriter(plan, store, run.io, persistor)
+    background = BackgroundWriter(plan, store, run.io, code.persistor)
     history, shapes = RoundHistory(run, simulated=simulated), FirstShapes(run)
-    leases, admission, configs = LeaseChecks(run, shapes), UpdateAdmission(run), RoundConfigs(run, config)
+    evaluation = VersionEvaluation(run, history, code.evaluator)
+    leases, admission, configs = LeaseChecks(run, shapes), UpdateAdmission(run), RoundConfigs(run, code.config)
     run.events.subscribe("the reported numbers", admission.reports.on_event)
 
     filtering = Filtering(filters.results, plan, store, run.user_threads)
@@ -84,6 +100,7 @@ def assemble(
         [
             lambda: background.unsaved.values(),
             history.warnings,
+            evaluation.warnings,
             lambda: admission.reports.warnings,
             extensions.warnings,
         ],
@@ -92,7 +109,7 @@ def assemble(
         LOG.warning("%s", sentence)
     return ServedRun(
         run=run,
-        coordinator=Coordinator(run, place, history, background, extensions, warnings),
+        coordinator=Coordinator(run, place, history, background, evaluation, extensions, warnings),
         place=place,
         tasks=tasks,
         objects=objects,
@@ -107,6 +124,7 @@ def assemble(
         admission=admission,
         history=history,
         background=background,
+        evaluation=evaluation,
         warnings=warnings,
         failure=FailureNotices(run, leases),
     )

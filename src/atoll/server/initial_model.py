@@ -85,6 +85,11 @@ def _built(settings: Settings) -> Any:
     return model
 
 
+def is_code(settings: Settings) -> bool:
+    """Return whether `model.source` names code that builds the model, not a file."""
+    return settings.model.source is not None and not _files(settings.model.source)
+
+
 def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, without computing the model's values.
 

@@ -25,7 +25,7 @@ from atoll.protocol import status_messages
 from atoll.protocol.run_events import Happened
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch, ensure_lines
-from atoll.server.assemble_run import assemble
+from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator.build_status import (
     address_before,
     keep_status,
@@ -41,6 +41,7 @@ from atoll.server.coordinator.round_configs import ConfigFunction, config_functi
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.coordinator.user_code import Function
+from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.gate import open_gate
 from atoll.server.initial_model import NO_MODEL
@@ -104,6 +105,9 @@ class Server:
         config: a function that is called with the number of a round and the name of a site, and returns a dict for
             them, which the site finds in `fl_round.config`; or its import path. It replaces the setting
             `rounds.config_function`.
+        evaluate: a function that evaluates versions: it takes the model, in evaluation mode and without gradients, and
+            returns its metrics; or its import path, as in the setting `server.evaluate`. A function runs in a fork of
+            this program, which cannot use CUDA if the program does; a path is imported by a new process.
         evaluation: arguments of a cross-site evaluation. With them, the server only evaluates the models in its state
             directory, and does not continue the run.
         settings: the run's settings: a `Settings` object, or a mapping such as
@@ -123,6 +127,7 @@ class Server:
         filters: Given = (),
         data_filters: Given = (),
         config: ConfigFunction | str | None = None,
+        evaluate: Evaluate | str | None = None,
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings_beside(
@@ -133,6 +138,7 @@ class Server:
             outer_optimizer=outer_optimizer,
             filters=filters,
             config=config,
+            evaluate=evaluate,
         ).with_absolute_folders()
         self._config = config_function(self.settings, None if isinstance(config, str) else config)
         model = None if isinstance(model, str) else model
@@ -141,15 +147,18 @@ class Server:
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
+        self._evaluator: Evaluator | None = None
         if self._workflows is None or self._workflows.trains:
             require_training(self.settings)
+            self._evaluator = Evaluator.of(self.settings, None if isinstance(evaluate, str) else evaluate, model)
         if self._workflows is None or not self._workflows.sends_tasks:
             self._filters.require_rounds()
         has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
-        own_config = None if isinstance(config, str) else config
-        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters, "config": own_config}
+        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters, "evaluate": evaluate}
+        code["config"] = config
+        code = {name: value for name, value in code.items() if not isinstance(value, str)}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
         self._gate = open_gate(self.settings)
@@ -177,6 +186,8 @@ class Server:
             raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
         ensure_lines()
+        if self._evaluator is not None:
+            self._evaluator.fork()
         self._thread.start()
         LOG.info("listening on %s", self.url)
         return self
@@ -212,7 +223,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None and self.finished:
+            if kind is None and (self.finished or self._writes_result):
                 self._thread.wait()  # as `run` does: sites would wait for a result that nothing serves any more
         finally:
             self.stop()
@@ -234,6 +245,12 @@ class Server:
     def finished(self) -> bool:
         """Whether the run is finished and its result is exported."""
         return self._thread.error is None and self._served is not None and self._served.run.finished.is_set()
+
+    @property
+    def _writes_result(self) -> bool:
+        """Whether the last round has ended: the last version is evaluated and exported now."""
+        served = self._served if self._thread.error is None else None
+        return served is not None and not served.run.has_workflows and served.run.state.finished
 
     def status(self) -> status_messages.Status:
         """Return the run's current status. After the end of the server, return its last status."""
@@ -390,6 +407,9 @@ class Server:
             except AtollError as error:
                 await self._refuse(error, accept, is_again=is_again)
                 raise
+            finally:
+                if self._evaluator is not None:
+                    self._evaluator.close()
         if served.run.failed is not None:
             raise served.run.failed
 
@@ -397,12 +417,15 @@ class Server:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
         if self._workflows is not None:
             self._workflows.load()
+        if self._evaluator is not None:
+            await asyncio.to_thread(self._evaluator.open)
         persistor = Persistor(self.settings)
         opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
         self._model = None  # free its memory: version 0 is on disk
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
-            return assemble(opened, persistor, self._filters, self._workflows, config=self._config)
+            code = UserCode(persistor, self._filters, self._workflows, self._config, self._evaluator)
+            return assemble(opened, code)
         except BaseException:
             opened[1].close()
             raise
@@ -444,7 +467,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._served is served and not _begins_again(served):
+            if self._served is served and not served.begins_again:
                 self._last_status = keep_status(served)  # else the start failed, or the run begins again
             await served.coordinator.stop()
         return served

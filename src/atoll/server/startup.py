@@ -55,6 +55,7 @@ CODE = {
     "filters": "workflow.result_filters",
     "data_filters": "workflow.payload_filters",
     "config": "rounds.config_function",
+    "evaluate": "server.evaluate",
 }
 """Argument of a program → the setting that it replaces, if the argument is code."""
 
@@ -70,8 +71,8 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     Args:
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
-        named: the arguments `model`, `workflow`, `outer_optimizer`, `filters` and `config`. A text becomes the value of
-            the setting. Code (a class, function or object) takes the place of the setting; the run must support this
+        named: the arguments `model`, `workflow`, `outer_optimizer`, `filters`, `config` and `evaluate`. A text becomes
+            the value of the setting. Code (a class, function or object) takes its place; the run must support this
             setting.
 
     Raises:
@@ -82,8 +83,13 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     if texts and isinstance(settings, Settings):
         raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Set these in the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
-    keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
-    keys["config"] = CODE["config"]
+    keys = {
+        "model": "model.source",
+        "workflow": "workflow.function",
+        "outer_optimizer": optimizer,
+        "config": CODE["config"],
+        "evaluate": CODE["evaluate"],
+    }
     values = {keys[name]: text for name, text in texts.items()}
     built = settings if isinstance(settings, Settings) else Settings.build({**(settings or {}), **values})
     code = {key: Argument(name) for name, key in CODE.items() if named.get(name) and name not in texts}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,12 +23,13 @@ from atoll.config.round_changes import CODEC
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
-from atoll.server.assemble_run import assemble
+from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator.build_status import keep_status
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.round_configs import ConfigFunction, config_function
 from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
@@ -61,6 +63,7 @@ class Simulated:
         metrics: the metrics of the last round.
         failed: site → the error that ended its participation.
         late: number of updates that came after their round had closed.
+        global_metrics: metrics of the last version, by the function that evaluates versions at the server.
         refused: site → number of its refused updates.
     """
 
@@ -76,6 +79,12 @@ class Simulated:
     failed: dict[str, str]
     late: int
     refused: dict[str, int]
+    global_metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """All rounds of the run, oldest first, with each site's metrics and weight: lines of `metrics_file`."""
+        return [json.loads(line) for line in self.metrics_file.read_text(encoding="utf-8").splitlines()]
 
     @property
     def worker_rounds_per_s(self) -> float:
@@ -102,6 +111,7 @@ class Simulation:
         outer_optimizer: the optimizer that applies the averaged update to the global model, as for `atoll.Server`.
         filters: filters that are applied to updates at the server, as for `atoll.Server`.
         config: a function of a round and a site that returns a dict for them, as for `atoll.Server`.
+        evaluate: a function that evaluates versions, or its import path, as for `atoll.Server`.
         on_round: called with the summary of every finished round.
 
     Raises:
@@ -123,6 +133,7 @@ class Simulation:
         outer_optimizer: Any = None,
         filters: Given = (),
         config: ConfigFunction | str | None = None,
+        evaluate: Evaluate | str | None = None,
         on_round: Callable[[status_messages.RoundSummary], object] | None = None,
     ) -> None:
         require_outside()
@@ -130,12 +141,19 @@ class Simulation:
             count = {} if sites is None else {"rounds.sites": len(_names(sites))}
             settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
         settings = settings_beside(
-            "Simulation", settings, model=model, outer_optimizer=outer_optimizer, filters=filters, config=config
+            "Simulation",
+            settings,
+            model=model,
+            outer_optimizer=outer_optimizer,
+            filters=filters,
+            config=config,
+            evaluate=evaluate,
         )
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
         self.sites = _names(settings.rounds.sites if sites is None else sites)
         self.settings = _simulated(settings, len(self.sites))
         self._model, self._outer = model, outer_optimizer
+        self._evaluator = Evaluator.of(self.settings, None if isinstance(evaluate, str) else evaluate, model)
         script = script if script is not None else settings.run.script
         if script is None:
             raise ConfigError(
@@ -188,6 +206,8 @@ class Simulation:
         if self._started:
             raise UsageError("This Simulation object was already started.", "Create a new Simulation for each start.")
         self._started = True
+        if self._evaluator is not None:
+            self._evaluator.fork()
         self._thread.start()
         return self
 
@@ -235,9 +255,19 @@ class Simulation:
             await work
 
     async def _simulate(self) -> None:
+        try:
+            if self._evaluator is not None:
+                await asyncio.to_thread(self._evaluator.open)
+            await self._train()
+        finally:
+            if self._evaluator is not None:
+                self._evaluator.close()
+
+    async def _train(self) -> None:
         persistor = Persistor(self.settings)
         opened = open_run(self.settings, self._model, persistor, self._outer)
-        served = assemble(opened, persistor, self._filters, config=self._config, simulated=True)
+        code = UserCode(persistor, self._filters, config=self._config, evaluator=self._evaluator)
+        served = assemble(opened, code, simulated=True)
         run, plan = served.run, served.run.plan
         self._model = None  # version 0 is on disk
         try:
@@ -288,6 +318,7 @@ class Simulation:
             failed=dict(scheduler.failed),
             late=scheduler.late,
             refused=dict(scheduler.refused),
+            global_metrics=dict(last.global_metrics) if last else {},
         )
 
 

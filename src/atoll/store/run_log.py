@@ -433,6 +433,21 @@ class RunLog:
         where = "WHERE NOT lost AND (?1 IS NULL OR fragment = ?1) ORDER BY seq DESC LIMIT ?2"
         return self._journal.select(HISTORY, where, fragment, -1 if limit is None else limit)[::-1]
 
+    def set_summary(self, fragment: int, version: int, summary_json: str) -> None:
+        """Replace the summary of the round that made a version. Call it inside a transaction.
+
+        Args:
+            fragment: fragment of the version.
+            version: the version.
+            summary_json: the summary without its sites.
+        """
+        self._journal.execute(
+            "UPDATE history SET summary_json = ? WHERE fragment = ? AND version = ? AND NOT lost",
+            summary_json,
+            fragment,
+            version,
+        )
+
     def version_digest(self, fragment: int, version: int) -> str | None:
         """Return the digest of a committed version, even if its file is gone; None if the run has no such version."""
         found: str | None = self._journal.value(

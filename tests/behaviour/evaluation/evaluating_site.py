@@ -6,7 +6,7 @@ w is below t: a's loss of b's model is not b's of a's. In a round it sets w to t
 Other ways to train: `sgd` is a step of rate 1/2 towards t; `diloco` such steps in DiLoCo's loop, then it answers tasks;
 `tasks` takes no part in training. Where it evaluates: `raises` fails, `nan` measures what is no number, `hangs` stands
 still until the file SITE.go is there. `refuses` gives no model, `filters` has a filter for what it submits; `own` gives
-a model that may leave, and that the filter changes.
+a model that may leave, and that the filter changes. `weight=3` tells the number of its samples.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ server, site, target = sys.argv[1], sys.argv[2], float(sys.argv[3])
 words = set(sys.argv[4:])
 net = nn.Linear(1, 1, bias=False)
 nn.init.zeros_(net.weight)
+weight = next((float(word.partition("=")[2]) for word in words if word.startswith("weight=")), None)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
 
@@ -63,12 +64,12 @@ if "diloco" in words:
             step()
 if words & {"diloco", "tasks"}:
     with atoll.tasks(server, site) as answers:
-        answers.evaluates(measure, model=nn.Linear(1, 1, bias=False) if "diloco" in words else None)
+        answers.evaluates(measure, model=nn.Linear(1, 1, bias=False) if "diloco" in words else None, weight=weight)
         answers.submits(lambda: net if "diloco" in words else {"weight": torch.tensor([[target]])})
         answers.run()
 else:
     with atoll.join(server, site, filters=[Cast("bf16")] if "filters" in words else []) as worker:
-        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False))
+        worker.evaluates(measure, model=nn.Linear(1, 1, bias=False), weight=weight)
         if words & {"refuses", "own"}:
             worker.submits(lambda: None if "refuses" in words else {"weight": torch.full((1, 1), 1.0 + 2**-9)})
         for fl_round in worker:

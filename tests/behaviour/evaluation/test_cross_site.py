@@ -79,6 +79,20 @@ def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) 
     assert list((tmp_path / "state" / "objects").glob("*")) == []
 
 
+@pytest.mark.parametrize(("of_b", "mean"), [("weight=1", 4.5), ("weight=0", 0.0), ("", 9.0)])
+def test_the_mean_counts_sites_by_weight(of_b: str, mean: float, nursery: Nursery, tmp_path: Path) -> None:
+    """The loss of version 0 is 0 at a, with 3 samples, and 18 at b; the mean of all sites, if one tells no weight."""
+    settings = ALONE | {"workflow.steps": ({"kind": "cross_site_evaluation", "site_models": False},)}
+    words = {"a": ["weight=3"], "b": [of_b]}
+    matrix, _ = evaluated(nursery, tmp_path, words, **settings, **{"rounds.sites": 2})
+    (model,) = matrix["models"]
+    assert model["means"]["loss"] == mean
+    assert [cell["weight"] for cell in matrix["cells"]] == [3.0, float(of_b[-1]) if of_b else None]
+    text = (tmp_path / "state" / "exports" / "cross_site_evaluation.md").read_text()
+    assert f"| version 0 | 0 | 18 | {mean:g} |" in text
+    assert ("| weight | 3 | 1 | 4 |" in text) == (of_b == "weight=1")
+
+
 @pytest.mark.covers("P12")
 def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) -> None:
     """In a run without a model and without training, sites that only answer tasks give their own models to evaluate."""
@@ -394,7 +408,7 @@ def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) 
     own.write_text("the matrix of the run")
     save_file({"weight": torch.full((1, 1), 10.0)}, tmp_path / "other.safetensors")
     versions = "--versions=latest,1,best,9,other.safetensors,nope.safetensors"
-    asked = (versions, "--no-site-models", "--port=0", "--out=m/found.json")
+    asked = (versions, "--port=0", "--out=m/found.json")
     server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
     url = url_of(server)
     sites = [start_site(nursery, tmp_path, url, "a"), start_site(nursery, tmp_path, url, "b", "tasks")]
@@ -408,7 +422,7 @@ def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) 
         "other.safetensors": {"a": 100.0, "b": 49.0},
     }
     printed = server.output()
-    assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
+    assert re.search(r"^version 5 +25 +4 +14.5$", printed, re.MULTILINE)
     assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
     assert "waiting for 2 sites; " in printed
     assert f"nope.safetensors is not in {tmp_path}: put it there before the sites join" in printed
@@ -425,7 +439,7 @@ def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tm
     """`atoll evaluate` evaluates the newest version of an unfinished run. Afterwards, the run continues to its end."""
     trained(nursery, tmp_path, 2)
     write_run_file(tmp_path, **run_settings(**KEPT_VERSIONS, **{"rounds.total": 4}))
-    asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
+    asked = ["--sites", "b", "--port", "0", "--json", "--out", "found.md"]
     server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
     url = url_of(server)
     # the script of training takes no part in it: there are no rounds now
@@ -437,7 +451,7 @@ def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tm
     assert [site.wait() for site in sites] == [0, 0]
     text = server.output()
     assert losses(json.loads(text[text.index("\n{\n") :])) == {"version 2": {"b": 2.0}}
-    assert "| version 2 | 2 |" in (tmp_path / "found.md").read_text()
+    assert "| version 2 | 2 | 2 |" in (tmp_path / "found.md").read_text()
     trained(nursery, tmp_path, 4)
     exported = nursery.start("atoll", "export", "out.safetensors", "--dir", "state", cwd=tmp_path)
     assert exported.wait() == 0
@@ -462,7 +476,7 @@ def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> 
         wait_until(lambda: server.evaluation is not None and len(server.evaluation.cells) == 8, "the others' cells")
         shown = asked(server)
         assert shown.wait() == 0
-        assert re.search(r"^a +0 +18 +—$", shown.output(), re.MULTILINE)
+        assert re.search(r"^a +0 +18 +— +9$", shown.output(), re.MULTILINE)
         (tmp_path / "c.go").touch()
 
     evaluated(nursery, tmp_path, {"a": (), "b": ()}, during)

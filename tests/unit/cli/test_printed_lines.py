@@ -103,14 +103,17 @@ def evaluation() -> Evaluation:
 def test_evaluation_tables_escape_the_text_of_sites() -> None:
     """An evaluation has one table for each metric. Text from a site is escaped, so that it cannot break a table."""
     text = markdown(evaluation())
-    assert "## f1\n\n| model | a | b |\n| --- | ---: | ---: |\n| version 1 | not finite | — |\n| b | — | — |\n" in text
+    assert (
+        "## f1\n\n| model | a | b | mean |\n| --- | ---: | ---: | ---: |\n| version 1 | not finite | — | — |\n"
+        "| b | — | — | — |\n" in text
+    )
     assert "- version 1 on b: ValueError: a \\| b &lt;script>\\`x\\`" in text
     assert "- b on every site: gone" in text
-    assert plain(evaluation())[5:9] == [
+    assert plain(evaluation().with_means())[5:9] == [
         "loss (rows: models, columns: sites)",
-        "model        a  b",
-        "version 1  0.5  —",
-        "b            —  —",
+        "model        a  b  mean",
+        "version 1  0.5  —   0.5",
+        "b            —  —     —",
     ]
 
 

@@ -15,7 +15,7 @@ from atoll import Settings
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound, Source, in_text
 from atoll.rounds import events
-from atoll.server.assemble_run import assemble
+from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
@@ -154,7 +154,7 @@ async def scripted_swarm(folder: Path, *sites: str, **settings: Any) -> AsyncIte
     chosen = Settings.build(given | settings)
     persistor = Persistor(chosen)
     opened = open_run(chosen, nn.Linear(3, 1), persistor, None)
-    served = assemble(opened, persistor, TaskFilters(chosen))
+    served = assemble(opened, UserCode(persistor, TaskFilters(chosen)))
     served.coordinator.start()
     try:
         swarm = ScriptedSwarm(served)

@@ -86,8 +86,10 @@ class Exports:
             StoreError: the export folder cannot be made or written. The old file stays as it is.
         """
         with self._lock:
-            if self._newest.get(summary.fragment, 0) >= summary.round:
-                return  # the file was written again after the round
+            if self._newest.get(summary.fragment, 0) >= summary.round:  # the file was written again after the round
+                if summary.global_metrics:  # perhaps before the version was evaluated
+                    self._rewrite()
+                return
             if self._complete and self._append(self._line(summary.model_dump_json(), at)):
                 self._newest[summary.fragment] = summary.round
             else:
@@ -399,7 +401,7 @@ class BackgroundWriter:
     async def after_commit(
         self,
         summary: status_messages.RoundSummary,
-        at: str,
+        at: str | None,
         *,
         heads: Sequence[int],
         last: bool,
@@ -409,7 +411,7 @@ class BackgroundWriter:
 
         Args:
             summary: summary of the round of the committed version.
-            at: time at which the version was written.
+            at: time at which the version was written; None: the metrics are written later, by `write_metrics`.
             heads: number of the newest version of each fragment.
             last: whether all fragments have now finished this round.
             finished: whether the run is finished. If so, the persistor does not get the model here, but from
@@ -421,7 +423,8 @@ class BackgroundWriter:
         if due and not finished:
             self.persistor.save(self._plan, self._store, heads)
         try:
-            await self._append_metrics(summary, at)
+            if at is not None:
+                await self._append_metrics(summary, at)
             if due:
                 try:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
@@ -444,8 +447,8 @@ class BackgroundWriter:
         async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
             await loop.run_in_executor(self._io, self.exports.append_metrics, summary, at)
 
-    async def after_sat_out(self, summary: status_messages.RoundSummary, at: str) -> None:
-        """Write the metrics of a round that all sites sat out: it has no version.
+    async def write_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
+        """Write the metrics of a round that has no version, or one that was evaluated.
 
         Args:
             summary: summary of the round.

@@ -46,6 +46,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
         failed=run.failed.message if run.failed is not None else "",
         address=run.address,
         best=_best(run, served.background.best),
+        evaluation=served.evaluation.status(),
         uptime_s=now_s - run.started_s,
         left_s=history.time_left.of(run.state, now_s),
         model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,

@@ -21,7 +21,7 @@ from atoll.rounds import events
 from atoll.server.coordinator.background_writes import BackgroundWriter, until_passed, wait_for_end
 from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.ledger import snapshot_of
-from atoll.server.coordinator.ports import RoundPlace
+from atoll.server.coordinator.ports import Evaluation, RoundPlace
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
@@ -37,6 +37,7 @@ class Coordinator:
         place: where closed rounds become versions.
         history: the rounds that have ended.
         background: writes the files after each round.
+        evaluation: evaluates versions by the user's function.
         extensions: guests with a tick.
         warnings: what is probably wrong at present.
     """
@@ -47,11 +48,12 @@ class Coordinator:
         place: RoundPlace,
         history: RoundHistory,
         background: BackgroundWriter,
+        evaluation: Evaluation,
         extensions: Extensions,
         warnings: RunWarnings,
     ) -> None:
         self._run, self._place, self._history, self._background = run, place, history, background
-        self._extensions, self._warnings = extensions, warnings
+        self._evaluation, self._extensions, self._warnings = evaluation, extensions, warnings
         self._saving_best: asyncio.Task[None] | None = None
         self._last_write: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
         run.events.subscribe("the coordinator", self._on_event, lambda error: run.fail_by(error, "The server"))
@@ -88,6 +90,8 @@ class Coordinator:
                 run.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
         run.spawn(self._tick())
         self._background.complete_metrics()
+        if (resumed := self._evaluation.resume()) is not None:
+            self._last_write = run.spawn(self._written_after(resumed[1], resumed[0], ""))
         if run.state.finished:
             if not run.has_workflows:
                 how = "run `atoll resume` with --dir" if run.state.stopping else "raise rounds.total"
@@ -101,6 +105,7 @@ class Coordinator:
         """End all tasks, and close the store. The next start continues from the files on disk."""
         self._place.cancel()
         await self._run.end_tasks()
+        self._evaluation.stop()
         await self._extensions.close()
         self._place.close()
         self._background.persistor.close()  # before the store, because the persistor reads from it
@@ -137,11 +142,34 @@ class Coordinator:
     def _written(self, summary: status_messages.RoundSummary, at: str) -> Coroutine[Any, Any, None]:
         """Return the work on the files of a round that ended at the time `at`."""
         if summary.version is None:
-            return self._background.after_sat_out(summary, at)
+            return self._background.write_metrics(summary, at)
         self._run.trouble.pop(summary.fragment, None)
         heads, state = self._run.store.versions.heads(), self._run.state
         last = summary.round == min(round_.done for round_ in state.rounds)
-        return self._background.after_commit(summary, at, heads=heads, last=last, finished=state.finished)
+        evaluating = self._evaluation.begin(summary, heads) if last else None
+        metrics_at = at if evaluating is None else None
+        written = self._background.after_commit(summary, metrics_at, heads=heads, last=last, finished=state.finished)
+        return written if evaluating is None else self._written_after(evaluating, summary, at, written)
+
+    async def _written_after(
+        self,
+        evaluating: asyncio.Task[None],
+        summary: status_messages.RoundSummary,
+        at: str,
+        written: Coroutine[Any, Any, None] | None = None,
+    ) -> None:
+        """Write the metrics of a round when its version has been evaluated, and other files meanwhile.
+
+        Args:
+            evaluating: the evaluation.
+            summary: summary of the round.
+            at: time of the end of the round.
+            written: work on the other files.
+        """
+        if written is not None:
+            await written
+        await wait_for_end(evaluating)
+        await self._background.write_metrics(self._history.newest(summary), at)
 
     # -- rounds
 
@@ -149,7 +177,9 @@ class Coordinator:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
         if self._run.failed is not None or self._run.begins_again.is_set():  # the next start makes this version
             return
-        await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
+        # the next commit may remove the version that is being saved; its evaluation may end the run
+        await wait_for_end(self._evaluation.task)
+        await wait_for_end(self._saving_best)
         number = self._run.state.rounds[closed.fragment].number
         try:
             await until_passed(
@@ -176,7 +206,8 @@ class Coordinator:
     async def _finish(self) -> None:
         run = self._run
         path = await self._background.save_result()
-        await wait_for_end(self._saving_best, self._last_write)
+        await wait_for_end(self._last_write)
+        await wait_for_end(self._saving_best)  # the last version's evaluation may have begun this
         await self._background.save_metrics()
         await asyncio.wrap_future(self._background.persistor.idle())
         why_finished = run.state.why_ended

@@ -145,6 +145,10 @@ class Persistor:
                 "round": summary.get("round", 0),
                 "metrics": summary.get("metrics", {}),
                 "workers": [each["site"] for each in summary.get("sites", [])],
+                "sites": {
+                    each["site"]: {"weight": each["weight"], "metrics": each["metrics"]}
+                    for each in summary.get("sites", [])
+                },
             }
             call(state, {**info, **more})
         except Gone as error:

@@ -1,8 +1,9 @@
-"""The ports of the coordinator: where closed rounds become versions, and the tasks that sites do beside the rounds."""
+"""The ports of the coordinator: where rounds become versions, what evaluates versions, and the tasks of sites."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from atoll.errors import AtollError
@@ -76,6 +77,33 @@ class RoundPlace(Protocol):
 
     def close(self) -> None:
         """Free what the place holds."""
+
+
+class Evaluation(Protocol):
+    """The evaluation of versions at the server. All methods run on the server's event loop.
+
+    Attributes:
+        task: the newest evaluation; None if there was none.
+    """
+
+    task: asyncio.Task[None] | None
+
+    def begin(self, summary: status_messages.RoundSummary, heads: Sequence[int]) -> asyncio.Task[None] | None:
+        """Begin to evaluate a version, if it is due. Return the evaluation as a task.
+
+        Args:
+            summary: summary of the round that completed the version.
+            heads: number of the version of each fragment.
+        """
+
+    def resume(self) -> tuple[status_messages.RoundSummary, asyncio.Task[None]] | None:
+        """If an earlier server ended before the newest version was evaluated, begin to evaluate it.
+
+        Return the summary of the version's round, and the evaluation as a task.
+        """
+
+    def stop(self) -> None:
+        """End the evaluation that runs."""
 
 
 class Tasks(Protocol):

@@ -62,9 +62,24 @@ class RoundHistory:
             case events.ControlsChanged():
                 self.time_left.begin_again()
 
+    def newest(self, summary: status_messages.RoundSummary) -> status_messages.RoundSummary:
+        """Return a round's summary as it is now, with the result of an evaluation that came later."""
+        same = (each for each in self.summaries if (each.fragment, each.round) == (summary.fragment, summary.round))
+        return next(same, summary)
+
+    def replace(self, summary: status_messages.RoundSummary) -> None:
+        """Replace the summary of a round by one with the result of an evaluation."""
+        for place, each in enumerate(self.summaries):
+            if (each.fragment, each.round) == (summary.fragment, summary.round):
+                self.summaries[place] = summary
+
     def value(self, summary: status_messages.RoundSummary) -> float | None:
-        """Return the value of the metric that `rounds.best_metric` names in a round; None if there is none."""
-        return value_of(summary, self._tracking.metric) if self._tracking.metric else None
+        """Return the sites' value of the metric that `rounds.best_metric` names in a round; None if there is none."""
+        return value_of(summary, self._tracking.metric) if self._is_of_sites else None
+
+    @property
+    def _is_of_sites(self) -> bool:
+        return bool(self._tracking.metric) and not self._tracking.metric.startswith(status_messages.GLOBAL)
 
     def ended(self, summary: status_messages.RoundSummary) -> None:
         """Follow the end of a round. If it has a version, update the counters, and log the summary."""
@@ -77,7 +92,7 @@ class RoundHistory:
                 run.roster[each.site].rounds += 1
         self.stale.note_round(summary)
         self.attendance.closed(summary)
-        if self._tracking.metric and self.value(summary) is None and not self._said_missing:
+        if self._is_of_sites and self.value(summary) is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, self._tracking))
         self.time_left.committed(run.clock())
@@ -95,7 +110,8 @@ class RoundHistory:
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
     """Return the metric's value in each round, together with the version that the value belongs to.
 
-    This is the version that the round starts from, because workers measure the model that they download.
+    This is the version that the round starts from, because workers measure the model that they download. The server's
+    evaluation measures the version that the round makes.
 
     Args:
         history: the journal's rows about the versions of one fragment, oldest first.
@@ -106,14 +122,19 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
         if row.summary_json:
             summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
             if (value := value_of(summary, metric)) is not None:
-                found.append(Measurement(base, summary.round, value))
+                version = row.version if metric.startswith(status_messages.GLOBAL) else base
+                found.append(Measurement(version, summary.round, value))
         base = row.version
     return found
 
 
 def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None:
-    """Return the value of a metric in a round; None if no site reported it, or if the mean is not finite."""
-    value = summary.metrics.get(metric)
+    """Return the value of a metric in a round; None if no site reported it, or if the mean is not finite.
+
+    If its name begins with `GLOBAL`, it is a metric of the server's evaluation.
+    """
+    name = metric.removeprefix(status_messages.GLOBAL)
+    value = summary.metrics.get(metric) if name == metric else summary.global_metrics.get(name)
     return value if value is not None and math.isfinite(value) else None
 
 

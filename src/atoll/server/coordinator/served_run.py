@@ -8,6 +8,7 @@ from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.admin_operations import AdminOperations
 from atoll.server.coordinator.background_writes import BackgroundWriter
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.evaluate_versions import VersionEvaluation
 from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.failure_notices import FailureNotices
 from atoll.server.coordinator.first_shapes import FirstShapes
@@ -43,6 +44,7 @@ class ServedRun:
     admission: UpdateAdmission
     history: RoundHistory
     background: BackgroundWriter
+    evaluation: VersionEvaluation
     warnings: RunWarnings
     failure: FailureNotices
 

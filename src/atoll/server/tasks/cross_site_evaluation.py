@@ -31,6 +31,7 @@ from pydantic import ValidationError
 from atoll import registry
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import Cut
+from atoll.config.settings import MAX_WEIGHT
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
 from atoll.format_text import number_of
@@ -450,7 +451,7 @@ class EvaluationMatrix:
             sites=self.sites,
             models=[source.row for source in self.sources],
             cells=[self._cells[key] for key in keys if key in self._cells],
-        )
+        ).with_means()
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:
@@ -476,11 +477,12 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
             return cell.model_copy(update={"error": error})
         found[key] = float(value) if abs(value) < 1e300 else math.inf
     finite = {key: value for key, value in found.items() if math.isfinite(value)}
-    seconds = payload.get("seconds", 0.0)
+    seconds, weight = payload.get("seconds", 0.0), payload.get("weight")
     return cell.model_copy(
         update={
             "metrics": finite,
             "not_finite": sorted(found.keys() - finite.keys()),
+            "weight": float(weight) if type(weight) in (int, float) and 0 <= weight <= MAX_WEIGHT else None,
             "seconds": float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e9 else 0.0,
         }
     )

@@ -58,7 +58,7 @@ from atoll.tensors.payload import Packed, pack
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import UnpublishedObject, written
-from atoll.worker.arguments import require_joined, site_of
+from atoll.worker.arguments import require_joined, site_of, weight_of
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import say_proxy, warn_of_overruled
 from atoll.worker.log_lines import LOG, error_text
@@ -388,7 +388,9 @@ class TaskWorker:
         return decorate
 
     @public_api
-    def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
+    def evaluates(
+        self, function: Evaluate | None = None, *, model: nn.Module | None = None, weight: float | None = None
+    ) -> Any:
         """Register the function that evaluates models on this site's data. Usable as a decorator.
 
         If the run asks for the site's own model, the site also sends its model, so that other sites can evaluate it. By
@@ -399,18 +401,21 @@ class TaskWorker:
             model: a module into which each model is loaded, in place, before the function gets this module. It must not
                 be the module that `submits` returns. None: the function gets a `LazyState`, a mapping name → tensor on
                 disk.
+            weight: number of samples that the metrics are a mean of, such as `len(data)`: the mean over the sites
+                counts each by its weight.
 
         Raises:
-            UsageError: a function is registered already.
+            UsageError: a function is registered already, or the weight is not a number of at least 0.
         """
         if function is None:
-            return lambda decorated: self.evaluates(decorated, model=model)
+            return lambda decorated: self.evaluates(decorated, model=model, weight=weight)
+        weight = None if weight is None else weight_of(weight)
         if self._evaluates:
             raise UsageError(
                 "A function for task 'validate' is already registered.", "Call worker.evaluates only once."
             )
         self._models.filled = model
-        self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
+        self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model, weight)
         self._builtin.setdefault(SUBMIT, self._models.submit)
         return function
 

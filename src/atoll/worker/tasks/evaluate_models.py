@@ -75,12 +75,15 @@ class Models:
         assert self._session is not None  # the task came from the server
         return self._session
 
-    def evaluate(self, function: Evaluate, model: nn.Module | None, payload: Any) -> dict[str, Any]:
+    def evaluate(
+        self, function: Evaluate, model: nn.Module | None, weight: float | None, payload: Any
+    ) -> dict[str, Any]:
         """Handle the task `validate`: download a model, evaluate it, and return its metrics and the seconds needed.
 
         Args:
             function: the script's function that evaluates a model, set by `TaskWorker.evaluates`.
             model: the module to load the model into; None: pass a `LazyState` to the function.
+            weight: the site's number of samples; None: unknown.
             payload: the task's payload, with the key and the name of the model.
         """
         reference, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
@@ -101,7 +104,7 @@ class Models:
             metrics = measured(function(state if model is None else model))
         finally:
             state.release()
-        return {"metrics": metrics, "seconds": time.monotonic() - begin_s}
+        return {"metrics": metrics, "seconds": time.monotonic() - begin_s, "weight": weight}
 
     def _fetched(self, model: Any) -> LazyState:
         connection = self._connection
