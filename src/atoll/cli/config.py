@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll import registry
+from atoll.cli.text import next_step
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import meant_key, source_of
 from atoll.config.settings import GROUPS, collected
+from atoll.errors import ConfigError
+from atoll.worker.arguments import require_site
 
 if TYPE_CHECKING:
     from atoll.algorithms.resolve import ResolvedAlgorithm
@@ -45,6 +48,20 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on (network.port)
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token (network.token_file).", show_default=False)
 ]
+
+
+def site_names(text: str) -> list[str]:
+    """Return the names of sites from the option `--sites`: a number, or names with commas between them.
+
+    Raises:
+        ConfigError: a name is not valid, or there are none, or two sites have the same name.
+    """
+    if text.isdecimal() and int(text):
+        return [f"site-{number}" for number in range(1, int(text) + 1)]
+    names = [require_site(each.strip()) for each in text.split(",") if each.strip()]
+    if "," not in text or not names or len(set(names)) < len(names):
+        raise ConfigError(f"--sites is {text!r}.", "Give a number, such as 3, or different names: a,b,c.")
+    return names
 
 
 def setting_meant_by(word: str) -> str:
@@ -169,9 +186,11 @@ def show(run_file: RunFile = None, sets: Sets = None) -> None:
         name, value = key.partition(".")[2], values[key]
         where = source_of(key, source) or (f"default of {settings.algorithm}" if key in chosen else "default")
         print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} is not set")
+    next_step(f"atoll run {run_file}" if run_file else "atoll config show run.toml")
 
 
 @app.command()
 def schema() -> None:
     """Print a JSON Schema of run files, for editors."""
     print(json.dumps(Settings.model_json_schema(), indent=2))
+    next_step("atoll config show run.toml, for the values in effect")

@@ -17,7 +17,7 @@ try:
     from typer.core import TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
+    from atoll.cli import audit, config, evaluate, export, new, run, run_folders, server, simulate, status, worker
     from atoll.cli.text import print_line
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
@@ -67,6 +67,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("run")(run.command)
+app.command("runs")(run_folders.command)
 app.command("server", context_settings=server.CONTEXT)(server.command)
 app.command("worker", context_settings=worker.CONTEXT)(worker.command)
 app.command("simulate")(simulate.command)

@@ -21,6 +21,7 @@ from atoll.cli.text import (
     best_line,
     codecs,
     duration,
+    next_step,
     number_of,
     numbers,
     optimizer,
@@ -85,6 +86,8 @@ def command(
             others = "--server, --watch and --token-file"
             raise UsageError(f"--dir cannot be combined with {others}.", f"Leave out {others}.")
         _show_stored(state_dir, json=json)
+        if not json:
+            next_step(f"atoll export model.safetensors --dir {state_dir}")
         return
     address = server_address(server)
     fetch = _asking(address, None if token_file is None else read_token_file(token_file))
@@ -104,6 +107,8 @@ def command(
             return
     if sys.stdout.isatty() and not json:
         _on_terminal(status, address, fetch if watch else None)
+        is_over = watch or status.finished or status.failed
+        next_step(f"atoll export model.safetensors --server {address}" if is_over else "atoll status --watch")
         return
     while True:
         print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))

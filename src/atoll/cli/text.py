@@ -227,6 +227,12 @@ def _leave_unread(line: threading.Thread) -> None:
         sys.stderr = sys.__stderr__ = None  # type: ignore[misc]
 
 
+def next_step(command: str) -> None:
+    """Print what to do next, on standard error, if that is a terminal: a program that reads the output gets no more."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print_line(f"next: {command}")
+
+
 class _DropsLines(logging.handlers.QueueHandler):
     """A log handler that never waits: if its queue is full, it drops records. A later line says how many."""
 
