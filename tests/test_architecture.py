@@ -90,7 +90,12 @@ LOADERS: dict[str, set[str]] = {
         "simulate/simulated_site.py",  # a child of the simulation, which sends what its settings say
         "testing/contracts.py",  # an attribute of the author's test
     },
-    "importlib.import_module": {"__init__.py", "integrations/__init__.py", "integrations/lightning_callback.py"},
+    "importlib.import_module": {
+        "__init__.py",
+        "cli/main.py",
+        "integrations/__init__.py",
+        "integrations/lightning_callback.py",
+    },
     "runpy.run_path": {"simulate/script.py"},
     **{name: set() for name in ("importlib.util.spec_from_file_location", "runpy.run_module", "__import__")},
 }

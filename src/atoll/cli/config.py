@@ -22,7 +22,7 @@ from atoll.worker.arguments import require_site
 if TYPE_CHECKING:
     from atoll.algorithms.resolve import ResolvedAlgorithm
 
-app = typer.Typer(help="Settings of a run.", no_args_is_help=True)
+app = typer.Typer(help="Settings of a run.", no_args_is_help=True, add_completion=False)
 
 RunFile = Annotated[
     Path | None,
@@ -114,6 +114,17 @@ NAMES = (
 """(Kind of extension, setting that names an extension of this kind)."""
 
 
+def require_names(settings: Settings) -> None:
+    """Check the names of algorithms, codecs and other extensions, without importing PyTorch.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for kind, key in NAMES:
+        if (name := settings.at(key).target) and not settings.at(key).path:
+            registry.require_known(kind, f"{key}.name", name)
+
+
 def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     """Check the names of algorithms, codecs and other extensions, and their options, as the server does at its start.
 
@@ -128,9 +139,7 @@ def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     from atoll.algorithms.resolve import resolve
     from atoll.codecs import build_codecs
 
-    for kind, key in NAMES:
-        if (name := settings.at(key).target) and not settings.at(key).path:
-            registry.require_known(kind, f"{key}.name", name)
+    require_names(settings)
     algorithm = resolve(settings) if settings.algorithm.name else None
     if algorithm is not None:
         _require_options(settings, algorithm)

@@ -11,7 +11,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
-from atoll.cli.config import Rounds, Sets, read_settings, site_names
+from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
 from atoll.cli.run_folders import RUN_FILE, RUNS, STATE, Place, finished_twin, place
 from atoll.errors import ConfigError, RunFailed, UsageError
 
@@ -83,6 +83,7 @@ def command(
     settings = read_settings(run_file, sets, rounds=rounds)
     names = site_names(sites or str(settings.rounds.sites))
     settings = settings.changed({"rounds.sites": len(names)})
+    require_names(settings)
     engine = _engine(engine or "process", needs_server=kill_server or open_page)
     if settings.run.script is None:
         raise ConfigError("The run file names no script for the sites.", 'Set run.script = "train.py", or another.')

@@ -73,9 +73,9 @@ def place(stem: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> Place:
         raise UsageError(f"There is no run {stem}-N to go on with.", "Leave --resume out: a new run begins.")
     if earlier is not None and (resume or not (earlier.finished or earlier.differences)):
         return Place(folder, earlier, "")
-    said = f"{earlier.described(folder)}" if earlier is not None else ""
+    said = earlier.described(folder) if earlier is not None else ""
     if earlier is not None and not earlier.finished:
-        said += f". To go on with it: atoll run {folder}"
+        said = f"{folder} is running" if is_in_use(folder) else f"{said}. To go on with it: atoll run {folder}"
     while True:
         last += 1
         with suppress(FileExistsError):

@@ -93,8 +93,8 @@ class RunHere(RunProcesses):
         self._chosen, self._place, self._shown, self._port, self._kills = chosen, place, shown, port, kills
         self.main = SERVER if chosen.engine == "process" else "simulation"
         self.view = RunView(chosen.sites, quiet=shown.quiet, verbose=shown.verbose, json=shown.json)
-        self._address, self._last, self._begin_s, self.first_round_s = "", None, time.monotonic(), math.nan
-        self._last: Status | None
+        self._address, self._begin_s, self.first_round_s = "", time.monotonic(), math.nan
+        self._last: Status | None = None
 
     @property
     def model(self) -> Path:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from atoll.errors import UsageError
 from atoll.format_text import VisibleLines
@@ -22,7 +22,9 @@ from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
 from atoll.posix import require_writable_folder
-from atoll.protocol import status_messages
+
+if TYPE_CHECKING:
+    from atoll.protocol import status_messages
 
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy for an output file that cannot be written."""
@@ -230,6 +232,7 @@ def _leave_unread(line: threading.Thread) -> None:
 def next_step(command: str) -> None:
     """Print what to do next, on standard error, if that is a terminal: a program that reads the output gets no more."""
     if sys.stderr is not None and sys.stderr.isatty():
+        sys.stdout.flush()
         print_line(f"next: {command}")
 
 
