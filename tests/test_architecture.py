@@ -135,6 +135,7 @@ LINES: dict[str, int] = {
     "algorithms": 1921,
     "blobs": 466,
     "cli": 1777,
+    "cli/examples": 58,
     "cli/templates": 80,
     "codecs": 460,
     "config": 1327,

@@ -26,20 +26,20 @@ except KeyboardInterrupt:  # the imports take a while
     raise SystemExit(INTERRUPTED) from None
 
 COMMANDS = {
-    "run": "Run a server and its sites on this machine, in one terminal.",
+    "run": "Run a server and its sites on this machine.",
     "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
     "server": "Serve a run. Its settings come from a run file and from options; options take precedence.",
     "worker": "Run a training script as a worker.",
     "simulate": "Train with many simulated sites, without a network.",
     "status": "Show the workers and rounds of a run, and for which sites a round waits, how long and why.",
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
-    "evaluate": "Evaluate versions of a run's model at its sites.",
-    "audit": "Check the audit log of a run, and show the last entries.",
+    "evaluate": "Evaluate models of a run, and the sites' own models, on the data of each site.",
+    "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",
     "new": "Write run.toml and train.py: a complete run that works as it is, for you to change.",
     "config": "Settings of a run.",
 }
 """Each subcommand, and what `atoll --help` says of it. Its module in this folder has its name, or is in `MODULES`."""
-MODULES = {"runs": "run_folders"}
+MODULES = {"run": "run_command", "runs": "run_folders"}
 
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""

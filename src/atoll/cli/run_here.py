@@ -159,6 +159,8 @@ class RunHere(RunProcesses):
             version = self._last.version if self._last is not None else 0
             view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.folder}")
             raise
+        view.is_over = True
+        self._show(self._last)
         metrics = numbers(self._last.history[-1].metrics) if self._last and self._last.history else ""
         seconds = duration(time.monotonic() - self._begin_s)
         view.say("; ".join(filter(None, [f"finished after {seconds}", metrics, self._told_model()])))

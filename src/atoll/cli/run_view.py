@@ -47,6 +47,7 @@ class RunView:
     Attributes:
         phase: what happens before the server answers, as text.
         ended: site → how its process ended, as text.
+        is_over: whether all processes of a finished run have ended.
     """
 
     def __init__(self, sites: Sequence[str], *, quiet: bool, verbose: bool, json: bool) -> None:
@@ -58,7 +59,7 @@ class RunView:
         self._begin_s, self._due_s, self._pause_s, self._round = time.monotonic(), 0.0, SILENT_S, 0
         self._joined, self._warned = set[str](), set[str]()
         self._read: dict[Path, int] = {}
-        self.phase, self.ended = "", dict[str, str]()
+        self.phase, self.ended, self.is_over = "", dict[str, str](), False
 
     def __enter__(self) -> RunView:
         if self._wants_live:
@@ -148,7 +149,7 @@ class RunView:
         if status is None or not status.fragments:
             return self.phase
         if status.finished:
-            return "the run is finished; waiting for its processes to end"
+            return "the run is finished" if self.is_over else "the run is finished; its processes end"
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
             return f"waiting for {_some(missing)}, which {'imports' if len(missing) == 1 else 'import'} the script"

@@ -13,7 +13,7 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +137,16 @@ def _state(path: Path) -> str:
 
 
 def _digests(names: Sequence[str]) -> dict[str, str]:
-    """Return the digest of each file that the names lead to, and of those of the user's that these import."""
-    found, folders = dict[str, str](), _own_folders()
-    todo = [file for name in names for file in _files(name, folders)]
+    """Return the digest of each file that the names lead to, and of those of the user's that these import.
+
+    Args:
+        names: code by its file, `train.py:train` or `train.py`, or by its module, `package.module:train`.
+    """
+    folders = [Path.cwd(), *(Path(each) for each in sys.path if not _is_installed(each))]
+    found, todo = dict[str, str](), list[Path]()
+    for name in names:
+        place = name if name.endswith(".py") else name.rpartition(":")[0]
+        todo += [Path(place).resolve()] if place.endswith(".py") else _module(place, folders)
     while todo:
         file = todo.pop()
         if str(file) in found:
@@ -152,48 +159,29 @@ def _digests(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _own_folders() -> list[Path]:
-    """Return the folders that modules are imported from, without those of Python and of installed packages."""
-    installed = {str(Path(path).resolve()) for path in sysconfig.get_paths().values()}
-    folders = [Path(each).resolve() for each in [os.getcwd(), *sys.path]]
-    return [each for each in dict.fromkeys(folders) if each.is_dir() and not _is_in(each, installed)]
+def _is_installed(folder: str) -> bool:
+    return "site-packages" in folder or folder.startswith(sysconfig.get_paths()["stdlib"])
 
 
-def _is_in(folder: Path, others: set[str]) -> bool:
-    return not others.isdisjoint(map(str, [folder, *folder.parents])) or "site-packages" in folder.parts
-
-
-def _files(name: str, folders: Sequence[Path]) -> Iterator[Path]:
-    """Yield the file that `train.py:train`, `train.py` or `package.module:train` leads to, if it is in a folder."""
-    file = name if name.endswith(".py") else name.rpartition(":")[0]
-    if file.endswith(".py"):
-        yield Path(file).resolve()
-    elif file:
-        yield from _modules(file, folders)
-
-
-def _modules(name: str, folders: Sequence[Path]) -> Iterator[Path]:
-    stem = name.replace(".", "/")
-    if name.partition(".")[0] == "atoll":
-        return
-    for folder in folders:
-        found = [each for each in (folder / f"{stem}.py", folder / stem / "__init__.py") if each.is_file()]
-        if found:
-            yield found[0]
-            return
-
-
-def _imported(node: ast.AST, file: Path, own: Sequence[Path]) -> Iterator[Path]:
-    folders = [file.parent, *own]
+def _imported(node: ast.AST, file: Path, folders: Sequence[Path]) -> list[Path]:
+    """Return the user's files that a statement of a file imports."""
     if isinstance(node, ast.Import):
-        for each in node.names:
-            yield from _modules(each.name, folders)
+        names, near = [each.name for each in node.names], [file.parent, *folders]
     elif isinstance(node, ast.ImportFrom):
-        if node.level:
-            folders = [file.parents[min(node.level, len(file.parents)) - 1]]
-        for name in (node.module, *(f"{node.module}.{each.name}" if node.module else each.name for each in node.names)):
-            if name:
-                yield from _modules(name, folders)
+        above = f"{node.module}." if node.module else ""
+        names = [above[:-1], *(above + each.name for each in node.names)]
+        near = [file.parents[node.level - 1]] if node.level else [file.parent, *folders]
+    else:
+        return []
+    return [found for name in names for found in _module(name, near)]
+
+
+def _module(name: str, folders: Sequence[Path]) -> list[Path]:
+    stem = name.replace(".", "/")
+    if not name or name.partition(".")[0] == "atoll":
+        return []
+    files = (file for folder in folders for file in (folder / f"{stem}.py", folder / stem / "__init__.py"))
+    return [file.resolve() for file in files if file.is_file()][:1]
 
 
 # -- a run that is there already
@@ -244,7 +232,7 @@ def earlier_run(state_dir: Path, noted: Path, inputs: Inputs) -> Earlier | None:
 def begin(state_dir: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> None:
     """Decide whether a start begins a run, or continues the one in the state directory.
 
-    A run that has stopped, and was begun with the same inputs, is continued.
+    A run that has stopped, and was begun with the same inputs, is continued. So is one that has made no version yet.
 
     Args:
         state_dir: the state directory, which also has the note of the run's inputs.
@@ -267,7 +255,7 @@ def begin(state_dir: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> None
     earlier = None
     with suppress(StoreError):  # the start says what is damaged
         earlier = earlier_run(state_dir, state_dir, inputs)
-    if earlier is None or resume or not (earlier.finished or earlier.differences):
+    if earlier is None or resume or not (earlier.finished or (earlier.differences and earlier.version)):
         return
     rest = "returns its result" if earlier.finished else "continues it"
     raise UsageError(

@@ -206,6 +206,20 @@ def test_a_running_run_is_not_entered(nursery, atoll_command, small: Path) -> No
     process.kill()
 
 
+def test_the_tutorials_two_files_run(atoll_command, tmp_path: Path) -> None:
+    """With ten lines that concern Atoll: those of the run file, and the marked ones of the script."""
+    page = (Path(__file__).parents[3] / "docs" / "tutorials" / "five-minutes.md").read_text()
+    run_file, script = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python no-run"))
+    assert run_file
+    assert script
+    (tmp_path / "run.toml").write_text(run_file[1])
+    (tmp_path / "train.py").write_text(script[1])
+    assert len(run_file[1].splitlines()) + len(re.findall(r"  # \d$", script[1], re.MULTILINE)) == 10
+    done = summary(atoll_command("run", "run.toml", "--sites", "3", "--json"))
+    assert (done["run"], done["version"]) == ("prices-1", 5)
+    assert done["metrics"]["loss"] < 10.0
+
+
 # -- what it shows
 
 

@@ -102,15 +102,14 @@ def simulation(
     sites: int = 4,
     processes: int = 1,
     engine: str = "local",
-    resume: bool = True,
-    fresh: bool = False,
+    again: str = "resume",
     **settings: Any,
 ) -> atoll.Simulation:
     """A simulation in a program; the run file, the client and `state` are in `folder`.
 
     Args:
-        resume: go on with the run in `state`, whatever it was begun with.
-        fresh: begin anew beside it.
+        again: "resume" goes on with a run in `state`, whatever it was begun with; "fresh" begins anew beside it; else
+            the simulation decides.
     """
     given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
     read = atoll.Settings.read(write(folder, client, **{"rounds.sites": sites} | settings), given)
@@ -120,8 +119,8 @@ def simulation(
         sites=sites,
         processes=processes,
         engine=engine,
-        fresh=fresh,
-        resume=resume,
+        fresh=again == "fresh",
+        resume=again == "resume",
     )
 
 

@@ -184,11 +184,11 @@ def test_an_old_result_is_not_given_as_new(tmp_path: Path, changed: dict[str, An
     """The error says what differs; `fresh` begins anew beside the old run, `resume` returns its result."""
     before = simulation(tmp_path).run()
     with pytest.raises(UsageError, match=said):
-        simulation(tmp_path, **{"resume": False} | changed).run()
+        simulation(tmp_path, **{"again": ""} | changed).run()
     if not changed:
         again = simulation(tmp_path).run()
         assert (again.rounds, again.metrics) == (0, before.metrics)
-        assert simulation(tmp_path, resume=False, fresh=True).run().rounds == 3
+        assert simulation(tmp_path, again="fresh").run().rounds == 3
         assert (tmp_path / "state-1" / "exports" / "model.safetensors").exists()
 
 
@@ -196,16 +196,16 @@ def test_an_unfinished_simulation_with_other_code_is_refused(tmp_path: Path) -> 
     """It goes on without a word where nothing has changed; its own module counts as its code."""
     client = CLIENT.replace("import atoll\n", "import atoll\nimport rates\n").replace("lr=0.1", "lr=rates.RATE")
     (tmp_path / "rates.py").write_text("RATE = 0.1\n")
-    stops = failpoints("worker.write=enospc@20")
+    stops = failpoints("worker.write=enospc@90")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
         with stops, pytest.raises(StoreError):
-            simulation(tmp_path, client, resume=False).run()
+            simulation(tmp_path, client, again="", **RULES).run()
         (tmp_path / "rates.py").write_text("RATE = 0.2\n")
-        with pytest.raises(UsageError, match="stopped after version [01], .*: .*rates.py has changed"):
-            simulation(tmp_path, client, resume=False).run()
+        with pytest.raises(UsageError, match=r"stopped after version [12], .*: .*rates\.py has changed"):
+            simulation(tmp_path, client, again="", **RULES).run()
         (tmp_path / "rates.py").write_text("RATE = 0.1\n")
-        assert simulation(tmp_path, client, resume=False).run().version == 3
+        assert simulation(tmp_path, client, again="", **RULES).run().version == 3
         sys.modules.pop("rates", None)
 
 
