@@ -62,7 +62,7 @@ def command(
     raise_on_sigterm()
     from atoll.cli.run_here import Chosen, RunHere, Shown
     from atoll.recipes.recipe import slug
-    from atoll.simulate.inputs import Inputs
+    from atoll.simulate.inputs import Inputs, earlier_run
     from atoll.simulate.script import name_of
 
     before = None
@@ -98,7 +98,10 @@ def command(
         whole = RunHere(chosen, place(stem, inputs, fresh=True, resume=False), shown, port=port)
         whole.to_end()
         twin = whole.folder
-    where = place(stem, inputs, fresh=fresh or kill_server, resume=resume) if before is None else _again(own, inputs)
+    if before is not None and not kill_server:
+        where = Place(own, earlier_run(own / STATE, own, inputs), "")
+    else:
+        where = place(stem, inputs, fresh=fresh or kill_server, resume=resume)
     run = RunHere(chosen, where, shown, port=port, kills=kill_server)
     run.to_end()
     compared = _compared(run, twin) if twin is not None else {}
@@ -134,15 +137,8 @@ def _engine(engine: str, *, needs_server: bool) -> str:
     return engine
 
 
-def _again(folder: Path, inputs: Any) -> Place:
-    """Return the place of a run whose folder was given."""
-    from atoll.simulate.inputs import earlier_run
-
-    return Place(folder, earlier_run(folder / STATE, folder, inputs), "")
-
-
 def _compared(run: Any, twin: Path) -> dict[str, str]:
-    """Compare the model of a run whose server was killed with that of a whole run, and say both digests.
+    """Compare the model of a run with a killed server with that of a whole run, and say both digests.
 
     Raises:
         RunFailed: the models differ.

@@ -4,7 +4,7 @@ runs/NAME-1/
     begun-with.json   what the run was begun with (simulate/inputs.py)
     run.toml          its settings, with absolute paths: a run file for every other command
     state/            the state directory
-    sites/            a folder for each site
+    workers/          a folder for each site
     server.log …      what each process printed
 """
 
@@ -34,7 +34,6 @@ from atoll.simulate.inputs import FILE, Earlier, Inputs, earlier_run
 
 RUNS = Path("runs")
 STATE = "state"
-SITES = "sites"
 RUN_FILE = "run.toml"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import signal
 import time
 import webbrowser
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children, Terminated
-from atoll.cli.run_folders import SITES, STATE, Place, model_digest, write_run_file
+from atoll.cli.run_folders import STATE, Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
 from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import duration, number_of, numbers
@@ -23,7 +24,7 @@ from atoll.errors import AtollError, RunFailed, StateLocked
 from atoll.posix import FolderTaken, replace_file, take_folder
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
-from atoll.recipes.environments import END_S, model_of
+from atoll.recipes.environments import END_S, SITES, model_of
 from atoll.recipes.run_processes import SERVER, RunProcesses, environment
 from atoll.rounds.state import Rules
 from atoll.simulate import cores, threads_of
@@ -88,7 +89,10 @@ class RunHere(RunProcesses):
 
     def __init__(self, chosen: Chosen, place: Place, shown: Shown, *, port: int = 0, kills: bool = False) -> None:
         folder = place.folder
-        settings = chosen.settings.changed({"disk.state_dir": folder / STATE, "disk.export_dir": None})
+        own: dict[str, Any] = {"disk.state_dir": folder / STATE, "disk.export_dir": None}
+        if chosen.engine != "process":  # a simulated swarm computes the same bits, at a server
+            own |= {"swarm.enabled": False, "swarm.aggregators": ()}
+        settings = chosen.settings.changed(own)
         super().__init__(folder, settings, Children())
         self._chosen, self._place, self._shown, self._port, self._kills = chosen, place, shown, port, kills
         self.main = SERVER if chosen.engine == "process" else "simulation"
@@ -303,7 +307,8 @@ class RunHere(RunProcesses):
             self.view.say(f"{name} {self.view.ended[name]}")
         if not self.view.ended or (status is not None and status.failed):
             return  # the server ends, too, and its error says why
-        floor = Rules.from_settings(self.settings, needs_all=resolve(self.settings).needs_all).floor
+        needs_all = bool(self.settings.algorithm.target) and resolve(self.settings).needs_all
+        floor = Rules.from_settings(self.settings, needs_all=needs_all).floor
         count = len(self._chosen.sites)
         if count - len(self.view.ended) < floor:
             site, how = next(iter(self.view.ended.items()))
@@ -319,9 +324,10 @@ class RunHere(RunProcesses):
         Raises:
             AtollError: the server or the simulation ended with an error.
         """
-        end_s, processes = time.monotonic() + END_S, self.children.processes
+        end_s, processes, is_asked = time.monotonic() + END_S, self.children.processes, False
         while time.monotonic() < end_s and (left := [name for name, each in processes.items() if each.poll() is None]):
-            if left == [SERVER]:  # it would stay for programs that ask for the status
+            if left == [SERVER] and not is_asked:  # it would stay for programs that ask for the status
+                is_asked = True
                 processes[SERVER].terminate()
             self._show(self._last)
             time.sleep(POLL_S / 2)
@@ -330,7 +336,8 @@ class RunHere(RunProcesses):
                 self.view.say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
             elif name != self.main and process.returncode:
                 self.view.say(f"{name} {self.end_of(name, process.returncode)} after the run was finished")
-        self.require_server()
+        if not is_asked or processes[SERVER].returncode != -signal.SIGTERM:  # which may come as it ends by itself
+            self.require_server()
 
     def _kill(self, status: Status) -> None:
         """Kill the server with SIGKILL, and start it again at the same port."""

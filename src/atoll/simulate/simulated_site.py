@@ -10,19 +10,16 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,6 +35,7 @@ from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import Next, Open
 from atoll.simulate.engine import Beginning, JobResult, SiteRound
 from atoll.simulate.script import Script
+from atoll.simulate.site_surroundings import SiteSeeds, environment_of
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
@@ -295,54 +293,6 @@ class SiteTrainer:
             site.close()
             forget()
         return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sit_out=site.sit_out_message)
-
-
-class SiteSeeds:
-    """Seeds torch, random and NumPy, so that a site draws the same numbers in every process, simulated or not.
-
-    Args:
-        seed: the run's seed.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # opens no device
-        is_cpu = not any(built_for) and not torch.backends.mps.is_built()
-        # torch.manual_seed also seeds all devices, which takes 100 × longer
-        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed
-
-    def begin(self, site: str = "", round_: int = 0) -> None:
-        """Begin the random numbers of a site's round, by the run's seed, the site's name and the number of the round.
-
-        Args:
-            site: the site; empty for what is drawn while the script is loaded.
-            round_: the round; 0 for what the site draws before its rounds: it is the same in each of them.
-        """
-        drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
-        self._seed_torch(drawn)
-        random.seed(drawn)
-        np.random.seed(drawn % 2**32)
-
-
-@contextmanager
-def environment_of(places: Mapping[str, int], site: str) -> Iterator[None]:
-    """Set ATOLL_SITE_NUMBER and ATOLL_SITES inside the `with` block: the site's place among all sites, and how many.
-
-    Args:
-        places: name of a site → its place, from 1.
-        site: the site.
-    """
-    os.environ |= place_in_environment(places.get(site, 1), len(places))
-    try:
-        yield
-    finally:
-        for name in place_in_environment(0, 0):
-            os.environ.pop(name, None)
-
-
-def place_in_environment(number: int, sites: int) -> dict[str, str]:
-    """Return the variables that tell a script its site's place among all sites, from 1, and the number of sites."""
-    return {"ATOLL_SITE_NUMBER": str(number), "ATOLL_SITES": str(sites)}
 
 
 def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:

@@ -5,6 +5,7 @@ The process imports PyTorch and the script while the server starts, then waits f
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ import torch
 
 from atoll.errors import public_api
 from atoll.simulate.script import Script
-from atoll.simulate.simulated_site import SiteSeeds
+from atoll.simulate.site_surroundings import SiteSeeds
 from atoll.worker.training.federated_loop import seeded_by
 
 POLL_S = 0.05
@@ -41,6 +42,7 @@ def main(address: Path, seed: int, threads: int, script: str, *arguments: str) -
     seeds.begin(os.environ["ATOLL_SITE"])
     with seeded_by(seeds.begin):
         loaded.train()
+    gc.freeze()  # otherwise the end of Python visits all objects of torch, which takes a second
 
 
 if __name__ == "__main__":

@@ -173,6 +173,36 @@ def test_ctrl_c_leaves_a_run_that_goes_on(nursery, atoll_command, small: Path) -
     assert summary(outcome)["digest"] == whole["digest"]
 
 
+def test_a_second_ctrl_c_ends_all_at_once(nursery, small: Path) -> None:
+    """Also a site that ignores SIGTERM, for which the first one waits."""
+    waits = "        while (HERE"
+    deaf = f"        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{waits}"
+    (small / "train.py").write_text(TRAIN.replace("import os\n", "import os\nimport signal\n").replace(waits, deaf))
+    process = started(nursery, small, *WITH_SITES, "--set", "run.script=train.py:train")
+    process.send(signal.SIGINT)
+    wait_until(lambda: "stopping; a second Ctrl-C" in process.output(), "that it stops")
+    begin_s = time.monotonic()
+    process.send(signal.SIGINT)
+    assert process.wait() == 130
+    assert time.monotonic() - begin_s < 3.0  # the first one waits for 5 s
+    assert running_in(small) == []
+
+
+def test_a_token_reaches_all_processes(atoll_command, small: Path) -> None:
+    """The server's token file of the run file; it is on no command line."""
+    (small / "token").write_text("a-token-of-at-least-sixteen-characters\n")
+    (small / "token").chmod(0o600)
+    done = summary(atoll_command(*WITH_SITES, "--json", "--set", "network.token_file=token"))
+    assert (done["finished"], done["ended"]) == (True, {})
+
+
+def test_a_swarm_leaves_its_model_at_a_site(atoll_command, small: Path) -> None:
+    words = (*WITH_SITES, "--json", "--set", "swarm.enabled=true")
+    swarm, plain = summary(atoll_command(*words)), summary(atoll_command(*WITH_SITES, "--json"))
+    assert "/workers/" in swarm["model"]
+    assert swarm["digest"] == plain["digest"]
+
+
 def test_a_stopped_run_with_other_code_is_named(nursery, atoll_command, small: Path) -> None:
     """A new run begins; the line says what differs, and how to go on with the earlier one."""
     process = started(nursery, small, *WITH_SITES)
