@@ -385,7 +385,7 @@ def wrong_names(page: str) -> list[str]:
     for name in re.findall(r"`([\w.]+/[\w./]*)`", page):
         if not any(
             (folder / f"{name.rstrip('/')}{end}").exists()
-            for folder in (PACKAGE, ROOT, ROOT / "src")
+            for folder in (PACKAGE, ROOT, ROOT / "src", PACKAGE / "cli" / "examples")
             for end in ("", ".py")
         ):
             found.append(name)

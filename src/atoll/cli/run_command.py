@@ -80,9 +80,10 @@ def command(
     elif run_file is None:
         near = "Did you mean: atoll run run.toml?" if Path(RUN_FILE).is_file() else "`atoll new` writes one."
         raise UsageError("No run file was given.", f"{near} To see a run at once: atoll run --example digits")
-    settings = read_settings(run_file, sets, rounds=rounds)
-    names = site_names(sites or str(settings.rounds.sites))
-    settings = settings.changed({"rounds.sites": len(names)})
+    given = site_names(sites) if sites else []
+    count = [f"rounds.sites={len(given)}"] if given else []
+    settings = read_settings(run_file, [*(sets or ()), *count], rounds=rounds)
+    names = given or site_names(str(settings.rounds.sites))
     require_names(settings)
     engine = _engine(engine or "process", needs_server=kill_server or open_page)
     if settings.run.script is None:
