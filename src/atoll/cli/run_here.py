@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-import signal
 import time
 import webbrowser
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from atoll.algorithms.resolve import resolve
-from atoll.child_processes import Children, Terminated
+from atoll.child_processes import Terminated
 from atoll.cli.run_folders import STATE, Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
 from atoll.cli.stored_status import admin_token, stored_status
@@ -24,9 +22,8 @@ from atoll.errors import AtollError, RunFailed, StateLocked
 from atoll.posix import FolderTaken, replace_file, take_folder
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
-from atoll.recipes.environments import END_S, SITES, model_of
+from atoll.recipes.environments import model_of
 from atoll.recipes.run_processes import SERVER, RunProcesses, environment
-from atoll.rounds.state import Rules
 from atoll.simulate import cores, threads_of
 from atoll.simulate.inputs import Inputs, listed_differences
 from atoll.store.caller_tokens import stored_tokens
@@ -93,10 +90,11 @@ class RunHere(RunProcesses):
         if chosen.engine != "process":  # a simulated swarm computes the same bits, at a server
             own |= {"swarm.enabled": False, "swarm.aggregators": ()}
         settings = chosen.settings.changed(own)
-        super().__init__(folder, settings, Children())
+        goes_on = f"When it is mended: atoll run {shlex.quote(str(folder))}"
+        super().__init__(folder, settings, chosen.sites, goes_on)
         self._chosen, self._place, self._shown, self._port, self._kills = chosen, place, shown, port, kills
         self.main = SERVER if chosen.engine == "process" else "simulation"
-        self.view = RunView(chosen.sites, quiet=shown.quiet, verbose=shown.verbose, json=shown.json)
+        self.view = RunView(chosen.sites, self.ended, quiet=shown.quiet, verbose=shown.verbose, json=shown.json)
         self._address, self._begin_s, self.first_round_s = "", time.monotonic(), math.nan
         self._last: Status | None = None
 
@@ -120,7 +118,7 @@ class RunHere(RunProcesses):
             "digest": model_digest(self.model) if self.model.exists() else "",
             "seconds": round(time.monotonic() - self._begin_s, 3),
             "first_round_s": None if math.isnan(self.first_round_s) else round(self.first_round_s, 3),
-            "ended": self.view.ended,
+            "ended": self.ended,
         }
 
     def to_end(self) -> None:
@@ -155,7 +153,7 @@ class RunHere(RunProcesses):
         try:
             self._start()
             self._watch()
-            self._wait_for_ends()
+            self.wait_for_ends()
         except (KeyboardInterrupt, Terminated):
             view.__exit__()
             view.say("stopping; a second Ctrl-C ends all processes at once")
@@ -164,7 +162,7 @@ class RunHere(RunProcesses):
             view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.folder}")
             raise
         view.is_over = True
-        self._show(self._last)
+        self.look()
         metrics = numbers(self._last.history[-1].metrics) if self._last and self._last.history else ""
         seconds = duration(time.monotonic() - self._begin_s)
         view.say("; ".join(filter(None, [f"finished after {seconds}", metrics, self._told_model()])))
@@ -179,6 +177,7 @@ class RunHere(RunProcesses):
         if earlier is not None:
             other = f", now with: {listed_differences(earlier.differences)}" if earlier.differences else ""
             view.say(f"{self.folder} goes on from version {earlier.version}{other}")
+            view.skip_rounds(stored_status(self.settings.disk.state_dir)[0])
         self._run_file = write_run_file(self.folder, chosen.settings)
         chosen.inputs.write(self.folder)
         self._logs = {name: self.log(name) for name in (self.main, *(chosen.sites if self.main == SERVER else ()))}
@@ -189,9 +188,9 @@ class RunHere(RunProcesses):
         if self.main == SERVER:
             view.begin_phase(f"{self.folder}: starting a server and {count}; they import PyTorch, which takes seconds")
             (self.folder / ADDRESS).unlink(missing_ok=True)
-            epoch = self._spawn_server(self._port)
+            self._serve(self._port)
             self._spawn_sites()
-            self._wait_for_server(epoch)
+            self._tell_address()
             if self._shown.opens:
                 self._open_page()
         else:
@@ -200,21 +199,21 @@ class RunHere(RunProcesses):
             )
             self._spawn_simulation()
 
-    def _spawn_server(self, port: int) -> int:
-        """Start the server. Return the epoch of the server before it."""
-        before = self.status()
-        given = [] if self._chosen.settings.network.port is not None and not port else ["--port", str(port)]
-        argv = ["-m", "atoll.cli.main", "server", str(self._run_file), *given]
-        self.spawn(SERVER, argv, environment(0, **self._variables), appends=True)
-        return before.epoch if before is not None else 0
+    def say(self, line: str) -> None:
+        """Print a line, above the table if there is one."""
+        self.view.say(line)
+
+    def look(self) -> None:
+        """Show the run."""
+        self.view.show_logs(self._logs)
+        self.view.show(self._last, f"{self._address or self.main} · {self.folder}")
+
+    def _serve(self, port: int) -> None:
+        self.spawn_server(self._run_file, port, environment(0, **self._variables), appends=True)
 
     def _spawn_sites(self) -> None:
-        chosen, network = self._chosen, self.settings.network
-        threads = threads_of(min(len(chosen.sites), cores()))
-        files = {"ATOLL_TOKEN_FILE": network.token_file, "ATOLL_TLS_CA": network.tls_cert}
-        own = self._variables | {name: str(path.resolve()) for name, path in files.items() if path is not None}
-        own |= {"ATOLL_DIR": str((self.folder / SITES).resolve()), "PYTHONHASHSEED": "0"}  # as in a simulation
-        own |= {"ATOLL_SWARM": "1"} if self.settings.swarm.enabled else {}
+        chosen, threads = self._chosen, threads_of(min(len(self.sites), cores()))
+        own = self._variables | self.variables_of_sites() | {"PYTHONHASHSEED": "0"}  # as in a simulation
         place = [str(self.folder / ADDRESS), str(self.settings.run.seed), str(threads)]
         argv = ["-m", "atoll.simulate.site_process", *place, chosen.script, *chosen.arguments]
         for number, site in enumerate(chosen.sites, 1):
@@ -222,21 +221,18 @@ class RunHere(RunProcesses):
             self.spawn(site, argv, environment(threads, **own), appends=True)
 
     def _spawn_simulation(self) -> None:
-        chosen = self._chosen
+        chosen, before = self._chosen, self.status()
+        self._epoch = before.epoch if before is not None else 0
         where = ["--dir", str(self.settings.disk.state_dir), "--sites", ",".join(chosen.sites) + ","]
         engine = {"simulate": "local"}.get(chosen.engine, chosen.engine)
         how = ["--processes", str(min(len(chosen.sites), cores())), "--engine", engine, "--resume"]
         argv = ["-m", "atoll.cli.main", "simulate", str(self._run_file), *where, *how, "--", *chosen.arguments]
         self.spawn(self.main, argv, environment(0, **self._variables), appends=True)
 
-    def _wait_for_server(self, epoch: int) -> None:
-        """Wait until the server has a newer epoch than `epoch`, then tell the sites its address."""
-        while (status := self.status()) is None or status.epoch <= epoch:
-            self._note_ends(None)
-            self._show(None)
-            time.sleep(POLL_S / 2)
-        self._address = status.address
-        replace_file(self.folder / ADDRESS, [status.address.encode()])
+    def _tell_address(self) -> None:
+        """Wait until the server runs, and tell the sites its address."""
+        self._address = self.wait_for_server().address
+        replace_file(self.folder / ADDRESS, [self._address.encode()])
         self.view.begin_phase(f"the server is ready at {self._address}; waiting for the sites")
 
     def _open_page(self) -> None:
@@ -257,16 +253,16 @@ class RunHere(RunProcesses):
 
     def _watch(self) -> None:
         while True:
-            ended = {name for name, each in self.children.processes.items() if each.poll() is not None}
+            ends = self.ends()
             status = self._last = self._asked() or self._last
-            self._show(status)
+            self.look()
             if status is not None and status.history and math.isnan(self.first_round_s):
                 self.first_round_s = time.monotonic() - self._begin_s
             if status is not None and status.finished:
                 if self._kills:
                     raise RunFailed("The run finished before its server was killed.", "Give more rounds: --rounds 30.")
                 return
-            self._note_ends(status, ended)
+            self.note_ends(status, ends)
             if self._kills and status is not None and status.version >= max(1, self.settings.rounds.total // 2):
                 self._kill(status)
             time.sleep(KILL_POLL_S if self._kills else POLL_S)
@@ -277,6 +273,8 @@ class RunHere(RunProcesses):
         try:
             if self.main != SERVER or self.children.processes[SERVER].poll() is not None:
                 status, _ = stored_status(state_dir)
+                if status.epoch <= self._epoch:  # of an earlier start
+                    return None
                 rounds = [each.model_copy(update={"reason": ""}) for each in status.fragments]
                 return status.model_copy(update={"fragments": rounds})
             authority = self.settings.network.tls_cert
@@ -287,67 +285,15 @@ class RunHere(RunProcesses):
         except AtollError:
             return None
 
-    def _show(self, status: Status | None) -> None:
-        self.view.show_logs(self._logs)
-        self.view.show(status, f"{self._address or self.main} · {self.folder}")
-
-    def _note_ends(self, status: Status | None, ended: set[str] | None = None) -> None:
-        """Tell which processes have ended before the run.
-
-        Raises:
-            RunFailed: fewer sites are left than a round needs.
-            AtollError: the server or the simulation has ended.
-        """
-        for name, each in self.children.processes.items():
-            if (code := each.poll()) is None or name in self.view.ended or (ended is not None and name not in ended):
-                continue
-            if name == self.main:
-                raise self.server_failed(code)
-            self.view.ended[name] = self.end_of(name, code)
-            self.view.say(f"{name} {self.view.ended[name]}")
-        if not self.view.ended or (status is not None and status.failed):
-            return  # the server ends, too, and its error says why
-        needs_all = bool(self.settings.algorithm.target) and resolve(self.settings).needs_all
-        floor = Rules.from_settings(self.settings, needs_all=needs_all).floor
-        count = len(self._chosen.sites)
-        if count - len(self.view.ended) < floor:
-            site, how = next(iter(self.view.ended.items()))
-            raise RunFailed(
-                f"{site} {how} before the run was finished. A round needs {number_of(floor, 'site')}, but only "
-                f"{count - len(self.view.ended)} of {count} are left.",
-                f"See {self.log(site)}. When it is mended: atoll run {shlex.quote(str(self.folder))}",
-            )
-
-    def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds for all processes to end.
-
-        Raises:
-            AtollError: the server or the simulation ended with an error.
-        """
-        end_s, processes, is_asked = time.monotonic() + END_S, self.children.processes, False
-        while time.monotonic() < end_s and (left := [name for name, each in processes.items() if each.poll() is None]):
-            if left == [SERVER] and not is_asked:  # it would stay for programs that ask for the status
-                is_asked = True
-                processes[SERVER].terminate()
-            self._show(self._last)
-            time.sleep(POLL_S / 2)
-        for name, process in processes.items():
-            if name != self.main and process.poll() is None:
-                self.view.say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
-            elif name != self.main and process.returncode:
-                self.view.say(f"{name} {self.end_of(name, process.returncode)} after the run was finished")
-        if not is_asked or processes[SERVER].returncode != -signal.SIGTERM:  # which may come as it ends by itself
-            self.require_server()
-
     def _kill(self, status: Status) -> None:
         """Kill the server with SIGKILL, and start it again at the same port."""
-        self._kills, server = False, self.children.processes[SERVER]
+        self._kills, self._last, server = False, None, self.children.processes[SERVER]
         server.kill()
         server.wait()
         begin_s = time.monotonic()
         self.view.begin_phase(
             f"killed the server (SIGKILL, process {server.pid}) at version {status.version}; restarting it"
         )
-        epoch = self._spawn_server(urlsplit(self._address).port or 0)
-        self._wait_for_server(epoch)
+        self._serve(urlsplit(self._address).port or 0)
+        self._tell_address()
         self.view.say(f"the server runs again after {duration(time.monotonic() - begin_s)}, and the run goes on")

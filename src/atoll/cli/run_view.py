@@ -40,17 +40,19 @@ class RunView:
 
     Args:
         sites: the names of the sites.
+        ended: site → how its process ended, as text; it grows.
         quiet: show errors and warnings alone.
         verbose: show what the processes print, too.
         json: standard output is for the summary; lines go to standard error.
 
     Attributes:
         phase: what happens before the server answers, as text.
-        ended: site → how its process ended, as text.
         is_over: whether all processes of a finished run have ended.
     """
 
-    def __init__(self, sites: Sequence[str], *, quiet: bool, verbose: bool, json: bool) -> None:
+    def __init__(
+        self, sites: Sequence[str], ended: Mapping[str, str], *, quiet: bool, verbose: bool, json: bool
+    ) -> None:
         log_lines(sys.stderr if json else None)
         logging.getLogger("atoll").setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
         self._sites, self._verbose = sites, verbose
@@ -59,7 +61,7 @@ class RunView:
         self._begin_s, self._due_s, self._pause_s, self._round = time.monotonic(), 0.0, SILENT_S, 0
         self._joined, self._warned = set[str](), set[str]()
         self._read: dict[Path, int] = {}
-        self.phase, self.ended, self.is_over = "", dict[str, str](), False
+        self.phase, self.ended, self.is_over = "", ended, False
 
     def __enter__(self) -> RunView:
         if self._wants_live:
@@ -122,6 +124,10 @@ class RunView:
     def skip_logs(self, logs: Mapping[str, Path]) -> None:
         """Leave out what the logs have already, from an earlier start."""
         self._read |= {path: path.stat().st_size for path in logs.values() if path.exists()}
+
+    def skip_rounds(self, status: Status) -> None:
+        """Leave out the rounds that a run has already, from an earlier start."""
+        self._round = status.history[-1].round if status.history else 0
 
     # -- lines
 

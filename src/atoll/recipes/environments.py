@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from atoll import registry
-from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children
 from atoll.config import Settings
 from atoll.errors import (
@@ -36,7 +35,7 @@ from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
-from atoll.recipes.run_processes import SERVER, RunProcesses, ended_by_sigterm, environment
+from atoll.recipes.run_processes import SITES, RunProcesses, ended_by_sigterm, environment
 from atoll.rounds.state import Rules
 from atoll.simulate import require_engine, with_own_folder
 from atoll.store.store import lock_directory
@@ -44,16 +43,10 @@ from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
 
 RUN_FILE = "run.toml"
-SITES = "workers"
-"""Name of the folder that holds a folder of files for each site."""
-
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
 """Seconds between two requests of `ServerEnv` for the status. A server stays for clients that ask more often than that
 in `serve.WATCHED_S`."""
-START_S = 120.0
-END_S = 45.0
-"""Seconds that processes get to end by themselves after the run has finished."""
 
 NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that are not compared with the recipe."""
@@ -135,8 +128,9 @@ class LocalEnv(_HereEnv):
         folder, settings = self._prepared(recipe)
         if settings.disk.state_dir.is_dir():  # a server that still runs there writes to the log in the folder
             lock_directory(settings.disk.state_dir).close()
-        with ended_by_sigterm(), Children() as children:
-            status = _LocalRun(self, recipe, folder, settings, children).run()
+        run = _LocalRun(self, recipe, folder, settings)
+        with ended_by_sigterm(), run.children:
+            status = run.run()
         return result_of(settings, folder, status)
 
 
@@ -462,60 +456,39 @@ class _LocalRun(RunProcesses):
     The server's status is read from a file that the server writes into its state directory.
     """
 
-    def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
-        super().__init__(folder, settings, children)
-        self._env, self._recipe, self._say = env, recipe, env._say
-        self._sites = sites_of(env.sites)
+    def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings) -> None:
+        goes_on = f"To continue, repeat the call with folder={str(folder)!r}."
+        super().__init__(folder, settings, sites_of(env.sites), goes_on)
+        self._env, self._recipe = env, recipe
+
+    def say(self, line: str) -> None:
+        """Print a line, unless the environment is quiet."""
+        self._env._say(line)
 
     def run(self) -> Status | None:
         """Start server and sites, and wait until all have ended; return the server's last status.
 
         Return None if the run was finished before this call.
         """
-        say, name = self._say, self.settings.run.name
-        say(f"{name}: starting a server and {number_of(len(self._sites), 'site')}; files and logs in {self.folder}")
-        begun = self._start_server()
-        if begun.finished:
-            say(f"{name} was already finished; nothing was trained")
-        else:
-            self._start_sites(begun.address)
-            self._watch()
-        self._wait_for_ends()
-        if begun.finished:
-            return None
-        say(f"{name} is finished: {model_of(self.settings, self.folder)}")
-        return self.status()
-
-    def _start_server(self) -> Status:
-        """Start the server. Return its first status, which contains the server's address.
-
-        Raises:
-            AtollError: the server ended, or wrote no status within `START_S`.
-        """
-        before = self.status()
-        port = [] if self.settings.network.port is not None else ["--port", "0"]
-        own, script_folder = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
+        name, threads = self.settings.run.name, self._env.threads
+        self.say(f"{name}: starting a server and {number_of(len(self.sites), 'site')}; files and logs in {self.folder}")
+        own, script_folder = environment(threads), Path(self._recipe.train_script).resolve().parent
         if script_folder != Path.cwd():  # the model's code may be beside the script
             own["PYTHONPATH"] = os.pathsep.join([str(script_folder), *filter(None, [own.get("PYTHONPATH")])])
-        self.spawn(SERVER, ["-m", "atoll.cli.main", "server", str(self.folder / RUN_FILE), *port], own)
-        end_s = time.monotonic() + START_S
-        while time.monotonic() < end_s:
-            self.require_server()
-            status = self.status()
-            if status is not None and (before is None or status.epoch > before.epoch):
-                return status
-            time.sleep(0.05)
-        raise RunFailed(f"The server did not start within {START_S:g} s.", f"See {self.log(SERVER)}.")
-
-    def _start_sites(self, address: str) -> None:
-        network = self.settings.network
-        files = {"ATOLL_TOKEN_FILE": network.token_file, "ATOLL_TLS_CA": network.tls_cert}
-        own = {name: str(path.resolve()) for name, path in files.items() if path is not None}
-        own |= {"ATOLL_SERVER": address, "ATOLL_DIR": str(self.folder.resolve() / SITES)}
-        own |= {"ATOLL_SWARM": "1"} if self.settings.swarm.enabled else {}
-        for site in self._sites:
-            own["ATOLL_SITE"] = site
-            self.spawn(site, self._recipe.argv, environment(self._env.threads, **own))
+        self.spawn_server(self.folder / RUN_FILE, 0, own)
+        begun = self.wait_for_server()
+        if begun.finished:
+            self.say(f"{name} was already finished; nothing was trained")
+        else:
+            variables = self.variables_of_sites() | {"ATOLL_SERVER": begun.address}
+            for site in self.sites:
+                self.spawn(site, self._recipe.argv, environment(threads, **variables, ATOLL_SITE=site))
+            self._watch()
+        self.wait_for_ends()
+        if begun.finished:
+            return None
+        self.say(f"{name} is finished: {model_of(self.settings, self.folder)}")
+        return self.status()
 
     def _watch(self) -> None:
         """Print progress until the run is finished.
@@ -524,50 +497,18 @@ class _LocalRun(RunProcesses):
             RunFailed: fewer sites are left than a round needs.
             AtollError: the server ended before the run.
         """
-        floor = Rules.from_settings(self.settings, needs_all=resolve(self.settings).needs_all).floor
-        reported, last_round = set[str](), 0
+        last_round = 0
         while True:
-            ended = {name: code for name, each in self.children.processes.items() if (code := each.poll()) is not None}
+            ends = self.ends()
             time.sleep(POLL_S)  # so that the status which is read next knows of these ends
             status = self.status()
-            if status is not None:
-                for summary in status.history:
-                    if summary.fragment == 0 and summary.round > last_round:
-                        last_round = summary.round
-                        self._say(round_line(summary, status.rounds))
-                if status.finished:
-                    return
-                if status.failed and SERVER not in ended:
-                    continue  # the sites end by it, too; the server ends when all were told
-            if SERVER in ended:
-                raise self.server_failed(ended[SERVER])
-            for site in ended.keys() - reported:
-                self._say(f"{site} {self.end_of(site, ended[site])}")
-            reported |= ended.keys()
-            if len(self._sites) - len(ended) < floor:
-                site, code = next(reversed(ended.items()))
-                remaining = f"{len(self._sites) - len(ended)} of {len(self._sites)}"
-                raise RunFailed(
-                    f"Site {site} {self.end_of(site, code)} before the run was finished. A round needs {floor} "
-                    f"sites, but only {remaining} are left.",
-                    f"See {self.log(site)}. To continue, repeat the call with folder={str(self.folder)!r}.",
-                )
-
-    def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds for all processes to end. Print which sites still run, and which have failed.
-
-        Raises:
-            AtollError: the server ended with an error.
-        """
-        end_s = time.monotonic() + END_S
-        while time.monotonic() < end_s and any(each.poll() is None for each in self.children.processes.values()):
-            time.sleep(0.05)
-        for name, process in self.children.processes.items():
-            if name != SERVER and process.returncode is None:
-                self._say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
-            elif name != SERVER and process.returncode:
-                self._say(f"{name} {self.end_of(name, process.returncode)} after the run was finished")
-        self.require_server()
+            for summary in status.history if status is not None else ():
+                if summary.fragment == 0 and summary.round > last_round:
+                    last_round = summary.round
+                    self.say(round_line(summary, status.rounds if status is not None else 0))
+            if status is not None and status.finished:
+                return
+            self.note_ends(status, ends)
 
 
 @contextlib.contextmanager

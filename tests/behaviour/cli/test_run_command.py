@@ -227,6 +227,18 @@ def test_resuming_a_finished_run_says_so(atoll_command, small: Path) -> None:
     assert summary(outcome)["digest"] == before["digest"]
 
 
+@pytest.mark.parametrize("engine", ["process", "simulate"])
+def test_more_rounds_continue_a_finished_run(atoll_command, small: Path, engine: str) -> None:
+    """With --resume; its earlier rounds are not told again."""
+    words = (*WITH_SITES, "--json", "--engine", engine)
+    whole = summary(atoll_command(*words, "--rounds", "6"))
+    summary(atoll_command(*words))
+    outcome = atoll_command(*words, "--rounds", "6", "--resume")
+    assert (summary(outcome)["run"], summary(outcome)["digest"]) == ("small-2", whole["digest"])
+    assert "runs/small-2 goes on from version 4, now with: rounds.total is 6, was 4" in outcome.stderr
+    assert re.findall(r"round (\d) of 6: 2 updates", outcome.stderr) == ["5", "6"]
+
+
 def test_a_running_run_is_not_entered(nursery, atoll_command, small: Path) -> None:
     process = started(nursery, small, *WITH_SITES)
     outcome = atoll_command(*WITH_SITES)
