@@ -122,10 +122,11 @@ class RunProcesses:
         """
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
-            self.note_ends(None)
+            ends = self.ends()  # before the status: the server of a finished run may end at once
             status = self.status()
             if status is not None and status.epoch > self._epoch:
                 return status
+            self.note_ends(None, ends)
             self.look()
             time.sleep(0.05)
         raise RunFailed(f"The server did not start within {START_S:g} s.", f"See {self.log(SERVER)}.")
