@@ -14,7 +14,6 @@ from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children, Terminated, raise_on_sigterm
 from atoll.config import NOT_SETTINGS, Settings
 from atoll.errors import AtollError, AuthError, ConfigError, PortInUse, RunFailed, StateLocked, StoreError
-from atoll.format_text import number_of
 from atoll.posix import read_own
 from atoll.protocol.status_messages import Status
 from atoll.rounds.state import Rules
@@ -168,7 +167,7 @@ class RunProcesses:
         if self.ended and left < floor:
             site, how = next(reversed(self.ended.items()))
             raise RunFailed(
-                f"Site {site} {how} before the run was finished. A round needs {number_of(floor, 'site')}, but only "
+                f"Site {site} {how} before the run was finished. A round needs {floor} sites, but only "
                 f"{left} of {len(self.sites)} are left.",
                 f"See {self.log(site)}. {self._goes_on}",
             )

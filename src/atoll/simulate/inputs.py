@@ -204,8 +204,8 @@ class Earlier(NamedTuple):
 
     def described(self, where: Path) -> str:
         """Return one sentence about the run, without a full stop."""
-        end = "finished at" if self.finished else "stopped after"
-        text = f"The run in {where} {end} version {self.version}, {duration(max(0.0, self.quiet_s))} ago"
+        end = " finished at version " if self.finished else " stopped after version "
+        text = f"The run in {where}{end}{self.version}, {duration(max(0.0, self.quiet_s))} ago"
         return f"{text}, and was begun otherwise: {listed_differences(self.differences)}" if self.differences else text
 
 
