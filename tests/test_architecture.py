@@ -91,7 +91,12 @@ LOADERS: dict[str, set[str]] = {
         "simulate/simulated_site.py",  # a child of the simulation, which sends what its settings say
         "testing/contracts.py",  # an attribute of the author's test
     },
-    "importlib.import_module": {"__init__.py", "integrations/__init__.py", "integrations/lightning_callback.py"},
+    "importlib.import_module": {
+        "__init__.py",
+        "cli/main.py",
+        "integrations/__init__.py",
+        "integrations/lightning_callback.py",
+    },
     "runpy.run_path": {"simulate/script.py"},
     **{name: set() for name in ("importlib.util.spec_from_file_location", "runpy.run_module", "__import__")},
 }
@@ -131,6 +136,7 @@ LINES: dict[str, int] = {
     "algorithms": 1921,
     "blobs": 466,
     "cli": 1777,
+    "cli/examples": 58,
     "cli/templates": 80,
     "codecs": 460,
     "config": 1327,
@@ -381,7 +387,7 @@ def wrong_names(page: str) -> list[str]:
     for name in re.findall(r"`([\w.]+/[\w./]*)`", page):
         if not any(
             (folder / f"{name.rstrip('/')}{end}").exists()
-            for folder in (PACKAGE, ROOT, ROOT / "src")
+            for folder in (PACKAGE, ROOT, ROOT / "src", PACKAGE / "cli" / "examples")
             for end in ("", ".py")
         ):
             found.append(name)

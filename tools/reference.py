@@ -25,6 +25,8 @@ WORKER = {
     "without it a script trains alone.",
     "ATOLL_SITE": "Name of the site: letters, digits, `.`, `_`, `-`; by default made from host and process. "
     "Without a server, the default is `alone`.",
+    "ATOLL_SITE_NUMBER": "The site's place among all sites, from 1. Only `atoll run` and simulations set it.",
+    "ATOLL_SITES": "The number of all sites. Only `atoll run` and simulations set it.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_MAX_SYNC_RETRIES": "Retries to reach the server before DiLoCo skips a synchronisation; by default 6.",
     "ATOLL_GIVE_UP_S": "Seconds without an answer, or without success, after which a worker gives up; by default "

@@ -56,6 +56,7 @@ class Children:
         *,
         environment: Mapping[str, str],
         log: Path | None = None,
+        appends: bool = False,
     ) -> subprocess.Popen[bytes]:
         """Start a process of this Python interpreter with `argv`.
 
@@ -65,11 +66,13 @@ class Children:
             environment: all environment variables of the process.
             log: file for the standard output and standard error of the process; None: both go to the standard output
                 of the current process.
+            appends: whether to keep what the log has already.
         """
         file = None
         if log is not None:
             with usable(log.parent):
-                file = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
+                how = os.O_APPEND if appends else os.O_TRUNC
+                file = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT | how), "wb")
         try:
             with _uninterrupted():  # else Ctrl-C could leave a process that is not in the dict
                 process = self.processes[name] = subprocess.Popen(
@@ -95,9 +98,17 @@ class Children:
         self.stop()
 
     def stop(self) -> None:
-        """Send SIGTERM to the children, the last started first. After `GRACE_S` seconds, kill those that still run."""
-        with _handled_by(signal.SIG_IGN):  # a second Ctrl-C must not leave half of the processes running
-            alive = [process for process in reversed(self.processes.values()) if process.poll() is None]
+        """Send SIGTERM to the children, the last started first. After `GRACE_S` seconds, kill those that still run.
+
+        A second Ctrl-C, or SIGTERM, kills them at once.
+        """
+        alive = [process for process in reversed(self.processes.values()) if process.poll() is None]
+
+        def kill(*_: object) -> None:
+            for process in alive:
+                process.kill()
+
+        with _handled_by(kill):  # a second Ctrl-C must not leave half of the processes running
             for process in alive:
                 process.terminate()
             end = time.monotonic() + GRACE_S

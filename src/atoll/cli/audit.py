@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.cli.text import next_step
 from atoll.errors import UsageError
 from atoll.format_text import number_of, visible
 from atoll.store.reader import checked_audit
@@ -48,3 +49,4 @@ def command(
         text = ", ".join(f"{key} {value}" for key, value in json_module.loads(each.detail_json).items())
         print(visible(f"{each.seq:>6}  {each.at}  {each.what:<10} {text}"))
     print(f"{number_of(audit.entries, 'entry')} checked, none changed or removed; the last hash is {audit.last_hash}")
+    next_step(f"keep this hash elsewhere; atoll status --dir {chosen[0]} shows the run")

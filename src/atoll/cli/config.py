@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll import registry
+from atoll.cli.text import next_step
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import meant_key, source_of
 from atoll.config.settings import GROUPS, collected
+from atoll.errors import ConfigError
+from atoll.worker.arguments import require_site
 
 if TYPE_CHECKING:
     from atoll.algorithms.resolve import ResolvedAlgorithm
 
-app = typer.Typer(help="Settings of a run.", no_args_is_help=True)
+app = typer.Typer(help="Settings of a run.", no_args_is_help=True, add_completion=False)
 
 RunFile = Annotated[
     Path | None,
@@ -45,6 +48,20 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on (network.port)
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token (network.token_file).", show_default=False)
 ]
+
+
+def site_names(text: str) -> list[str]:
+    """Return the names of sites from the option `--sites`: a number, or names with commas between them.
+
+    Raises:
+        ConfigError: a name is not valid, or there are none, or two sites have the same name.
+    """
+    if text.isdecimal() and int(text):
+        return [f"site-{number}" for number in range(1, int(text) + 1)]
+    names = [require_site(each.strip()) for each in text.split(",") if each.strip()]
+    if "," not in text or not names or len(set(names)) < len(names):
+        raise ConfigError(f"--sites is {text!r}.", "Give a number, such as 3, or different names: a,b,c.")
+    return names
 
 
 def setting_meant_by(word: str) -> str:
@@ -97,6 +114,17 @@ NAMES = (
 """(Kind of extension, setting that names an extension of this kind)."""
 
 
+def require_names(settings: Settings) -> None:
+    """Check the names of algorithms, codecs and other extensions, without importing PyTorch.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    for kind, key in NAMES:
+        if (name := settings.at(key).target) and not settings.at(key).path:
+            registry.require_known(kind, f"{key}.name", name)
+
+
 def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     """Check the names of algorithms, codecs and other extensions, and their options, as the server does at its start.
 
@@ -111,9 +139,7 @@ def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     from atoll.algorithms.resolve import resolve
     from atoll.codecs import build_codecs
 
-    for kind, key in NAMES:
-        if (name := settings.at(key).target) and not settings.at(key).path:
-            registry.require_known(kind, f"{key}.name", name)
+    require_names(settings)
     for name in settings.server.options_of_trackers:
         registry.require_known("trackers", "server.trackers", name)
     algorithm = resolve(settings) if settings.algorithm.name else None
@@ -185,9 +211,11 @@ def show(
             print(f"[{group}]")
         name, value, where = key.partition(".")[2], values[key], sources[key]
         print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} is not set")
+    next_step(f"atoll run {run_file}" if run_file else "atoll config show run.toml")
 
 
 @app.command()
 def schema() -> None:
     """Print a JSON Schema of run files, for editors."""
     print(json.dumps(Settings.model_json_schema(), indent=2))
+    next_step("atoll config show run.toml, for the values in effect")

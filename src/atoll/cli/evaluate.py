@@ -15,7 +15,7 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
-from atoll.cli.text import log_lines, number_of, require_file
+from atoll.cli.text import log_lines, next_step, number_of, require_file
 from atoll.config import Settings
 from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import UsageError
@@ -151,6 +151,8 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
         _tables(evaluation)
     else:
         print("\n".join(map(visible, plain(evaluation))) or "no site has sent results yet")
+    if not as_json:
+        next_step("atoll export OUT.safetensors --version N, for the version that you choose")
 
 
 def _tables(evaluation: Evaluation) -> None:

@@ -16,7 +16,7 @@ import typer
 from blake3 import blake3
 
 from atoll.cli.stored_status import stored_status
-from atoll.cli.text import ELSEWHERE, require_file
+from atoll.cli.text import ELSEWHERE, next_step, require_file
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
 from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, replace_file
@@ -74,6 +74,7 @@ def command(
                 error.message, f"{error.remedy} Without a server, use --dir STATE_DIRECTORY.".strip()
             ) from error
     print(f"version {written}: {out}")
+    next_step(f"safetensors.torch.load_file({str(out)!r}), then model.load_state_dict(...)")
 
 
 def from_directory(state_dir: Path, out: Path, version: int | None = None) -> int:

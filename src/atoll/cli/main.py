@@ -4,46 +4,82 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
 
 try:
     import typer
-    from typer.core import TyperGroup
+    from typer.core import TyperCommand, TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli import (
-        audit,
-        compare,
-        config,
-        control,
-        doctor,
-        evaluate,
-        export,
-        logs,
-        new,
-        server,
-        simulate,
-        status,
-        worker,
-    )
     from atoll.cli.text import print_line
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
 except KeyboardInterrupt:  # the imports take a while
     raise SystemExit(INTERRUPTED) from None
 
+COMMANDS = {
+    "run": "Run a server and its sites on this machine.",
+    "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
+    "server": "Serve a run. Its settings come from a run file and from options; options take precedence.",
+    "worker": "Run a training script as a worker.",
+    "simulate": "Train with many simulated sites, without a network.",
+    "status": "Show the workers and rounds of a run, and for which sites a round waits, how long and why.",
+    "logs": "Print what happened in a run, one line an event: joins, rounds and their results, refusals, warnings.",
+    "pause": "Pause a run: no round begins, and its sites wait. Updates that they are training still count.",
+    "resume": "Let a paused run go on. With --dir, while no server runs, also a run that was stopped.",
+    "stop": "End a run in good order: after the present round its result is saved, and its sites and its server end.",
+    "rollback": "Let a run go back to an earlier version that its server still has, with the whole state of its optimizer.",
+    "compare": "Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.",
+    "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
+    "evaluate": "Evaluate models of a run, and the sites' own models, on the data of each site.",
+    "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",
+    "new": "Write run.toml and train.py: a complete run that works as it is, for you to change.",
+    "config": "Settings of a run.",
+    "doctor": "Check Python, torch, GPU, disk, clock and port, and with a server: proxy, TLS, token and clock there.",
+}
+"""Each subcommand, and what `atoll --help` says of it. Its module in this folder has its name, or is in `MODULES`."""
+MODULES = {"run": "run_command", "runs": "run_folders"} | dict.fromkeys(
+    ("pause", "resume", "stop", "rollback"), "control"
+)
+
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""
 
 
 class Commands(TyperGroup):
-    """The subcommands. An unknown option is an error of one line that names the nearest option or setting."""
+    """The subcommands, each imported when it is run: `atoll --help` has to be quick.
+
+    An unknown option is an error of one line that names the nearest option or setting.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the subcommands, in their order."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a subcommand with its help text alone; None if there is none of this name."""
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return name, subcommand and further words of a command line.
+
+        Raises:
+            UsageError: there is no such subcommand. The message names the nearest one.
+        """
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            advice = f"Did you mean atoll {close[0]}?" if close else "`atoll --help` lists all commands."
+            raise UsageError(f"There is no command {args[0]!r}.", advice)
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, found and loaded(found.name or ""), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand of a command line.
@@ -60,8 +96,21 @@ class Commands(TyperGroup):
             raise _unknown_option(option, error.ctx) from None
 
 
+def loaded(name: str) -> Any:
+    """Import a subcommand, and return it."""
+    module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
+    own = getattr(module, "app", None)
+    if own is None:
+        own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        function = getattr(module, "command", None) or getattr(module, name)
+        own.command(name, context_settings=HELP | getattr(module, "CONTEXT", {}))(function)
+    return typer.main.get_command(own)
+
+
 def _unknown_option(option: str, ctx: Any) -> UsageError:
     """Return the error for an option that a command does not have."""
+    from atoll.cli import config
+
     known = [each for parameter in ctx.command.params for each in parameter.opts if each.startswith("--")]
     close = difflib.get_close_matches(option, known, n=1)
     key = "" if close or "--set" not in known else config.setting_meant_by(option.lstrip("-"))
@@ -78,22 +127,8 @@ app = typer.Typer(
     help="Train one PyTorch model at several sites that keep their data and are connected by slow networks.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings=HELP,
 )
-app.command("server", context_settings=server.CONTEXT)(server.command)
-app.command("worker", context_settings=worker.CONTEXT)(worker.command)
-app.command("simulate")(simulate.command)
-app.command("status")(status.command)
-for each in (control.pause, control.resume, control.stop, control.rollback):
-    app.command(each.__name__)(each)
-app.command("logs")(logs.command)
-app.command("compare")(compare.command)
-app.command("doctor")(doctor.command)
-app.command("export")(export.command)
-app.command("evaluate")(evaluate.command)
-app.command("audit")(audit.command)
-app.command("new")(new.command)
-app.add_typer(config.app, name="config")
 
 
 def _version(wanted: bool) -> None:

@@ -106,7 +106,12 @@ def next_commands(directory: Path, algorithm: str) -> str:
     lines = [
         *([] if directory.resolve() == Path.cwd() else [f"  cd {shlex.quote(str(directory))}"]),
         "  python train.py                  # try the script alone, without a server",
-        "  atoll server run.toml            # start the server, then in two more terminals:",
+        *(
+            []
+            if algorithm == "diloco"
+            else ["  atoll run run.toml --sites 3     # a server and three sites on this machine"]
+        ),
+        "  atoll server run.toml            # or start the server, then in two more terminals:",
         *(f"  atoll worker --server {server} --site {site} -- python train.py" for site in "ab"),
         "  atoll status --watch             # show what each site does and which sites the server waits for",
     ]

@@ -27,6 +27,7 @@ from atoll.cli.text import (
     duration,
     log_lines_in_background,
     logs_json,
+    next_step,
     number_of,
     numbers,
     optimizer,
@@ -69,6 +70,14 @@ def command(
         settings = read_settings(
             run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
         )
+        if run_file is None and not (
+            settings.algorithm.target or settings.workflow.function or settings.workflow.steps
+        ):
+            raise ConfigError(  # PyTorch, which takes seconds to import, is not needed to see that
+                "No run file was given, and no setting names an algorithm or a workflow.",
+                "Give the run file: atoll server run.toml. `atoll new` writes one; `atoll run --example digits` runs "
+                "an example.",
+            )
         run_until_finished(settings)
     except ConfigError as error:
         if run_file is not None or not Path("run.toml").is_file():
@@ -111,6 +120,7 @@ def _serve(settings: Settings) -> None:
         seconds = time.monotonic() - begin
         server.run()  # returns once workers have downloaded the result, so the summary counts those bytes, too
         LOG.info("%s", _summary(server, seconds))
+        next_step(f"atoll status --dir {shlex.quote(str(settings.disk.state_dir))}")
     except (KeyboardInterrupt, Terminated) as asked:
         server.stop()
         if server.finished:

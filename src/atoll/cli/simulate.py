@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
-from atoll.cli.config import Dir, Rounds, Sets, read_settings
-from atoll.cli.text import duration, log_lines, number_of, numbers, size
+from atoll.cli.config import Dir, Rounds, Sets, read_settings, site_names
+from atoll.cli.text import duration, log_lines, next_step, number_of, numbers, size
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
 from atoll.simulate import with_own_folder
@@ -44,11 +44,27 @@ def command(
         str | None,
         typer.Option(help="Address of a Ray cluster (host:6379). Default: start Ray here.", show_default=False),
     ] = None,
+    sites: Annotated[
+        str | None,
+        typer.Option(help="Number of sites, or their names: a,b,c. Default: rounds.sites.", show_default=False),
+    ] = None,
     rounds: Rounds = None,
     directory: Dir = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Begin anew; an earlier simulation is kept in a folder beside it.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Continue the earlier simulation, whatever it was begun with, or show its result."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; log to standard error.")] = False,
 ) -> None:
-    """Train with many simulated sites, without a network. The same command continues an interrupted simulation."""
+    """Train with many simulated sites, without a network. The same command continues an interrupted simulation.
+
+    One that has finished, or was begun with other code or settings, needs --fresh or --resume.
+    """
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
     server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker
@@ -65,9 +81,12 @@ def command(
     simulation = Simulation(
         settings=settings,
         arguments=arguments or (),
+        sites=None if sites is None else int(sites) if sites.isdecimal() else site_names(sites),
         processes=processes,
         engine=engine,
         address=address,
+        fresh=fresh,
+        resume=resume,
         on_round=lines.log_round,
     )
     lines.begin(simulation)
@@ -79,6 +98,7 @@ def command(
     LOG.info("%s", summary(done))
     if json:
         print(jsons.dumps(as_json(done), indent=2))
+    next_step(f"atoll status --dir {simulation.settings.disk.state_dir}")
 
 
 class Lines:

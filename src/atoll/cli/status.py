@@ -24,6 +24,7 @@ from atoll.cli.text import (
     codecs,
     duration,
     evaluation_line,
+    next_step,
     number_of,
     numbers,
     optimizer,
@@ -98,6 +99,8 @@ def command(
         stored, token = stored_status(state_dir)[0], admin_token(state_dir)
         if not watch or not stored.address or _asked_by(stored, token) is None:
             _show_stored(state_dir, json=json)
+            if not json:
+                next_step(f"atoll export model.safetensors --dir {state_dir}")
             return
         address, fetch = stored.address, _asking(stored.address, token)
     else:
@@ -119,6 +122,8 @@ def command(
             return
     if sys.stdout.isatty() and not json:
         _on_terminal(status, address, fetch if watch else None)
+        is_over = watch or status.finished or status.failed
+        next_step(f"atoll export model.safetensors --server {address}" if is_over else "atoll status --watch")
         return
     while True:
         print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -25,7 +25,9 @@ from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
 from atoll.posix import require_writable_folder
-from atoll.protocol import status_messages
+
+if TYPE_CHECKING:
+    from atoll.protocol import status_messages
 
 LogJson = Annotated[
     bool, typer.Option("--log-json", help="Print each line as a JSON object, for programs that collect logs.")
@@ -259,6 +261,13 @@ def print_line(text: str) -> None:
 def _leave_unread(line: threading.Thread) -> None:
     if line.is_alive():  # else Python waits for the thread's write when it flushes standard error at its exit
         sys.stderr = sys.__stderr__ = None  # type: ignore[misc]
+
+
+def next_step(command: str) -> None:
+    """Print what to do next, on standard error, if that is a terminal: a program that reads the output gets no more."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stdout.flush()
+        print_line(f"next: {command}")
 
 
 class _DropsLines(logging.handlers.QueueHandler):

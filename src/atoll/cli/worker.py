@@ -27,7 +27,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
-from atoll.cli.text import LogJson, print_line
+from atoll.cli.text import LogJson, next_step, print_line
 from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
@@ -90,7 +90,10 @@ def command(
     if max_sync_retries is not None:
         environment["ATOLL_MAX_SYNC_RETRIES"] = str(max_sync_retries)
     _require_program(script[0], environment.get("PATH", os.defpath))
-    raise typer.Exit(_run(script, environment, restarts))
+    code = _run(script, environment, restarts)
+    if not code:
+        next_step(f"atoll status --server {address}")
+    raise typer.Exit(code)
 
 
 def _require_program(name: str, path: str) -> None:

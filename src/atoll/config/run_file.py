@@ -33,6 +33,8 @@ NOT_SETTINGS = frozenset(
     {
         "ATOLL_SERVER",
         "ATOLL_SITE",
+        "ATOLL_SITES",
+        "ATOLL_SITE_NUMBER",
         "ATOLL_TOKEN",
         "ATOLL_DIR",
         "ATOLL_MAX_SYNC_RETRIES",

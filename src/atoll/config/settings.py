@@ -170,7 +170,7 @@ class Run(Group):
     name: str = Field("atoll", description="Name of the run, shown in the status and the summary.", max_length=100)
     script: str | None = Field(
         None,
-        description="What each site runs in `atoll simulate`: a function, as `my_file.py:function` or "
+        description="What each site runs in `atoll run` and `atoll simulate`: a function, as `my_file.py:function` or "
         "`module:function`, or a script, as `my_file.py`.",
     )
     seed: Seed = Field(

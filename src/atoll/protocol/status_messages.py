@@ -247,7 +247,7 @@ class Status(Message):
     left_s: Estimate | None = Field(
         None,
         description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: fewer "
-        "than two rounds have ended since the server's start, too few sites take part, or the run is finished or has "
+        "than three rounds have ended since the server's start, too few sites take part, or the run is finished or has "
         "no number of rounds.",
     )
     model_bytes: Count = 0

@@ -10,65 +10,43 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atoll import registry
-from atoll.algorithms.resolve import resolve
-from atoll.child_processes import Children, Terminated, raise_on_sigterm
-from atoll.config import NOT_SETTINGS, Settings
+from atoll.child_processes import Children
+from atoll.config import Settings
 from atoll.errors import (
     AtollError,
-    AuthError,
     ConfigError,
-    PortInUse,
     RunFailed,
     ServerFailed,
-    StateLocked,
-    StoreError,
     UsageError,
     public_api,
 )
 from atoll.format_text import number_of, numbers
-from atoll.posix import OWN_FOLDER, read_named, read_own
+from atoll.posix import OWN_FOLDER, read_named
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
+from atoll.recipes.run_processes import SITES, RunProcesses, ended_by_sigterm, environment
 from atoll.rounds.state import Rules
 from atoll.simulate import require_engine, with_own_folder
-from atoll.store.reader import saved_status
 from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
 
 RUN_FILE = "run.toml"
-SERVER = "server"
-SITES = "workers"
-"""Name of the folder that holds a folder of files for each site."""
-
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
 """Seconds between two requests of `ServerEnv` for the status. A server stays for clients that ask more often than that
 in `serve.WATCHED_S`."""
-START_S = 120.0
-END_S = 45.0
-"""Seconds that processes get to end by themselves after the run has finished."""
-
-FAILURES: dict[int, type[AtollError]] = {
-    error.exit_code: error for error in (ConfigError, PortInUse, StateLocked, StoreError, AuthError)
-}
-"""Exit code of a server → the class of the error that ended it."""
-
-OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
-"""Variables that child processes do not inherit: each environment sets its own values."""
 
 NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that are not compared with the recipe."""
@@ -150,8 +128,9 @@ class LocalEnv(_HereEnv):
         folder, settings = self._prepared(recipe)
         if settings.disk.state_dir.is_dir():  # a server that still runs there writes to the log in the folder
             lock_directory(settings.disk.state_dir).close()
-        with ended_by_sigterm(), Children() as children:
-            status = _LocalRun(self, recipe, folder, settings, children).run()
+        run = _LocalRun(self, recipe, folder, settings)
+        with ended_by_sigterm(), run.children:
+            status = run.run()
         return result_of(settings, folder, status)
 
 
@@ -208,10 +187,12 @@ class SimEnv(_HereEnv):
                 engine=self.engine,
                 address=self.address,
                 on_round=on_round,
+                resume=True,  # the folder has a run of this very recipe, or none
             ).run()
         for site, why in sorted(done.failed.items()):
             self._say(f"{site} failed: {why}")
-        self._say(f"{settings.run.name} is finished: {done.model}")
+        again = "was already finished; nothing was trained" if not done.rounds else "is finished"
+        self._say(f"{settings.run.name} {again}: {done.model}")
         return result_of(settings, folder, None)
 
 
@@ -466,109 +447,48 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
     return f"round {summary.round} of {rounds}, {number_of(len(summary.sites), 'update')}{': ' if told else ''}{told}"
 
 
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise an exception in the `with` block, so that the block can end its child processes.
-
-    After the block, SIGTERM ends this process as usual.
-
-    Outside of the main thread, or if the program has its own handler for SIGTERM, nothing is changed.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    raise_on_sigterm()
-    terminated = False
-    try:
-        yield
-    except Terminated:
-        terminated = True
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if terminated:
-            signal.raise_signal(signal.SIGTERM)
-
-
 # -- processes
 
 
-def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return the environment of a child process: that of this process, without ATOLL_* settings, plus `more`.
-
-    Args:
-        threads: number of PyTorch threads; 0: unchanged.
-        more: variables to add or to replace.
-    """
-    passed = NOT_SETTINGS - OF_THE_CALL
-    own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in passed}
-    if threads:
-        own |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    return own | {"PYTHONUNBUFFERED": "1"} | more
-
-
-class _LocalRun:
+class _LocalRun(RunProcesses):
     """One execution of a recipe in real processes: starts them, watches the run, and waits until they have ended.
 
     The server's status is read from a file that the server writes into its state directory.
     """
 
-    def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
-        self._env, self._recipe, self._folder = env, recipe, folder
-        self._settings, self._children, self._say = settings, children, env._say
-        self._sites = sites_of(env.sites)
+    def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings) -> None:
+        goes_on = f"To continue, repeat the call with folder={str(folder)!r}."
+        super().__init__(folder, settings, sites_of(env.sites), goes_on)
+        self._env, self._recipe = env, recipe
+
+    def say(self, line: str) -> None:
+        """Print a line, unless the environment is quiet."""
+        self._env._say(line)
 
     def run(self) -> Status | None:
         """Start server and sites, and wait until all have ended; return the server's last status.
 
         Return None if the run was finished before this call.
         """
-        say, name = self._say, self._settings.run.name
-        say(f"{name}: starting a server and {number_of(len(self._sites), 'site')}; files and logs in {self._folder}")
-        begun = self._start_server()
-        if begun.finished:
-            say(f"{name} was already finished; nothing was trained")
-        else:
-            self._start_sites(begun.address)
-            self._watch()
-        self._wait_for_ends()
-        if begun.finished:
-            return None
-        say(f"{name} is finished: {model_of(self._settings, self._folder)}")
-        return self._status()
-
-    def _start_server(self) -> Status:
-        """Start the server. Return its first status, which contains the server's address.
-
-        Raises:
-            AtollError: the server ended, or wrote no status within `START_S`.
-        """
-        before = self._status()
-        port = [] if self._settings.network.port is not None else ["--port", "0"]
-        own, script_folder = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
+        name, threads = self.settings.run.name, self._env.threads
+        self.say(f"{name}: starting a server and {number_of(len(self.sites), 'site')}; files and logs in {self.folder}")
+        own, script_folder = environment(threads), Path(self._recipe.train_script).resolve().parent
         if script_folder != Path.cwd():  # the model's code may be beside the script
             own["PYTHONPATH"] = os.pathsep.join([str(script_folder), *filter(None, [own.get("PYTHONPATH")])])
-        self._spawn(SERVER, ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
-        end_s = time.monotonic() + START_S
-        while time.monotonic() < end_s:
-            self._require_server()
-            status = self._status()
-            if status is not None and (before is None or status.epoch > before.epoch):
-                return status
-            time.sleep(0.05)
-        raise RunFailed(f"The server did not start within {START_S:g} s.", f"See {self._log(SERVER)}.")
-
-    def _start_sites(self, address: str) -> None:
-        network = self._settings.network
-        files = {"ATOLL_TOKEN_FILE": network.token_file, "ATOLL_TLS_CA": network.tls_cert}
-        own = {name: str(path.resolve()) for name, path in files.items() if path is not None}
-        own |= {"ATOLL_SERVER": address, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
-        own |= {"ATOLL_SWARM": "1"} if self._settings.swarm.enabled else {}
-        for site in self._sites:
-            own["ATOLL_SITE"] = site
-            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own))
-
-    def _spawn(self, name: str, argv: list[str], variables: Mapping[str, str]) -> None:
-        self._children.spawn(name, argv, environment=variables, log=self._log(name))
+        self.spawn_server(self.folder / RUN_FILE, 0, own)
+        begun = self.wait_for_server()
+        if begun.finished:
+            self.say(f"{name} was already finished; nothing was trained")
+        else:
+            variables = self.variables_of_sites() | {"ATOLL_SERVER": begun.address}
+            for site in self.sites:
+                self.spawn(site, self._recipe.argv, environment(threads, **variables, ATOLL_SITE=site))
+            self._watch()
+        self.wait_for_ends()
+        if begun.finished:
+            return None
+        self.say(f"{name} is finished: {model_of(self.settings, self.folder)}")
+        return self.status()
 
     def _watch(self) -> None:
         """Print progress until the run is finished.
@@ -577,76 +497,18 @@ class _LocalRun:
             RunFailed: fewer sites are left than a round needs.
             AtollError: the server ended before the run.
         """
-        floor = Rules.from_settings(self._settings, needs_all=resolve(self._settings).needs_all).floor
-        reported, last_round = set[str](), 0
+        last_round = 0
         while True:
-            ended = {name: code for name, each in self._children.processes.items() if (code := each.poll()) is not None}
+            ends = self.ends()
             time.sleep(POLL_S)  # so that the status which is read next knows of these ends
-            status = self._status()
-            if status is not None:
-                for summary in status.history:
-                    if summary.fragment == 0 and summary.round > last_round:
-                        last_round = summary.round
-                        self._say(round_line(summary, status.rounds))
-                if status.finished:
-                    return
-                if status.failed and SERVER not in ended:
-                    continue  # the sites end by it, too; the server ends when all were told
-            if SERVER in ended:
-                raise self._server_failed(ended[SERVER])
-            for site in ended.keys() - reported:
-                self._say(f"{site} {self._end_of(site, ended[site])}")
-            reported |= ended.keys()
-            if len(self._sites) - len(ended) < floor:
-                site, code = next(reversed(ended.items()))
-                remaining = f"{len(self._sites) - len(ended)} of {len(self._sites)}"
-                raise RunFailed(
-                    f"Site {site} {self._end_of(site, code)} before the run was finished. A round needs {floor} "
-                    f"sites, but only {remaining} are left.",
-                    f"See {self._log(site)}. To continue, repeat the call with folder={str(self._folder)!r}.",
-                )
-
-    def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds for all processes to end. Print which sites still run, and which have failed.
-
-        Raises:
-            AtollError: the server ended with an error.
-        """
-        end_s = time.monotonic() + END_S
-        while time.monotonic() < end_s and any(each.poll() is None for each in self._children.processes.values()):
-            time.sleep(0.05)
-        for name, process in self._children.processes.items():
-            if name != SERVER and process.returncode is None:
-                self._say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
-            elif name != SERVER and process.returncode:
-                self._say(f"{name} {self._end_of(name, process.returncode)} after the run was finished")
-        self._require_server()
-
-    def _require_server(self) -> None:
-        if code := self._children.processes[SERVER].poll():
-            raise self._server_failed(code)
-
-    def _status(self) -> Status | None:
-        """Return the last status that the server wrote to its file; None if there is no file, or it cannot be read."""
-        saved = saved_status(self._settings.disk.state_dir)
-        return saved[0] if saved else None
-
-    def _log(self, name: str) -> Path:
-        return self._folder / f"{name}.log"
-
-    def _last_line(self, name: str) -> str:
-        lines = read_own(self._log(name)).decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it printed nothing"
-
-    def _end_of(self, site: str, code: int) -> str:
-        if code < 0:
-            return f"was killed ({signal.Signals(-code).name})"
-        return f"ended with exit code {code} ({self._last_line(site)})"
-
-    def _server_failed(self, code: int) -> AtollError:
-        kind = FAILURES.get(code, RunFailed)
-        last_line = self._last_line(SERVER).removeprefix("atoll: ")
-        return kind(f"The server ended with exit code {code}: {last_line}", f"See {self._log(SERVER)}.")
+            status = self.status()
+            for summary in status.history if status is not None else ():
+                if summary.fragment == 0 and summary.round > last_round:
+                    last_round = summary.round
+                    self.say(round_line(summary, status.rounds if status is not None else 0))
+            if status is not None and status.finished:
+                return
+            self.note_ends(status, ends)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ State that a site keeps between rounds is stored in the run's state directory. W
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from atoll.config import Settings, default_of
@@ -51,3 +52,16 @@ def with_own_folder(settings: Settings, folder: Path) -> Settings:
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})
+
+
+def threads_of(processes: int) -> int:
+    """Return the number of PyTorch threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
+    value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if value.isdecimal() and int(value):
+        return int(value)
+    return max(1, cores() // processes)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

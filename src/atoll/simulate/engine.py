@@ -45,6 +45,7 @@ class Beginning(BaseModel):
         seed: the run's seed, for the random numbers of simulated sites.
         sites: the folder that holds a folder of local state for each site.
         own: kind, name in messages and place of the run's own code, which each process registers.
+        names: the names of all sites, in their order.
     """
 
     script: str
@@ -56,6 +57,7 @@ class Beginning(BaseModel):
     seed: int
     sites: str
     own: tuple[tuple[str, str, str], ...] = ()
+    names: tuple[str, ...] = ()
 
 
 class SiteRound(BaseModel, frozen=True):

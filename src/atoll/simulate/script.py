@@ -96,15 +96,25 @@ class Script:
             self._function = registry.load_attribute(registry.OwnName(name))
             self._takes_worker = _takes_worker(name, self._function)
 
-    def train(self, worker: Worker) -> None:
-        """Run the training code for one simulated site. In this code, `atoll.join` returns `worker`."""
+    def train(self, worker: Worker | None = None) -> None:
+        """Run the training code for one site.
+
+        Args:
+            worker: the worker of a simulated site, which `atoll.join` returns in the code; None for a real site, which
+                joins the run of ATOLL_SERVER.
+        """
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")
-        elif self._takes_worker:
+        elif not self._takes_worker:
+            self._function()
+        elif worker is not None:
             self._function(worker)
         else:
-            self._function()
+            from atoll.worker.training.federated_loop import join
+
+            with join() as joined:
+                self._function(joined)
 
 
 def _takes_worker(name: str, function: Any) -> bool:

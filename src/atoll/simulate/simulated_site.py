@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -20,9 +19,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
 import torch
-from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,6 +35,7 @@ from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import Next, Open
 from atoll.simulate.engine import Beginning, JobResult, SiteRound
 from atoll.simulate.script import Script
+from atoll.simulate.site_surroundings import SiteSeeds, environment_of
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.layout import Layout
 from atoll.tensors.module_tensors import Tensors
@@ -46,7 +44,7 @@ from atoll.transport.http_client import Counters
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import TensorFile
 from atoll.worker.exchange.encode_update import Finish, Layouts, LocalFragment, UpdateWarnings
-from atoll.worker.training.federated_loop import Worker, joined_as
+from atoll.worker.training.federated_loop import Worker, joined_as, seeded_by
 from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.round_backends import Into, matching
 
@@ -262,12 +260,9 @@ class SiteTrainer:
         for kind, name, place in beginning.own:
             registry.register(kind, name, registry.load_attribute(registry.OwnName(place)))
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
-        self._seed = beginning.seed
-        built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # opens no device
-        is_cpu = not any(built_for) and not torch.backends.mps.is_built()
-        # torch.manual_seed also seeds all devices, which takes 100 × longer
-        self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed
-        self._begin_random("", 0)  # the script draws the same numbers in every process while it is loaded
+        self._places = {name: number for number, name in enumerate(beginning.names, 1)}
+        self._seeds = SiteSeeds(beginning.seed)
+        self._seeds.begin()  # the script draws the same numbers in every process while it is loaded
         self._script = Script(beginning.script, beginning.arguments)  # it may register code of its own
         self._shared = Shared.of(beginning.info, beginning.schema_message)
         gc.freeze()  # otherwise each full garbage collection, and there are many, visits all objects of torch
@@ -285,9 +280,9 @@ class SiteTrainer:
         except (AtollError, OSError) as error:  # the site's local state is lost or unreadable
             return result_of_error(error)
         try:
-            self._begin_random(job.site, job.ticket.round)
+            self._seeds.begin(job.site)
             worker = Worker(site)
-            with joined_as(worker):
+            with joined_as(worker), seeded_by(self._seeds.begin), environment_of(self._places, job.site):
                 self._script.train(worker)
         except KeyboardInterrupt:
             raise
@@ -298,16 +293,6 @@ class SiteTrainer:
             site.close()
             forget()
         return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sit_out=site.sit_out_message)
-
-    def _begin_random(self, site: str, round_: int) -> None:
-        """Seed torch, random and NumPy from the run's seed, the site's name and the round.
-
-        So a site's random numbers do not depend on the process or on the sites that it has trained before.
-        """
-        drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
-        self._seed_torch(drawn)
-        random.seed(drawn)
-        np.random.seed(drawn % 2**32)
 
 
 def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:

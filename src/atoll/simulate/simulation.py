@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +31,9 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.simulate import STATE_DIR, require_engine
+from atoll.simulate import STATE_DIR, cores, require_engine, threads_of
 from atoll.simulate.engine import Beginning, Engine
+from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.schedule_sites import SiteScheduler, now
 from atoll.simulate.script import name_of, require_outside
@@ -113,6 +113,10 @@ class Simulation:
         config: a function of a round and a site that returns a dict for them, as for `atoll.Server`.
         evaluate: a function that evaluates versions, or its import path, as for `atoll.Server`.
         on_round: called with the summary of every finished round.
+        fresh: begin a new run, also if the state directory has one. The earlier run is kept in a folder beside it.
+        resume: continue the run of the state directory, or return its result if it has finished, whatever it was begun
+            with. By default, only a run that has stopped is continued, and only with the same code, arguments, settings
+            and sites.
 
     Raises:
         ConfigError: a setting is unknown, wrong or not supported in a simulation, or contradicts an argument.
@@ -135,6 +139,8 @@ class Simulation:
         config: ConfigFunction | str | None = None,
         evaluate: Evaluate | str | None = None,
         on_round: Callable[[status_messages.RoundSummary], object] | None = None,
+        fresh: bool = False,
+        resume: bool = False,
     ) -> None:
         require_outside()
         if not isinstance(settings, Settings):
@@ -170,6 +176,7 @@ class Simulation:
         self._config = config_function(self.settings, None if isinstance(config, str) else config)
         self._on_round = on_round or (lambda summary: None)
         self._thread = LoopThread("atoll-simulation", self._main)
+        self._fresh, self._resume = fresh, resume
         self._started = False
         self._result: Simulated | None = None
 
@@ -178,7 +185,8 @@ class Simulation:
     def run(self) -> Simulated:
         """Run the simulation until it is finished, and return the result.
 
-        If the simulation is interrupted, the same call on the same state directory continues it.
+        If the simulation is interrupted, the same call on the same state directory continues it. A finished one is
+        refused, so that no old result looks new: see `fresh` and `resume`.
 
         Raises:
             AtollError: the simulation cannot start or continue. The message has the remedy.
@@ -201,10 +209,13 @@ class Simulation:
         """Start the simulation in a thread, and return at once.
 
         Raises:
-            UsageError: this simulation was started before.
+            UsageError: this simulation was started before. Or the state directory has a run that has finished, or was
+                begun with other code, arguments, settings or sites, and neither `fresh` nor `resume` is set.
         """
         if self._started:
             raise UsageError("This Simulation object was already started.", "Create a new Simulation for each start.")
+        self._inputs = Inputs.of(self.settings, self._script, self._arguments, self.sites)
+        begin(self.settings.disk.state_dir, self._inputs, fresh=self._fresh, resume=self._resume)
         self._started = True
         if self._evaluator is not None:
             self._evaluator.fork()
@@ -270,6 +281,7 @@ class Simulation:
         served = assemble(opened, code, simulated=True)
         run, plan = served.run, served.run.plan
         self._model = None  # version 0 is on disk
+        self._inputs.write(self.settings.disk.state_dir)
         try:
             beginning = self._beginning(served)
             served.coordinator.start()
@@ -298,6 +310,7 @@ class Simulation:
             threads=threads_of(self._processes),
             seed=self.settings.run.seed,
             sites=str((self.settings.disk.state_dir / SITES).resolve()),
+            names=tuple(self.sites),
             own=served.run.plan.own_code,
         )
 
@@ -320,19 +333,6 @@ class Simulation:
             refused=dict(scheduler.refused),
             global_metrics=dict(last.global_metrics) if last else {},
         )
-
-
-def threads_of(processes: int) -> int:
-    """Return the number of PyTorch threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
-    value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if value.isdecimal() and int(value):
-        return int(value)
-    return max(1, cores() // processes)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _names(sites: int | Sequence[str]) -> list[str]:

@@ -20,6 +20,8 @@ from atoll.protocol import messages
 LOG = logging.getLogger("atoll")
 ALONE = "no server is set in ATOLL_SERVER: training alone"
 ALONE_ENDED = "training alone: nothing was sent or saved by Atoll; save the model in the script"
+LONG_S = 60.0
+"""Seconds left of the run from which a waiting worker says them, too: below, they say less than what it waits for."""
 EVERY_S = 5.0
 WINDOW_S = 30.0
 
@@ -70,14 +72,15 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """Return a text for the log of a waiting worker: the seconds waited, the reason, and the run's remaining time.
+    """Return a text for the log of a waiting worker: the seconds waited, what it waits for, and the time left if long.
 
     Args:
         waited_s: seconds waited so far.
         reply: the server's last reply to the worker's request for a ticket; it has the reason and the remaining time.
     """
-    remaining = f"; {time_text} of the run" if (time_text := time_left(reply.left_s)) else ""
-    return f"waiting {waited_s:.0f} s: {reply.reason}{remaining}"
+    awaited = reply.reason or f"the round waits for {', '.join(reply.waiting_for) or 'the server'}"
+    remaining = f"; {time_left(reply.left_s)} of the run" if (reply.left_s or 0.0) >= LONG_S else ""
+    return f"waiting {waited_s:.0f} s: {awaited}{remaining}"
 
 
 class TransferProgress:

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import Settings
+from atoll.cli import main
 from atoll.testing.run import history
 
-COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "new"]
+COMMANDS = [*main.COMMANDS]
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
@@ -29,6 +30,23 @@ def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> N
     assert "Usage" in outcome.stdout
     if not arguments:
         assert [command for command in COMMANDS if command not in outcome.stdout] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_lists_each_command_by_its_own_words(name: str) -> None:
+    own = " ".join(main.loaded(name).help.split())
+    assert own.startswith(main.COMMANDS[name].rstrip("."))
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_help_imports_no_command() -> None:
+    """Nor what takes long to import: help has to be there at once."""
+    script = (
+        "import sys; from atoll.cli.main import app; app(['--help'], standalone_mode=False); "
+        "print([name for name in ('torch', 'numpy', 'pydantic', 'atoll.cli.run_command') if name in sys.modules])"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert outcome.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_command_prints_its_version(atoll_command) -> None:
@@ -58,6 +76,8 @@ def test_early_ctrl_c_leaves_no_traceback(tmp_path) -> None:
 
 
 WRONG = [
+    ("sevrer run.toml", "There is no command 'sevrer'. Did you mean atoll server?"),
+    ("server", "No run file was given, and no setting names an algorithm or a workflow. Give the run file"),
     ("server --roudns 5", "--rounds"),
     ("server --port 0 --set algorithm.name=diloco", "my_models:build"),
     ("server --set rounds.total=many", "command line: rounds.total = 'many'"),

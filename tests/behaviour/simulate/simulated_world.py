@@ -102,12 +102,26 @@ def simulation(
     sites: int = 4,
     processes: int = 1,
     engine: str = "local",
+    again: str = "resume",
     **settings: Any,
 ) -> atoll.Simulation:
-    """A simulation in a program; the run file, the client and `state` are in `folder`."""
+    """A simulation in a program; the run file, the client and `state` are in `folder`.
+
+    Args:
+        again: "resume" goes on with a run in `state`, whatever it was begun with; "fresh" begins anew beside it; else
+            the simulation decides.
+    """
     given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
     read = atoll.Settings.read(write(folder, client, **{"rounds.sites": sites} | settings), given)
-    return atoll.Simulation(settings=read, script=f"{folder / script}", sites=sites, processes=processes, engine=engine)
+    return atoll.Simulation(
+        settings=read,
+        script=f"{folder / script}",
+        sites=sites,
+        processes=processes,
+        engine=engine,
+        fresh=again == "fresh",
+        resume=again == "resume",
+    )
 
 
 def result_of(folder: Path, client: str = CLIENT, **how: Any) -> bytes:
@@ -190,6 +204,7 @@ def run(folder: Path, client: Any, **options: Any) -> Any:
     given = {
         "sites": 4,
         "processes": 1,
+        "resume": True,
         "rounds.total": 2,
         "algorithm.name": "fedavg",
         "disk.state_dir": folder / "state",

@@ -424,5 +424,7 @@ def test_simulate_uses_the_given_directory(nursery: Nursery, tmp_path: Path) -> 
     assert shown.wait() == 0
     assert "; no server answers): fedavg, " in shown.output()
     assert ", FINISHED" in shown.output()
-    again = simulate(nursery, tmp_path / "run.toml", *FOUR, "--dir", "atoll-run")
+    again = simulate(nursery, tmp_path / "run.toml", *FOUR, "--dir", "atoll-run", code=2)
+    assert "The run in atoll-run finished at version 1" in again
+    again = simulate(nursery, tmp_path / "run.toml", *FOUR, "--dir", "atoll-run", "--resume")
     assert "the simulation was already finished, at version 1; nothing was trained; " in again

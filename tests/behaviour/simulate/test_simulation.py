@@ -34,10 +34,14 @@ LOADED = [random.random(), np.random.rand(), torch.rand(()).item()]
 
 
 def draw(worker) -> None:
-    drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
-    train(worker)
+    before = [random.random(), np.random.rand(), torch.rand(()).item()]
+    model = build()
+    for fl_round in worker:
+        fl_round.load_into(model)
+        drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
+        fl_round.submit(model)
     with (HERE / "drawn").open("a") as file:
-        file.write(f"{worker.site} {' '.join(map(str, [*LOADED, *drawn]))}\\n")
+        file.write(f"{worker.site} {' '.join(map(str, [*LOADED, *before, *drawn]))}\\n")
 """
 
 
@@ -46,8 +50,8 @@ def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
     """The random numbers that a client draws in a round depend only on the seed, the site and the round, also after a
     restart.
 
-    This holds for all three generators. The random numbers that are drawn while the client is loaded depend on the seed
-    only.
+    This holds for all three generators. The numbers drawn before the rounds depend on the seed and the site, so that a
+    site has the same data in every round. The numbers drawn while the client is loaded depend on the seed only.
     """
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
@@ -67,6 +71,8 @@ def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
         assert len({line[column] for line in whole}) == 1
         assert {line[column] for line in whole}.isdisjoint(line[column] for line in other)
     for column in range(4, 7):
+        assert len({line[column] for line in [*whole, *other]}) == 2 * 4  # seeds, sites
+    for column in range(7, 10):
         assert len({line[column] for line in [*whole, *other]}) == 2 * 4 * 2  # seeds, sites, rounds
 
 
@@ -171,6 +177,48 @@ def test_scripts_find_the_programs_arguments(tmp_path: Path, monkeypatch: pytest
     for given, found in ({}, "--rate 0.1"), ({"arguments": ["--fast"]}, "--fast"), ({"arguments": []}, ""):
         run(tmp_path / (found or "none"), f"{tmp_path / 'client.py'}:train", **given)
         assert (tmp_path / "argv").read_text() == found
+
+
+# -- no stale answers
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, r"The run in .* finished at version 3, .* ago\. `--fresh` begins a new one and keeps this one"),
+        ({"client": CLIENT + "\n"}, "was begun otherwise: .*client.py has changed"),
+        ({"sites": 3}, "was begun otherwise: the sites are 3, were 4"),
+        ({"algorithm.name": "fedprox"}, 'was begun otherwise: algorithm.name is "fedprox", was "fedavg"'),
+    ],
+    ids=["finished", "code", "sites", "algorithm"],
+)
+def test_an_old_result_is_not_given_as_new(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    """The error says what differs; `fresh` begins anew beside the old run, `resume` returns its result."""
+    before = simulation(tmp_path).run()
+    with pytest.raises(UsageError, match=said):
+        simulation(tmp_path, **{"again": ""} | changed).run()
+    if not changed:
+        again = simulation(tmp_path).run()
+        assert (again.rounds, again.metrics) == (0, before.metrics)
+        assert simulation(tmp_path, again="fresh").run().rounds == 3
+        assert (tmp_path / "state-1" / "exports" / "model.safetensors").exists()
+
+
+def test_an_unfinished_simulation_with_other_code_is_refused(tmp_path: Path) -> None:
+    """It goes on without a word where nothing has changed; its own module counts as its code."""
+    client = CLIENT.replace("import atoll\n", "import atoll\nimport rates\n").replace("lr=0.1", "lr=rates.RATE")
+    (tmp_path / "rates.py").write_text("RATE = 0.1\n")
+    stops = failpoints("worker.write=enospc@90")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        with stops, pytest.raises(StoreError):
+            simulation(tmp_path, client, again="", **RULES).run()
+        (tmp_path / "rates.py").write_text("RATE = 0.2\n")
+        with pytest.raises(UsageError, match=r"stopped after version [12], .*: .*rates\.py has changed"):
+            simulation(tmp_path, client, again="", **RULES).run()
+        (tmp_path / "rates.py").write_text("RATE = 0.1\n")
+        assert simulation(tmp_path, client, again="", **RULES).run().version == 3
+        sys.modules.pop("rates", None)
 
 
 # -- what goes wrong

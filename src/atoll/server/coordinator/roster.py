@@ -14,6 +14,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import mean, median
 
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
@@ -511,24 +513,30 @@ def why_silent(
 # -- Estimate of a run's remaining time.
 
 
+STEADY = 2.0
+"""A first round that takes longer than so many medians of the later ones is not steady."""
 ROUNDS = 20
 """Number of last rounds of each fragment in the estimate. Older rounds say little about the current workers."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the estimated seconds until `commits_left` more versions are committed; None without two times.
+    """Return the estimated seconds until `commits_left` more versions are committed; None without three times.
 
     The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
-    mean is subtracted: a round that takes longer than the others does not make later rounds shorter.
+    mean is subtracted: a round that takes longer than the others does not make later rounds shorter. Rounds before the
+    first steady one do not count: sites load data and compile in them.
 
     Args:
         commits_s: times of commits, in order.
         commits_left: number of commits until the end of the run.
         now_s: current time, by the same clock.
     """
-    if len(commits_s) < 2:
+    if len(commits_s) < 3:
         return None
-    each_s = (commits_s[-1] - commits_s[0]) / (len(commits_s) - 1)
+    rounds_s = [after - before for before, after in pairwise(commits_s)]
+    while len(rounds_s) > 1 and rounds_s[0] > STEADY * median(rounds_s[1:]):
+        del rounds_s[0]
+    each_s = mean(rounds_s)
     return max(0.0, commits_left * each_s - min(max(0.0, now_s - commits_s[-1]), each_s))
 
 
@@ -561,7 +569,7 @@ class TimeLeft:
         """Return the estimated remaining seconds.
 
         Return None if the run has no end, is over, paused or being stopped, if too few sites take part, or before this
-        process has committed a round after the first.
+        process has committed two rounds after the first.
         """
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or state.paused or state.stopping or stands_still:

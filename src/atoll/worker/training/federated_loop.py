@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -528,6 +528,8 @@ class Worker(TaskWorker):
             return self._backend.next_round(wait_s)
 
     def _new_round(self, ticket: Ticket) -> Round:
+        if _begin_random is not None:
+            _begin_random(self.site, ticket.round)
         return Round(self._backend, ticket, self._copies, self._clock, self._session)
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
@@ -612,6 +614,21 @@ def joined_as(worker: Worker) -> Iterator[None]:
             os.environ.pop("ATOLL_SITE", None)
         else:
             os.environ["ATOLL_SITE"] = before
+
+
+_begin_random: Callable[[str, int], None] | None = None
+"""Seeds the random numbers of a site's round: site, number of the round. None: the script seeds them itself, or not."""
+
+
+@contextmanager
+def seeded_by(begin_random: Callable[[str, int], None]) -> Iterator[None]:
+    """Inside the `with` block, call `begin_random(site, number)` as each round begins, before the script has it."""
+    global _begin_random
+    before, _begin_random = _begin_random, begin_random
+    try:
+        yield
+    finally:
+        _begin_random = before
 
 
 def require_real(what: str) -> None:

@@ -1,0 +1,222 @@
+"""What `atoll run` shows: on a terminal a live table of the sites, elsewhere lines."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atoll.cli.text import awaited, duration, log_lines, number_of, numbers, size, time_left
+from atoll.format_text import visible
+from atoll.protocol.status_messages import Status, WorkerStatus
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+LOG = logging.getLogger("atoll.cli")
+
+SILENT_S = 1.5
+"""Seconds without a line after which a line says what is awaited. Later pauses double, up to `LONGEST_S`."""
+EARLY_S = 30.0
+"""Seconds of one wait in which the pauses do not double: a person may be watching the start."""
+LONGEST_S = 60.0
+NARROW = 60
+"""Columns of a terminal below which the table shows fewer columns."""
+MANY = 20
+"""Number of sites above which their joining is not told, and the table shows those first that need a look."""
+AROUND = 8
+"""Lines of a terminal that are not rows of the table."""
+COLUMNS = ("site", "state", "round", "seconds", "bytes", "metrics")
+
+
+class RunView:
+    """Shows a run. Call `show` several times a second.
+
+    Args:
+        sites: the names of the sites.
+        ended: site → how its process ended, as text; it grows.
+        quiet: show errors and warnings alone.
+        verbose: show what the processes print, too.
+        json: standard output is for the summary; lines go to standard error.
+
+    Attributes:
+        phase: what happens before the server answers, as text.
+        is_over: whether all processes of a finished run have ended.
+    """
+
+    def __init__(
+        self, sites: Sequence[str], ended: Mapping[str, str], *, quiet: bool, verbose: bool, json: bool
+    ) -> None:
+        log_lines(sys.stderr if json else None)
+        logging.getLogger("atoll").setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
+        self._sites, self._verbose = sites, verbose
+        self._wants_live = sys.stdout.isatty() and not (quiet or json) and os.environ.get("TERM") != "dumb"
+        self._live: Live | None = None
+        self._begin_s, self._due_s, self._pause_s, self._round = time.monotonic(), 0.0, SILENT_S, 0
+        self._joined, self._warned = set[str](), set[str]()
+        self._read: dict[Path, int] = {}
+        self.phase, self.ended, self.is_over = "", ended, False
+
+    def __enter__(self) -> RunView:
+        if self._wants_live:
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, line: str) -> None:
+        """Print a line, above the table if there is one."""
+        LOG.info("%s", visible(line))
+        self._spoke()
+
+    def _spoke(self) -> None:
+        self._due_s = time.monotonic() + self._pause_s
+
+    def begin_phase(self, text: str) -> None:
+        """Say what happens now, and repeat it while it takes longer."""
+        self.phase, self._begin_s, self._pause_s = text, time.monotonic(), SILENT_S
+        self.say(text)
+
+    def show(self, status: Status | None, where: str) -> None:
+        """Show the status of the run; None before its server has answered.
+
+        Args:
+            status: the status.
+            where: the server's address and the folder, for the line below the table.
+        """
+        if status is not None:
+            self._tell_news(status)
+        now_s = time.monotonic()
+        if self._live is not None:
+            self._live.update(self._table(status, where), refresh=True)
+        elif now_s >= self._due_s:
+            waited_s = now_s - self._begin_s
+            if waited_s > EARLY_S:
+                self._pause_s = min(2 * self._pause_s, LONGEST_S)
+            self.say(f"{self._sentence(status)} ({duration(waited_s)})")
+
+    def show_logs(self, logs: Mapping[str, Path]) -> None:
+        """With `verbose`, print the new lines of the processes' logs, each with the name of its process."""
+        for name, path in logs.items() if self._verbose else ():
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                whole, end, _ = file.read().rpartition(b"\n")
+            self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
+            for line in whole.decode(errors="replace").splitlines():
+                LOG.debug("%s", visible(f"{name} | {line}"))
+                self._spoke()
+
+    def skip_logs(self, logs: Mapping[str, Path]) -> None:
+        """Leave out what the logs have already, from an earlier start."""
+        self._read |= {path: path.stat().st_size for path in logs.values() if path.exists()}
+
+    def skip_rounds(self, status: Status) -> None:
+        """Leave out the rounds that a run has already, from an earlier start."""
+        self._round = status.history[-1].round if status.history else 0
+
+    # -- lines
+
+    def _tell_news(self, status: Status) -> None:
+        for worker in status.workers:
+            if worker.site not in self._joined and worker.state.startswith("alive") and worker.heard:
+                self._joined.add(worker.site)
+                if not self._round and len(self._sites) <= MANY:
+                    self.say(f"{worker.site} has joined")
+        for warning in status.warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                LOG.warning("%s", visible(warning))
+                self._spoke()
+        for summary in status.history:
+            if summary.fragment == 0 and summary.round > self._round:
+                self._round, self._begin_s, self._pause_s = summary.round, time.monotonic(), SILENT_S
+                updates = number_of(len(summary.sites), "update")
+                told = ", ".join(filter(None, [updates, numbers(summary.metrics), size(summary.bytes_up)]))
+                left = f"; {time_left(status.left_s)}" if status.left_s is not None and not status.finished else ""
+                self.say(f"round {summary.round} of {status.rounds or '∞'}: {told}{left}")
+
+    def _sentence(self, status: Status | None) -> str:
+        """Return what the run waits for."""
+        if status is None or not status.fragments:
+            return self.phase
+        if status.finished:
+            return "the run is finished" if self.is_over else "the run is finished; its processes end"
+        missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
+        if missing and not self._round:
+            return f"waiting for {_some(missing)}, which {'imports' if len(missing) == 1 else 'import'} the script"
+        fragment = status.fragments[0]
+        return f"round {self._round + 1} of {status.rounds or '∞'}: {awaited(fragment) or fragment.phase}"
+
+    # -- the table
+
+    def _table(self, status: Status | None, where: str) -> RenderableType:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        assert self._live is not None
+        console = self._live.console
+        is_narrow = console.width < NARROW
+        shown = [0, 1, 5] if is_narrow else range(len(COLUMNS))
+        grid = Table(box=None, pad_edge=False, header_style="bold")
+        for column in shown:
+            grid.add_column(
+                COLUMNS[column],
+                overflow="fold",  # a shortened name could be that of another site
+                justify="right" if column in (2, 3, 4) else "left",
+                min_width=4,
+            )
+        rows = self._rows(status)
+        most = max(3, console.height - AROUND)
+        for row in rows[:most]:
+            cells = [Text(visible(row[column])) for column in shown]
+            cells[1].stylize("red" if row[0] in self.ended else "green" if row[2] != "-" else "dim")
+            grid.add_row(*cells)
+        more = [Text(f"and {len(rows) - most} more sites", style="dim")] if len(rows) > most else []
+        left = time_left(status.left_s) if status is not None else ""
+        line = "; ".join(filter(None, [self._sentence(status), left]))
+        elapsed = duration(math.floor(time.monotonic() - self._begin_s))
+        return Group(grid, *more, Text(f"{visible(line)} ({elapsed})"), Text(where, style="dim"))
+
+    def _rows(self, status: Status | None) -> list[tuple[str, ...]]:
+        """Return the cells of all sites: those that have ended first, then those that are awaited."""
+        found = {worker.site: worker for worker in status.workers} if status is not None else {}
+        late = [each.site for fragment in status.fragments for each in fragment.waiting_for] if status else []
+        order = {site: 0 if site in self.ended else 1 if site in late else 2 for site in self._sites}
+        is_whole = len(self._sites) <= MANY
+        names = list(self._sites) if is_whole else sorted(self._sites, key=lambda site: order[site])
+        return [self._row(site, found.get(site)) for site in names]
+
+    def _row(self, site: str, worker: WorkerStatus | None) -> tuple[str, ...]:
+        if worker is None or site in self.ended:
+            return (site, self.ended.get(site, "starts"), "-", "-", "-", "")
+        last, step = worker.last, f", step {worker.step}" if worker.step else ""
+        nbytes = worker.bytes_up + worker.bytes_down or (last.nbytes if last else 0)
+        return (
+            site,
+            worker.doing or worker.state if worker.state.startswith("alive") else worker.state,
+            f"{worker.rounds}{step}",
+            duration(last.train_seconds) if last else "-",
+            size(nbytes),
+            worker.error or numbers(last.metrics if last else worker.metrics),
+        )
+
+
+def _some(sites: Sequence[str]) -> str:
+    more = len(sites) - 3
+    return ", ".join(sites[:3]) + (f" and {more} more" if more > 0 else "")
