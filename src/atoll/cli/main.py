@@ -36,7 +36,7 @@ COMMANDS = {
     "pause": "Pause a run: no round begins, and its sites wait. Updates that they are training still count.",
     "resume": "Let a paused run go on. With --dir, while no server runs, also a run that was stopped.",
     "stop": "End a run in good order: after the present round its result is saved, and its sites and its server end.",
-    "rollback": "Let a run go back to an earlier version that its server still has, with the whole state of its optimizer.",
+    "rollback": "Let a run go back to an earlier version that its server still has.",
     "compare": "Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.",
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
     "evaluate": "Evaluate models of a run, and the sites' own models, on the data of each site.",
