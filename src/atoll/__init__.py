@@ -12,10 +12,10 @@
 
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
-Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
-`atoll.functional` has functions for scripts that have no loop over rounds. `atoll.testing` helps to test plugins and
-scripts. The base classes for your own extensions are in `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and
-`reducers`.
+Public modules: `atoll.recipes` starts a run in one call. `atoll.data` splits a data set over sites. `atoll.objects`
+passes tensors by reference. `atoll.functional` has functions for scripts that have no loop over rounds. `atoll.testing`
+helps to test plugins and scripts. The base classes for your own extensions are in `atoll.algorithms`, `codecs`,
+`filters`, `outer_optimizers` and `reducers`.
 
 Importing this module is fast: each name imports its dependencies on first use.
 """
@@ -69,6 +69,7 @@ _HOMES = {
 _MODULES = {
     "algorithms",
     "codecs",
+    "data",
     "errors",
     "filters",
     "functional",
