@@ -31,8 +31,9 @@ from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
 from atoll.simulate.engine import Beginning, Engine
 from atoll.simulate.local_processes import LocalHost
+from atoll.simulate.progress import Progress
 from atoll.simulate.schedule_sites import SiteScheduler, now
-from atoll.simulate.script import name_of, require_outside
+from atoll.simulate.script import arguments_of_program, given_function, label_of, name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site
@@ -88,10 +89,12 @@ class Simulation:
     Args:
         model: the initial model, as for `atoll.Server`.
         settings: settings of the run, as for `atoll.Server`.
-        script: the training code of each site: a function with one argument, the worker, at the top level of a file;
-            the name of such a function (`train.py:train`, `my_package.module:train`); or a script (`train.py`). By
-            default the setting `run.script`.
-        arguments: arguments of the script, which the script finds in `sys.argv`; None: those of this program.
+        script: the training code of each site: a function with one argument, the worker; the name of one at the top
+            level of a file (`train.py:train`, `my_package.module:train`); or a script (`train.py`). Processes load it
+            by its name. If no name leads to a function (of a notebook cell, a lambda, a partial), they are forks of
+            this process. By default the setting `run.script`.
+        arguments: arguments of the script, which the script finds in `sys.argv`; None: those of this program, or none
+            in a notebook.
         sites: the number of sites, with names `site-0000` and so on; or a list of names. By default the setting
             `rounds.sites`.
         processes: number of processes that train the sites; by default one for each core.
@@ -103,7 +106,7 @@ class Simulation:
 
     Raises:
         ConfigError: a setting is unknown, wrong or not supported in a simulation, or contradicts an argument.
-        UsageError: the script is a function that other processes cannot import.
+        UsageError: the script is a function that other processes cannot import, and the engine is `ray`.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -123,13 +126,13 @@ class Simulation:
     ) -> None:
         require_outside()
         if not isinstance(settings, Settings):
-            count = {} if sites is None else {"rounds.sites": len(_names(sites))}
+            count = {} if sites is None else {"rounds.sites": len(names_of(sites))}
             settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
         settings = settings_beside(
             "Simulation", settings, model=model, outer_optimizer=outer_optimizer, filters=filters
         )
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
-        self.sites = _names(settings.rounds.sites if sites is None else sites)
+        self.sites = names_of(settings.rounds.sites if sites is None else sites)
         self.settings = _simulated(settings, len(self.sites))
         self._model, self._outer = model, outer_optimizer
         script = script if script is not None else settings.run.script
@@ -139,13 +142,15 @@ class Simulation:
                 "Set run.script to 'train.py:train', a function that takes a worker, or to 'train.py', a "
                 "script that calls atoll.join.",
             )
-        self._script, self._arguments = name_of(script), tuple(sys.argv[1:] if arguments is None else arguments)
         require_engine(engine, processes, address)
+        function = given_function(script, engine)
+        self._script = name_of(script) if function is None else label_of(function)
+        self._arguments = arguments_of_program() if arguments is None else tuple(arguments)
         self._processes = processes or cores()
-        self._engine = _engine(engine, self._processes, address)
+        self._engine = _engine(engine, self._processes, address, function)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
-        self._on_round = on_round or (lambda summary: None)
+        self._on_round, self._progress = on_round, Progress(self.settings)
         self._thread = LoopThread("atoll-simulation", self._main)
         self._started = False
         self._result: Simulated | None = None
@@ -161,6 +166,7 @@ class Simulation:
             AtollError: the simulation cannot start or continue. The message has the remedy.
             UsageError: `stop` was called before the simulation was finished.
         """
+        self._progress.begin()
         self.start()
         try:
             self._thread.wait()
@@ -168,6 +174,8 @@ class Simulation:
             print_interrupt_in_a_line(error)
             self.stop()
             raise
+        finally:
+            self._progress.end()
         if self._result is None:
             raise UsageError(
                 "The simulation was stopped before it was finished.", "Start it again with the same state directory."
@@ -241,7 +249,7 @@ class Simulation:
             keep_status(served)
             lasts = plan.algorithm.state_groups or plan.codec.feedback or plan.schema.kept
             folder = Path(beginning.sites) if lasts else None
-            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._on_round)
+            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._round_ended)
             if not run.state.finished:
                 await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, scheduler)
             first, begin_s = run.state.rounds[0].done, time.monotonic()
@@ -252,6 +260,11 @@ class Simulation:
             run.send_away()
             keep_status(served)
             await served.coordinator.stop()
+
+    def _round_ended(self, summary: status_messages.RoundSummary) -> None:
+        self._progress.show(summary)
+        if self._on_round is not None:
+            self._on_round(summary)
 
     def _beginning(self, served: ServedRun) -> Beginning:
         return Beginning(
@@ -299,7 +312,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _names(sites: int | Sequence[str]) -> list[str]:
+def names_of(sites: int | Sequence[str]) -> list[str]:
+    """Return the names of simulated sites: those given, or `site-0000` and so on.
+
+    Raises:
+        ConfigError: there is no site, or a name is wrong or given twice.
+    """
     if not isinstance(sites, int):
         names = [require_site(site) for site in sites]
         if len(set(names)) != len(names) or not names:
@@ -310,9 +328,9 @@ def _names(sites: int | Sequence[str]) -> list[str]:
     return [f"site-{number:04}" for number in range(sites)]
 
 
-def _engine(name: str, processes: int, address: str | None) -> Engine:
+def _engine(name: str, processes: int, address: str | None, function: Callable[..., Any] | None) -> Engine:
     if name == "local":
-        return Engine(LocalHost(), processes)
+        return Engine(LocalHost(function), processes)
     from atoll.simulate.ray_actors import RayHost
 
     return Engine(RayHost(processes, address), processes)
