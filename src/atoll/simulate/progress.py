@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,14 @@ class Progress:
         self._shown_s = 0.0
 
     def begin(self) -> None:
-        """Show the table, in the cell that runs. Call this in the thread of the cell."""
+        """Show the table, in the cell that runs, and no log lines below WARNING. Call this in the cell's thread."""
         if in_notebook():
             import IPython.display as ipython
 
             show: Any = ipython.display  # untyped
             self._display = show(self, display_id=True)
+            if (log := logging.getLogger("atoll")).level == logging.NOTSET:
+                log.setLevel(logging.WARNING)  # the table has what the lines say
 
     def show(self, summary: RoundSummary) -> None:
         """Show a round that has ended, if the last update was `PERIOD_S` ago."""

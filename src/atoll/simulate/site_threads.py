@@ -18,7 +18,7 @@ from torch import nn
 
 from atoll import runtime
 from atoll.config import Settings
-from atoll.errors import RunFailed, UsageError, print_interrupt_in_a_line, public_api
+from atoll.errors import ConfigError, RunFailed, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol import run_events, status_messages
 from atoll.server.serve import Server
@@ -67,12 +67,9 @@ def run(
 
     Raises:
         AtollError: the run cannot start or continue. The message has the remedy.
+        ConfigError: the run has fragments, ranks, a number of local steps between synchronisations, tasks or a swarm.
         RunFailed: so many sites have failed that a round cannot end.
     """
-    if not callable(script):
-        raise UsageError(
-            f"script is {script!r}.", "Pass a function that takes the worker. atoll.Simulation also takes names."
-        )
     names = names_of(sites)
     if not isinstance(settings, Settings):
         settings = {"network.port": 0, "rounds.sites": len(names), **(settings or {})}
@@ -148,6 +145,8 @@ class _Threads:
             self._server.wait(0.0)  # raises the error of a failed run
             if self._server.status().finished:
                 continue
+            if isinstance(error, ConfigError):  # such a site cannot take part in the run
+                raise error
             why = "its script returned before the end of the run" if error is None else str(error)
             result = result_of_error(error) if error is not None else None
             self._failed[site] = result.error if result is not None else why
