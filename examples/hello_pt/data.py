@@ -15,9 +15,7 @@ RECORD_BYTES = 1 + 3 * 32 * 32
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """(train, test)."""
     small, labels = data.digits().tensors
-    pictures = (
-        (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
-    )
+    pictures = (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
     return TensorDataset(pictures[:1400], labels[:1400]), TensorDataset(pictures[1400:], labels[1400:])
 
 

@@ -37,9 +37,7 @@ def pictures() -> tuple[Tensor, Tensor]:
         found = torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()).float() / 127.5 - 1.0
         return found, torch.from_numpy(records[:, 0].astype(np.int64))
     small, labels = data.digits().tensors
-    large = (
-        (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
-    )
+    large = (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
     return large, labels
 
 
