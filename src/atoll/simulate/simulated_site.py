@@ -329,7 +329,7 @@ def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:
 
 
 _NO_FORK = (
-    "Train with atoll.run, whose sites are threads of this program; or put the function into a file, so that other "
+    "Train with atoll.run, where sites are threads of this program; or put the function into a file, so that other "
     "processes can import it."
 )
 
