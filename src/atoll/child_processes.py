@@ -236,7 +236,7 @@ class _Forked:
             return self._code
 
 
-def _be_child(main: Callable[[], object], parent: int, let_go: Path) -> NoReturn:
+def _be_child(main: Callable[[], object], let_go: Path) -> NoReturn:
     """Run `main` in a process that was just forked, then end the process."""
     code = 1
     try:
@@ -244,8 +244,6 @@ def _be_child(main: Callable[[], object], parent: int, let_go: Path) -> NoReturn
         signal.set_wakeup_fd(-1)  # of the parent's event loop
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
             with contextlib.suppress(OSError):  # the folder's own descriptor
@@ -255,8 +253,7 @@ def _be_child(main: Callable[[], object], parent: int, let_go: Path) -> NoReturn
         os.dup2(2, 1)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 (those of a notebook are no files)
-        if os.getppid() == parent:
-            main()
+        main()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -305,12 +302,12 @@ class PipedProcess:
             main: gets the file descriptor of the child's end of the pipe.
             let_go: the child keeps no file of this folder open: its locks are this process's.
         """
-        process, parent = cls.__new__(cls), os.getpid()
+        process = cls.__new__(cls)
         with _forking, warnings.catch_warnings():  # else another fork could keep the child's end open
             warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
             own_end, child_end = ProcessPipe.pair()
             if not (pid := os.fork()):
-                _be_child(partial(main, child_end.fileno()), parent, let_go)
+                _be_child(partial(main, child_end.fileno()), let_go)
             child_end.close()
         process.pid, process.pipe, process._popen = pid, ProcessPipe(own_end), _Forked(pid)
         return process

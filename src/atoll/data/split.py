@@ -173,9 +173,8 @@ def by_attribute(
         )
     draw = _draw(seed)
     order = draw.permutation(len(values))
-    slots = np.arange(len(names) * each) if per_site is not None else np.arange(max(len(names), len(values)))
     owners: list[list[int]] = [[] for _ in values]
-    for slot in slots:
+    for slot in range(len(names) * each if per_site is not None else max(len(names), len(values))):
         owners[order[slot % len(values)]].append(slot // each if per_site is not None else slot % len(names))
     parts: list[list[Indices]] = [[] for _ in names]
     for code, owning in enumerate(owners):
