@@ -21,6 +21,7 @@ PUBLIC = [
     "join",
     "register",
     "resolve",
+    "run",
     "tasks",
 ]
 

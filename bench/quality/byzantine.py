@@ -22,7 +22,8 @@ import matplotlib
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 
 import torch
-from demo_data import Images, digits
+from dealt_digits import digits
+from demo_data import Images
 from results import FOLDER, Gate, write
 from safetensors.torch import load_file
 from torch import Tensor, nn

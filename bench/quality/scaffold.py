@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "demo"))
 
 import numpy as np
 import torch
-from demo_data import deal, digits
+from dealt_digits import deal, digits
 from lightning.pytorch import LightningModule, Trainer
 from pictures import Pictures, cifar10
 from scaffold_report import found_before, report

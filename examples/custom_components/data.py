@@ -5,6 +5,8 @@ import zlib
 import torch
 from torch import Tensor
 
+from atoll.data import holdout
+
 Pictures = tuple[Tensor, Tensor]
 """Pictures [N, 1, 8, 8], and labels [N]."""
 
@@ -15,5 +17,5 @@ def load(site: str, count: int = 512) -> tuple[Pictures, Pictures]:
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (count,), generator=own)
     pictures = patterns[labels] + 2.0 * torch.randn(count, 1, 8, 8, generator=own)
-    cut = count * 4 // 5
-    return (pictures[:cut], labels[:cut]), (pictures[cut:], labels[cut:])
+    train, test = holdout(count, 0.2)
+    return (pictures[train], labels[train]), (pictures[test], labels[test])

@@ -6,11 +6,11 @@ import random
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import torch
 from demo_models import CONTEXT_BYTES
 from torch import Tensor
 
+from atoll import data
 from atoll.errors import ConfigError
 
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -71,51 +71,18 @@ Images = tuple[Tensor, Tensor]
 """Images [N, 1, 8, 8] in 0 … 1, and labels [N]."""
 
 
-def digits(sites: int, seed: int, concentration: float = 0.3, least: int = 20) -> tuple[list[Images], Images]:
-    """scikit-learn's digits, non-IID: each class is dealt to the sites by shares drawn from a Dirichlet distribution.
+def digits(sites: int, seed: int, alpha: float = 0.3, least: int = 20) -> tuple[list[Images], Images]:
+    """scikit-learn's digits, non-IID: the images of each digit are divided by shares from a Dirichlet distribution.
 
     Args:
-        concentration: the smaller, the more the sites differ.
-        least: images that every site has; drawn again until it is so.
+        alpha: the smaller, the more the sites differ.
+        least: images that every site has.
 
     Returns:
         (the images of every site, the test images that none of them has).
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise ConfigError("The federated demo needs scikit-learn.", "pip install 'atoll[demo]'") from None
-    loaded = load_digits()
-    images, labels = loaded.images.astype(np.float32) / 16.0, loaded.target.astype(np.int64)
-    draw = np.random.default_rng(seed)
-    order = draw.permutation(len(labels))
-    test, train = order[: len(order) // 5], order[len(order) // 5 :]
-    owners = deal(labels, train, sites, draw, concentration, least)
-
-    def take(indices: list[int]) -> Images:
-        return torch.from_numpy(images[indices]).unsqueeze(1), torch.from_numpy(labels[indices])
-
-    return [take(owner) for owner in owners], take(test.tolist())
-
-
-def deal(
-    labels: np.ndarray, members: np.ndarray, sites: int, draw: np.random.Generator, concentration: float, least: int
-) -> list[list[int]]:
-    """Deal `members`, indices of `labels` (whole numbers, [N]), to the sites; the arguments are those of `digits`.
-
-    Returns:
-        the indices of every site.
-    """
-    while True:
-        owners: list[list[int]] = [[] for _ in range(sites)]
-        for label in np.unique(labels):
-            found = members[labels[members] == label]
-            shares = draw.dirichlet([concentration] * sites)
-            cuts = (np.cumsum(shares)[:-1] * len(found)).astype(int)
-            for owner, part in zip(owners, np.split(found, cuts), strict=True):
-                owner.extend(part.tolist())
-        if min(map(len, owners)) >= least:
-            return owners
+    images, labels = data.digits().tensors
+    train, test = data.holdout(labels, 0.2, seed=seed)
+    images_train, labels_train = images[train], labels[train]
+    parts = data.dirichlet(labels_train, sites, alpha, seed=seed, min_size=least)
+    return [(images_train[part], labels_train[part]) for part in parts], (images[test], labels[test])

@@ -6,18 +6,16 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
+from atoll import data
+
 RECORD_BYTES = 1 + 3 * 32 * 32
 """Of CIFAR-10's binary version: the label, then the picture."""
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """(train, test)."""
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    small = torch.from_numpy(loaded.images).float().unsqueeze(1) / 8.0 - 1.0
-    pictures = small.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).expand(-1, 3, -1, -1).contiguous()
-    labels = torch.from_numpy(loaded.target).long()
+    small, labels = data.digits().tensors
+    pictures = (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
     return TensorDataset(pictures[:1400], labels[:1400]), TensorDataset(pictures[1400:], labels[1400:])
 
 

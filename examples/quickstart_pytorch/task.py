@@ -6,7 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from atoll import data
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 """Of CIFAR-10's binary version: the label, then the picture."""
@@ -34,20 +36,15 @@ def pictures() -> tuple[Tensor, Tensor]:
         records = np.concatenate([np.fromfile(path, np.uint8) for path in files]).reshape(-1, RECORD_BYTES)
         found = torch.from_numpy(records[:, 1:].reshape(-1, 3, 32, 32).copy()).float() / 127.5 - 1.0
         return found, torch.from_numpy(records[:, 0].astype(np.int64))
-    from sklearn.datasets import load_digits
-
-    loaded = load_digits()
-    small = torch.from_numpy(loaded.images).float().unsqueeze(1) / 8.0 - 1.0
-    large = small.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).expand(-1, 3, -1, -1).contiguous()
-    return large, torch.from_numpy(loaded.target).long()
+    small, labels = data.digits().tensors
+    large = (2.0 * small - 1.0).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).repeat(1, 3, 1, 1)
+    return large, labels
 
 
 def load_data(partition: int, partitions: int, batch_size: int) -> tuple[DataLoader, DataLoader]:
     """An even share of the pictures: 80 % of it to train on, 20 % to evaluate on."""
-    data, labels = pictures()
-    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(42))[partition::partitions]
-    cut = len(order) * 4 // 5
-    train, test = (TensorDataset(data[part], labels[part]) for part in (order[:cut], order[cut:]))
+    mine = data.iid(TensorDataset(*pictures()), partitions, seed=42).subset(partition)
+    train, test = (Subset(mine, indices) for indices in data.holdout(mine, 0.2, seed=42))
     return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(test, batch_size=256)
 
 

@@ -12,10 +12,12 @@
 
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
-Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
-`atoll.functional` has functions for scripts that have no loop over rounds. `atoll.testing` helps to test plugins and
-scripts. The base classes for your own extensions are in `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and
-`reducers`.
+    atoll.run(model, train, sites=3, settings=settings)    # a few sites as threads of this program: in a notebook
+
+Public modules: `atoll.recipes` starts a run in one call. `atoll.data` splits a data set over sites. `atoll.objects`
+passes tensors by reference. `atoll.functional` has functions for scripts that have no loop over rounds. `atoll.testing`
+helps to test plugins and scripts. The base classes for your own extensions are in `atoll.algorithms`, `codecs`,
+`filters`, `outer_optimizers` and `reducers`.
 
 Importing this module is fast: each name imports its dependencies on first use.
 """
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from atoll.registry import register
     from atoll.server.serve import Server
     from atoll.simulate.simulation import Simulation
+    from atoll.simulate.site_threads import run
     from atoll.tensors.lazy_tensors import resolve
     from atoll.tensors.reference import TensorRef
     from atoll.worker.tasks.answer_tasks import tasks
@@ -49,6 +52,7 @@ __all__ = [
     "join",
     "register",
     "resolve",
+    "run",
     "tasks",
 ]
 
@@ -62,6 +66,7 @@ _HOMES = {
     "join": "atoll.worker.training.federated_loop:join",
     "register": "atoll.registry:register",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
+    "run": "atoll.simulate.site_threads:run",
     "tasks": "atoll.worker.tasks.answer_tasks:tasks",
 }
 
@@ -69,6 +74,7 @@ _HOMES = {
 _MODULES = {
     "algorithms",
     "codecs",
+    "data",
     "errors",
     "filters",
     "functional",

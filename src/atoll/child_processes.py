@@ -12,11 +12,13 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from atoll.posix import open_own, usable
 
@@ -226,6 +228,54 @@ class ProcessPipe:
         self._socket.close()
 
 
+_forking = threading.Lock()
+
+
+class _Forked:
+    """A forked process, with the methods of `subprocess.Popen` that are used here."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._code: int | None = None
+        self._lock = threading.Lock()  # two threads may wait
+
+    def kill(self) -> None:
+        if self._code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        with self._lock:
+            if self._code is None:
+                self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            return self._code
+
+
+def _be_child(main: Callable[[], object], let_go: Path) -> NoReturn:
+    """Run `main` in a process that was just forked, then end the process."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)  # of the parent's event loop
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in map(int, os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()):
+            with contextlib.suppress(OSError):  # the folder's own descriptor
+                if os.readlink(f"/proc/self/fd/{fd}").startswith(f"{let_go.resolve()}{os.sep}"):
+                    os.dup2(nothing, fd)  # not closed: an object that owns the number may close it later
+        os.dup2(nothing, 0)
+        os.dup2(2, 1)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 (those of a notebook are no files)
+        main()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 class PipedProcess:
     """A child process that runs the function `main` of a module. Exchange messages with it through `pipe`.
 
@@ -245,7 +295,7 @@ class PipedProcess:
         numbers = child_end.fileno(), *numbers
         code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main{numbers}"
         try:
-            self._popen = subprocess.Popen(
+            self._popen: subprocess.Popen[bytes] | _Forked = subprocess.Popen(
                 [sys.executable, "-c", code, *sys.path],
                 pass_fds=[child_end.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
@@ -256,6 +306,26 @@ class PipedProcess:
         finally:
             child_end.close()
         self.pid, self.pipe = self._popen.pid, ProcessPipe(own_end)
+
+    @classmethod
+    def forked(cls, main: Callable[[int], object], let_go: Path) -> PipedProcess:
+        """Return a fork of this process that calls `main`, which therefore may be a function that no name leads to.
+
+        The child has one thread, and no signal handlers of this process.
+
+        Args:
+            main: gets the file descriptor of the child's end of the pipe.
+            let_go: the child keeps no file of this folder open: its locks are this process's.
+        """
+        process = cls.__new__(cls)
+        with _forking, warnings.catch_warnings():  # else another fork could keep the child's end open
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            own_end, child_end = ProcessPipe.pair()
+            if not (pid := os.fork()):
+                _be_child(partial(main, child_end.fileno()), let_go)
+            child_end.close()
+        process.pid, process.pipe, process._popen = pid, ProcessPipe(own_end), _Forked(pid)
+        return process
 
     def kill(self) -> None:
         """Kill the process."""

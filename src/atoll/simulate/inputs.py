@@ -13,11 +13,11 @@ import shlex
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -26,6 +26,7 @@ from atoll.config.run_file import CODE, FILTERS, FUNCTIONS, moved
 from atoll.errors import AtollError, ConfigError, StoreError, UsageError
 from atoll.format_text import duration
 from atoll.json_files import NoteDamaged, peek_note, write_note
+from atoll.simulate.script import label_of, source_of
 from atoll.store.reader import has_run, open_state
 from atoll.store.store import lock_directory
 
@@ -58,15 +59,26 @@ class Inputs:
     sites: list[str]
 
     @classmethod
-    def of(cls, settings: Settings, script: str, arguments: Sequence[str], sites: Sequence[str]) -> Inputs:
-        """Return what a run would be begun with now."""
-        named = [script, *(settings.at(key) for key in FUNCTIONS), *(settings.at(key).path for key in CODE)]
+    def of(
+        cls,
+        settings: Settings,
+        script: str | Callable[..., Any],
+        arguments: Sequence[str],
+        sites: Sequence[str],
+    ) -> Inputs:
+        """Return what a run would be begun with now. A `script` that is a function is known by its source alone."""
+        own = {} if isinstance(script, str) else {label_of(script): blake3(source_of(script).encode()).hexdigest()}
+        named = [
+            script if isinstance(script, str) else "",
+            *(settings.at(key) for key in FUNCTIONS),
+            *(settings.at(key).path for key in CODE),
+        ]
         named += [table.get("path") for key in FILTERS for table in settings.at(key)]
         values = {key: value for key, value in settings.by_key().items() if not key.startswith(PLACES)}
         paths = [settings.model.source or "", *(each.rpartition("=")[2] for each in arguments)]
         return cls(
             settings={key: _text(key, value) for key, value in values.items() if value is not None},
-            code=_digests([str(each) for each in named if each]),
+            code=_digests([str(each) for each in named if each]) | own,
             data={path: state for path in paths if path and (state := _state(Path(path)))},
             arguments=list(arguments),
             sites=list(sites),

@@ -2,8 +2,8 @@
 
 `LocalProcess` is the simulation's side of a process; `main` runs in the process.
 
-A process loads the user's code once, then trains one site at a time. Messages and file descriptors are sent over a
-socket pair:
+A process loads the user's code once, or has it as a fork of the simulation's process. Then it trains one site at a
+time. Messages and file descriptors are sent over a socket pair:
 
     from the simulation                        to the simulation
     begin      what to load                    ready | bad    the script is loaded | cannot be loaded
@@ -26,6 +26,9 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from atoll.child_processes import PipedProcess, ProcessPipe
 from atoll.errors import AtollError, ConfigError, RunFailed
@@ -42,17 +45,29 @@ _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": 
 """Variables that make malloc keep freed buffers of some MiB, so that it need not get new pages in every round."""
 
 
+OF_OTHERS = ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS")
+"""Variables that are meant for other processes."""
+
+
 class LocalHost:
-    """Starts the processes of a simulation on this machine."""
+    """Starts the processes of a simulation on this machine.
+
+    Args:
+        function: the training code if no name leads to it: a function of a notebook cell, a lambda, a partial. The
+            processes are then forks of this one, and have it with all that it refers to. None: they load the script.
+    """
 
     name, kind, ahead = "local", "a process", AHEAD
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
 
     def open(self) -> None:
         """Do nothing: this machine needs no preparation."""
 
     def begin(self, beginning: Beginning) -> LocalProcess:
         """Start a process and return it; the process then loads the script."""
-        return LocalProcess(beginning)
+        return LocalProcess(beginning, self._function)
 
     def close(self) -> None:
         """Do nothing: `open` has created nothing."""
@@ -61,17 +76,22 @@ class LocalHost:
 class LocalProcess:
     """A process on this machine that trains simulated sites: the simulation's side."""
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: Beginning, function: Callable[..., Any] | None = None) -> None:
         self._base = ""  # digest of the version that was sent to the process last
         self._numbers, self._put = OwnedFile(), OwnedFile()
         self._numbers.fd, self._put.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # same order of sets in every process
-        for name in ("ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR", "ATOLL_FAILPOINTS"):  # meant for other processes
-            environment.pop(name, None)
-        numbers = self._numbers.fd
-        self._process = PipedProcess(
-            "atoll.simulate.local_processes", numbers, os.getpid(), environment=environment, inherited=[numbers]
-        )
+        numbers, parent = self._numbers.fd, os.getpid()
+        if function is not None:
+            self._process = PipedProcess.forked(
+                lambda channel: main(channel, numbers, parent, function), Path(beginning.sites).parent
+            )
+        else:
+            environment = {"PYTHONHASHSEED": "0"} | _MEMORY | dict(os.environ)  # same order of sets in every process
+            for name in OF_OTHERS:
+                environment.pop(name, None)
+            self._process = PipedProcess(
+                "atoll.simulate.local_processes", numbers, parent, environment=environment, inherited=[numbers]
+            )
         self.pid, self._pipe = self._process.pid, self._process.pipe
         with contextlib.suppress(OSError):  # if the process has ended, `ready` reports that
             self._pipe.send({"what": "begin", "beginning": beginning.model_dump(mode="json")})
@@ -153,21 +173,24 @@ class LocalProcess:
 # -- in the process
 
 
-def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
+def main(channel_fd: int, numbers_fd: int, parent: int, function: Callable[..., Any] | None = None) -> None:
     """Work on the jobs that arrive through the socket until the simulation has ended: the main function of the process.
 
     Args:
         channel_fd: file descriptor of the socket.
         numbers_fd: file descriptor of the read end of the pipe with job numbers.
         parent: process id of the simulation. On Linux, the kernel kills this process when the simulation ends.
+        function: the training code of a process that was forked.
     """
+    for name in OF_OTHERS:
+        os.environ.pop(name, None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(0)
     _print_whole_lines()
     with contextlib.suppress(EOFError, OSError):
-        _TrainingProcess(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd).serve()
+        _TrainingProcess(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd, function).serve()
 
 
 def take_number(fd: int) -> int | None:
@@ -199,15 +222,15 @@ def _print_whole_lines() -> None:
 
 
 class _TrainingProcess:
-    def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
-        self._channel, self._numbers_fd = channel, numbers_fd
+    def __init__(self, channel: ProcessPipe, numbers_fd: int, function: Callable[..., Any] | None) -> None:
+        self._channel, self._numbers_fd, self._function = channel, numbers_fd, function
         self._jobs: dict[int, tuple[SiteRound, int]] = {}  # received and not begun, oldest first
         self._bases: dict[str, int] = {}  # digest of a version → its file descriptor, oldest first
 
     def serve(self) -> None:
         data, _ = self._channel.receive()
         try:
-            trainer = SiteTrainer(Beginning.model_validate(data["beginning"]))
+            trainer = SiteTrainer(Beginning.model_validate(data["beginning"]), self._function)
         except AtollError as error:
             if error.trace:
                 print(error.trace, file=sys.stderr)

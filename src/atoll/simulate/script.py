@@ -3,11 +3,15 @@
 train.py:train      a function with one argument, the worker that `atoll.join` would return
 train.py:main       a function without arguments, which calls `atoll.join`
 train.py            a script, which calls `atoll.join`
+
+A function that no name leads to, such as one of a notebook cell, is inherited by forked processes.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from atoll import registry
 from atoll.errors import ConfigError, UsageError
+from atoll.simulate.progress import in_notebook
 
 if TYPE_CHECKING:
     from atoll.worker.training.federated_loop import Worker
@@ -64,12 +69,41 @@ def name_of(script: str | Callable[..., Any]) -> str:
 
 def _name_of_function(function: Callable[..., Any]) -> str:
     if not (place := registry.importable_place(function)):
-        name = getattr(function, "__qualname__", "")
         raise UsageError(
-            f"The function {name or function!r} cannot be imported by another process.",
-            "Use a function at the top level of a file. Pass varying values as module variables or settings.",
+            f"The function {label_of(function)} cannot be imported by another process.",
+            "Use a function at the top level of a file, or engine 'local' on a system that can fork processes.",
         )
     return place
+
+
+def given_function(script: object, engine: str) -> Callable[..., Any] | None:
+    """Return the training code if it is a function that only a fork of this process has; else None."""
+    if callable(script) and engine == "local" and hasattr(os, "fork") and not registry.importable_place(script):
+        return script
+    return None
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """Return a function's name for messages; of a partial, that of its function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Return a function's source text; where there is none, its bytecode. Of a partial, that of its function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        code = getattr(function, "__code__", None)
+        return str(code.co_code if code else type(function))
+
+
+def arguments_of_program() -> tuple[str, ...]:
+    """Return the arguments of this program; none in a notebook, where they are those of the kernel."""
+    return () if in_notebook() else tuple(sys.argv[1:])
 
 
 class Script:
@@ -78,22 +112,24 @@ class Script:
     A function is imported once and called for each site. A script is run from its beginning for each site.
 
     Args:
-        name: the name that `name_of` returned.
+        name: the name that `name_of` returned; of a given function, its name for messages.
         arguments: the arguments that the code finds in `sys.argv`.
+        function: the code; None: load it by its name.
 
     Raises:
         ConfigError: the code cannot be loaded, or is a function with several arguments.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, arguments: Sequence[str] = (), function: Callable[..., Any] | None = None) -> None:
         global inside
         inside, self.name = True, name
-        file = name if name.endswith(".py") else name.rpartition(":")[0]
+        file = name if name.endswith(".py") else name.rpartition(":")[0] or sys.argv[0]
         self._argv = [file, *arguments]
         sys.argv = list(self._argv)
-        self._function: Callable[..., Any] | None = None
-        if not name.endswith(".py"):
+        self._function = function
+        if function is None and not name.endswith(".py"):
             self._function = registry.load_attribute(registry.OwnName(name))
+        if self._function is not None:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker | None = None) -> None:

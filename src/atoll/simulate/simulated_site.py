@@ -12,12 +12,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -248,12 +249,13 @@ class SiteTrainer:
 
     Args:
         beginning: the script, the run's description, and the seed.
+        function: the training code, if this process has it and need not load it.
 
     Raises:
         ConfigError: the script cannot be loaded.
     """
 
-    def __init__(self, beginning: Beginning) -> None:
+    def __init__(self, beginning: Beginning, function: Callable[..., Any] | None = None) -> None:
         sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
         torch.set_num_threads(beginning.threads)
         _say_little()
@@ -263,7 +265,7 @@ class SiteTrainer:
         self._places = {name: number for number, name in enumerate(beginning.names, 1)}
         self._seeds = SiteSeeds(beginning.seed)
         self._seeds.begin()  # the script draws the same numbers in every process while it is loaded
-        self._script = Script(beginning.script, beginning.arguments)  # it may register code of its own
+        self._script = Script(beginning.script, beginning.arguments, function)  # it may register code of its own
         self._shared = Shared.of(beginning.info, beginning.schema_message)
         gc.freeze()  # otherwise each full garbage collection, and there are many, visits all objects of torch
 
@@ -305,8 +307,16 @@ def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:
         trace = trace.tb_next  # skip Atoll's frames
     text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
     last = "".join(traceback.format_exception_only(error)).strip()
+    if "in forked subprocess" in last:  # torch's words; its remedy is for programs that start processes themselves
+        return JobResult(error=f"The fork of a program that has used a GPU cannot use it: {last}", remedy=_NO_FORK)
     words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
     return JobResult(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
+
+
+_NO_FORK = (
+    "Train with atoll.run, where sites are threads of this program; or put the function into a file, so that other "
+    "processes can import it."
+)
 
 
 def _of_the_disk(error: BaseException) -> str:

@@ -35,8 +35,9 @@ from atoll.simulate import STATE_DIR, cores, require_engine, threads_of
 from atoll.simulate.engine import Beginning, Engine
 from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.local_processes import LocalHost
+from atoll.simulate.progress import Progress
 from atoll.simulate.schedule_sites import SiteScheduler, now
-from atoll.simulate.script import name_of, require_outside
+from atoll.simulate.script import arguments_of_program, given_function, label_of, name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site
@@ -99,10 +100,12 @@ class Simulation:
     Args:
         model: the initial model, as for `atoll.Server`.
         settings: settings of the run, as for `atoll.Server`.
-        script: the training code of each site: a function with one argument, the worker, at the top level of a file;
-            the name of such a function (`train.py:train`, `my_package.module:train`); or a script (`train.py`). By
-            default the setting `run.script`.
-        arguments: arguments of the script, which the script finds in `sys.argv`; None: those of this program.
+        script: the training code of each site: a function with one argument, the worker; the name of one at the top
+            level of a file (`train.py:train`, `my_package.module:train`); or a script (`train.py`). Processes load it
+            by its name. If no name leads to a function (of a notebook cell, a lambda, a partial), they are forks of
+            this process. By default the setting `run.script`.
+        arguments: arguments of the script, which the script finds in `sys.argv`; None: those of this program, or none
+            in a notebook.
         sites: the number of sites, with names `site-0000` and so on; or a list of names. By default the setting
             `rounds.sites`.
         processes: number of processes that train the sites; by default one for each core.
@@ -120,7 +123,7 @@ class Simulation:
 
     Raises:
         ConfigError: a setting is unknown, wrong or not supported in a simulation, or contradicts an argument.
-        UsageError: the script is a function that other processes cannot import.
+        UsageError: the script is a function that other processes cannot import, and the engine is `ray`.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -144,7 +147,7 @@ class Simulation:
     ) -> None:
         require_outside()
         if not isinstance(settings, Settings):
-            count = {} if sites is None else {"rounds.sites": len(_names(sites))}
+            count = {} if sites is None else {"rounds.sites": len(names_of(sites))}
             settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
         settings = settings_beside(
             "Simulation",
@@ -156,7 +159,7 @@ class Simulation:
             evaluate=evaluate,
         )
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
-        self.sites = _names(settings.rounds.sites if sites is None else sites)
+        self.sites = names_of(settings.rounds.sites if sites is None else sites)
         self.settings = _simulated(settings, len(self.sites))
         self._model, self._outer = model, outer_optimizer
         self._evaluator = Evaluator.of(self.settings, None if isinstance(evaluate, str) else evaluate, model)
@@ -167,14 +170,16 @@ class Simulation:
                 "Set run.script to 'train.py:train', a function that takes a worker, or to 'train.py', a "
                 "script that calls atoll.join.",
             )
-        self._script, self._arguments = name_of(script), tuple(sys.argv[1:] if arguments is None else arguments)
         require_engine(engine, processes, address)
+        self._function = function = given_function(script, engine)
+        self._script = name_of(script) if function is None else label_of(function)
+        self._arguments = arguments_of_program() if arguments is None else tuple(arguments)
         self._processes = processes or cores()
-        self._engine = _engine(engine, self._processes, address)
+        self._engine = _engine(engine, self._processes, address, function)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
         self._config = config_function(self.settings, None if isinstance(config, str) else config)
-        self._on_round = on_round or (lambda summary: None)
+        self._on_round, self._progress = on_round, Progress(self.settings)
         self._thread = LoopThread("atoll-simulation", self._main)
         self._fresh, self._resume = fresh, resume
         self._started = False
@@ -192,6 +197,7 @@ class Simulation:
             AtollError: the simulation cannot start or continue. The message has the remedy.
             UsageError: `stop` was called before the simulation was finished.
         """
+        self._progress.begin()
         self.start()
         try:
             self._thread.wait()
@@ -199,6 +205,8 @@ class Simulation:
             print_interrupt_in_a_line(error)
             self.stop()
             raise
+        finally:
+            self._progress.end()
         if self._result is None:
             raise UsageError(
                 "The simulation was stopped before it was finished.", "Start it again with the same state directory."
@@ -214,7 +222,7 @@ class Simulation:
         """
         if self._started:
             raise UsageError("This Simulation object was already started.", "Create a new Simulation for each start.")
-        self._inputs = Inputs.of(self.settings, self._script, self._arguments, self.sites)
+        self._inputs = Inputs.of(self.settings, self._function or self._script, self._arguments, self.sites)
         begin(self.settings.disk.state_dir, self._inputs, fresh=self._fresh, resume=self._resume)
         self._started = True
         if self._evaluator is not None:
@@ -288,7 +296,7 @@ class Simulation:
             keep_status(served)
             lasts = plan.algorithm.state_groups or plan.codec.feedback or plan.schema.kept
             folder = Path(beginning.sites) if lasts else None
-            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._on_round)
+            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._round_ended)
             if not run.state.finished:
                 await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, scheduler)
             first, begin_s = run.state.rounds[0].done, time.monotonic()
@@ -299,6 +307,11 @@ class Simulation:
             run.send_away()
             keep_status(served)
             await served.coordinator.stop()
+
+    def _round_ended(self, summary: status_messages.RoundSummary) -> None:
+        self._progress.show(summary)
+        if self._on_round is not None:
+            self._on_round(summary)
 
     def _beginning(self, served: ServedRun) -> Beginning:
         return Beginning(
@@ -335,7 +348,12 @@ class Simulation:
         )
 
 
-def _names(sites: int | Sequence[str]) -> list[str]:
+def names_of(sites: int | Sequence[str]) -> list[str]:
+    """Return the names of simulated sites: those given, or `site-0000` and so on.
+
+    Raises:
+        ConfigError: there is no site, or a name is wrong or given twice.
+    """
     if not isinstance(sites, int):
         names = [require_site(site) for site in sites]
         if len(set(names)) != len(names) or not names:
@@ -346,9 +364,9 @@ def _names(sites: int | Sequence[str]) -> list[str]:
     return [f"site-{number:04}" for number in range(sites)]
 
 
-def _engine(name: str, processes: int, address: str | None) -> Engine:
+def _engine(name: str, processes: int, address: str | None, function: Callable[..., Any] | None) -> Engine:
     if name == "local":
-        return Engine(LocalHost(), processes)
+        return Engine(LocalHost(function), processes)
     from atoll.simulate.ray_actors import RayHost
 
     return Engine(RayHost(processes, address), processes)

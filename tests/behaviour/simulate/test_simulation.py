@@ -454,18 +454,6 @@ def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: byt
 # -- what is refused
 
 
-def test_functions_must_be_importable(tmp_path: Path) -> None:
-    """A simulation refuses a training function that no other process can import, such as a local function or a
-    lambda.
-    """
-
-    def within(worker: Any) -> None: ...
-
-    for function in (within, lambda worker: None):
-        with pytest.raises(UsageError, match="cannot be imported by another process"):
-            run(tmp_path, function)
-
-
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(
     ("given", "said"),

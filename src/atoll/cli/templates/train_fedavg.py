@@ -24,12 +24,16 @@ def build(hidden: int = 64) -> nn.Module:
 
 
 def load_data(site: str) -> tuple[Images, Images]:
-    """Return a site's training and test data. Put your data here; this example is ten patterns with noise."""
+    """Return a site's training and test data. Put your data here; this example is ten patterns with noise.
+
+    To give each site a part of one data set: `atoll.data.dirichlet(dataset, ["a", "b"], alpha=0.3).subset(site)`.
+    """
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)
     images = patterns[labels] + 2.0 * torch.randn(512, 1, 8, 8, generator=own)
-    return (images[:400], labels[:400]), (images[400:], labels[400:])
+    train, test = atoll.data.holdout(labels, 0.2)
+    return (images[train], labels[train]), (images[test], labels[test])
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Images) -> float:
