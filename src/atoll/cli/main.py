@@ -17,7 +17,7 @@ try:
     from typer.core import TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
+    from atoll.cli import audit, config, evaluate, export, new, page, server, simulate, status, worker
     from atoll.cli.text import print_line
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
@@ -71,6 +71,7 @@ app.command("server", context_settings=server.CONTEXT)(server.command)
 app.command("worker", context_settings=worker.CONTEXT)(worker.command)
 app.command("simulate")(simulate.command)
 app.command("status")(status.command)
+app.command("page")(page.command)
 app.command("export")(export.command)
 app.command("evaluate")(evaluate.command)
 app.command("audit")(audit.command)

@@ -373,9 +373,9 @@ class Totals:
     bytes: int
 
 
-def utc_text() -> str:
-    """Return the current time in UTC, as ISO 8601 with whole seconds."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def utc_text(timespec: str = "seconds") -> str:
+    """Return the current time in UTC, as ISO 8601 with whole seconds, or with "milliseconds"."""
+    return datetime.now(UTC).isoformat(timespec=timespec)
 
 
 # -- Tables ↔ rows.

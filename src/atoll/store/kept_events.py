@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atoll.errors import StateCorrupt
 from atoll.store.journal import NEW_RUN, Journal, require_row
+from atoll.store.round_summaries import Query
 
 KEPT = 10_000
 """Number of events of sites that the journal keeps at least, and of events of the run. The summaries of rounds are kept
@@ -29,7 +30,7 @@ class EventRows:
             event_json: the event as JSON, without its number.
             of_site: whether it is an event of a site, and not of the run.
         """
-        number = self.newest() + 1
+        number = newest_event(self._journal.rows) + 1
         self._journal.execute(
             "INSERT INTO events (number, of_site, event_json) VALUES (?, ?, ?)", number, of_site, event_json
         )
@@ -43,34 +44,39 @@ class EventRows:
                 )
         return number
 
-    def newest(self) -> int:
-        """Return the number of the newest event; 0 if there is none."""
-        return int(self._journal.value("SELECT coalesce(max(number), 0) FROM events"))
 
-    def oldest(self) -> int:
-        """Return the number of the oldest event that is kept; 0 if there is none."""
-        return int(self._journal.value("SELECT coalesce(min(number), 0) FROM events"))
+def newest_event(query: Query) -> int:
+    """Return the number of the newest event; 0 if there is none."""
+    ((number,),) = query("SELECT coalesce(max(number), 0) FROM events")
+    return int(number)
 
-    def after(self, number: int, limit: int) -> list[tuple[int, str]]:
-        """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order.
 
-        The events before a damaged one are returned without it.
+def oldest_event(query: Query) -> int:
+    """Return the number of the oldest event that is kept; 0 if there is none."""
+    ((number,),) = query("SELECT coalesce(min(number), 0) FROM events")
+    return int(number)
 
-        Raises:
-            StateCorrupt: the first of them is damaged.
-        """
-        found = list[tuple[int, str]]()
-        for each, of_site, text, check in self._journal.rows(
-            "SELECT number, of_site, event_json, row_check FROM events WHERE number > ? ORDER BY number LIMIT ?",
-            number,
-            limit,
-        ):
-            try:
-                rest = f"{NEW_RUN} Until then, ask for the events behind it with after={each}."
-                require_row("events", ("number",), each, of_site, text, check=check, remedy=rest)
-            except StateCorrupt:
-                if found:
-                    break
-                raise
-            found.append((each, text))
-        return found
+
+def events_after(query: Query, number: int, limit: int) -> list[tuple[int, str]]:
+    """Return the events after `number`, at most `limit`, as pairs of number and JSON, in order.
+
+    The events before a damaged one are returned without it.
+
+    Raises:
+        StateCorrupt: the first of them is damaged.
+    """
+    found = list[tuple[int, str]]()
+    for each, of_site, text, check in query(
+        "SELECT number, of_site, event_json, row_check FROM events WHERE number > ? ORDER BY number LIMIT ?",
+        number,
+        limit,
+    ):
+        try:
+            rest = f"{NEW_RUN} Until then, ask for the events behind it with after={each}."
+            require_row("events", ("number",), each, of_site, text, check=check, remedy=rest)
+        except StateCorrupt:
+            if found:
+                break
+            raise
+        found.append((each, text))
+    return found

@@ -56,6 +56,7 @@ class Presence:
         gradient_bytes: bytes that data-parallel training would have sent: fragment's size × local steps, summed over
             the updates accepted since the server started.
         bases: fragment → base version of the worker's newest ticket. Restored after a restart of the server.
+        refused: why the last update was refused; empty after an accepted one.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
         displaced: process → host, for older processes of this site that a newer one replaced before they left.
@@ -81,6 +82,7 @@ class Presence:
     gradient_bytes: int = 0
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    refused: str = ""
     moved_s: float = field(default_factory=time.monotonic)
     longest_s: float = 0.0
     displaced: dict[str, str] = field(default_factory=dict)
@@ -100,7 +102,17 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
+        kept = (
+            "rounds",
+            "bases",
+            "refused_in_a_row",
+            "refused",
+            "bytes_up",
+            "bytes_down",
+            "gradient_bytes",
+            "displaced",
+            "rival",
+        )
         joined = cls(
             site=message.site,
             host=message.host,

@@ -1,0 +1,76 @@
+"""Server-sent events: the events of a run as they happen, over one answer that ends with the run.
+
+Each message is an `EventPage` as JSON, and its id is the number of the last event that is complete in it. A client
+whose connection breaks asks again with `after` at that number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from atoll.errors import AtollError, Busy
+from atoll.protocol.routes import LONG_POLL_S
+from atoll.protocol.run_events import EventPage, EventQuery
+from atoll.server.coordinator.run_core import RunCore
+from atoll.transport.request_body import break_off
+
+EVENT_STREAM = "text/event-stream"
+STREAM_HEADERS: Mapping[str, str] = {
+    "Content-Type": EVENT_STREAM,
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+MOST_STREAMS = 200
+"""Maximum number of streams at a time: each holds a connection."""
+PAUSE_S = 0.3
+"""Least seconds between two messages of a stream: events of this time travel together."""
+
+
+class Streams:
+    """How many streams a server sends at present."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    async def send(self, request: web.Request, run: RunCore, query: EventQuery) -> web.StreamResponse:
+        """Answer a request with the events after a number, until the run ends or the client goes.
+
+        Raises:
+            Busy: too many clients follow the run.
+            Gone: the server has no such event yet, or no longer has the ones that follow it.
+        """
+        if self._count >= MOST_STREAMS:
+            raise Busy(f"{MOST_STREAMS} clients follow this run already.", "Try again later, or ask without a stream.")
+        page, number = run.events.page(query), query.after
+        self._count += 1
+        try:
+            response = web.StreamResponse(headers=STREAM_HEADERS)
+            await response.prepare(request)
+            while True:
+                text = b":\n\n"  # a comment shows a client that waits that the server is there
+                if page.events:
+                    number, text = message_of(page)
+                async with asyncio.timeout(run.settings.network.idle_timeout_s):  # else the client reads nothing
+                    await response.write(text)
+                run.watched_s = time.monotonic()
+                if run.events.has_ended and number >= page.newest:
+                    break
+                if number >= page.newest:
+                    await asyncio.sleep(PAUSE_S)
+                asked = EventQuery(after=number, within=page.within, wait_s=LONG_POLL_S)
+                page = await run.events.get_events(asked)
+        except (AtollError, TimeoutError):  # the answer has begun: the client asks again, and is then told why
+            break_off(request)
+        finally:
+            self._count -= 1
+        return response
+
+
+def message_of(page: EventPage) -> tuple[int, bytes]:
+    """Return the number of the last event that is complete in a page, and the page as a message of a stream."""
+    number = page.events[-1].number - (page.within > 0)
+    return number, f"id: {number}\ndata: {page.model_dump_json()}\n\n".encode()

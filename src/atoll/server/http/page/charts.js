@@ -1,0 +1,165 @@
+// Curves of a metric over the rounds: the mean thick, sites thin, the best marked.
+
+import { $, el, number } from "./dom.js";
+import { getJSON } from "./server.js";
+
+const POINTS = 300, MOST = 2; // rounds a curve, charts
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+export class Curves {
+  constructor(value) {
+    Object.assign(this, { value, rounds: [], versions: [], mean: [], sites: new Map(), cost: 0 });
+  }
+
+  // Ask for the rounds that are new. The server chooses the rounds; beyond 3 POINTS, ask for all anew.
+  async refresh() {
+    const begun = performance.now();
+    if (this.rounds.length > 3 * POINTS) Object.assign(this, new Curves(this.value));
+    const first = this.versions.length ? this.versions.at(-1) + 1 : 0;
+    let after = "", last = "", page;
+    do {
+      page = await getJSON(`v1/site-curves?value=${encodeURIComponent(this.value)}&points=${POINTS}&first=${first}${last}&after=${after}`);
+      if (!page.versions.length) break;
+      if (!after) {
+        this.versions.push(...page.versions);
+        this.rounds.push(...page.rounds);
+        this.mean.push(...(page.mean.length ? page.mean : page.rounds.map(() => null)));
+        last = `&last=${page.versions.at(-1)}`;
+      }
+      const before = this.rounds.length - page.rounds.length;
+      for (const { site, values } of page.curves) {
+        const known = this.sites.get(site) || [];
+        while (known.length < before) known.push(null);
+        this.sites.set(site, known.concat(values));
+      }
+      after = page.after;
+    } while (after);
+    for (const values of this.sites.values()) while (values.length < this.rounds.length) values.push(null);
+    this.cost = performance.now() - begun;
+  }
+}
+
+class Chart {
+  constructor(names, name) {
+    this.name = name;
+    this.choice = el("select", { ariaLabel: "Metric" });
+    this.said = el("span", {});
+    this.place = el("div", { role: "img" });
+    this.figure = el("figure", {}, el("figcaption", {}, this.choice, this.said), this.place);
+    this.choice.onchange = () => { this.name = this.choice.value; this.curves = null; this.refresh(this.best, this.chosen); };
+    this.offer(names);
+    new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height: 240 })).observe(this.place);
+  }
+
+  offer(names) {
+    if (names.join("\n") === this.offered) return;
+    this.offered = names.join("\n");
+    this.choice.replaceChildren(...names.map((each) => el("option", { value: each, selected: each === this.name }, each)));
+  }
+
+  async refresh(best, chosen) {
+    Object.assign(this, { best, chosen });
+    const curves = this.curves ??= new Curves(`metrics.${this.name}`);
+    await curves.refresh();
+    if (curves === this.curves) this.draw();
+  }
+
+  draw() {
+    const { rounds, mean, sites } = this.curves;
+    const names = [...sites.keys()], few = names.length <= 10;
+    const data = [rounds, mean, ...sites.values()];
+    const look = names.join("\n") + this.chosen + matchMedia("(prefers-color-scheme: dark)").matches;
+    this.mark = this.marked();
+    if (this.plot && look === this.look) this.plot.setData(data);
+    else {
+      this.plot?.destroy();
+      this.look = look;
+      const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
+      this.plot = new uPlot({
+        width: this.place.clientWidth || 400, height: 240, legend: { show: false },
+        scales: { x: { time: false } },
+        axes: [{ ...axis, space: 60 }, { ...axis, size: 58 }],
+        cursor: { focus: { prox: 24 }, drag: { x: true, y: false } }, focus: { alpha: 0.25 },
+        series: [{}, { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
+          ...names.map((label, place) => ({
+            label, width: label === this.chosen ? 2.5 : 1, spanGaps: true, points: { show: rounds.length < 3 },
+            stroke: label === this.chosen ? css("--link") : few ? `hsl(${(place * 137 + 20) % 360} 55% 55%)` : css("--soft") + "66",
+          }))],
+        hooks: { draw: [(plot) => this.drawMark(plot)], setSeries: [() => this.say()], setCursor: [() => this.say()] },
+      }, data, this.place);
+      this.plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
+    }
+    this.say();
+    this.place.ariaLabel = `${this.name} over ${rounds.length} rounds: ${this.said.textContent}`;
+  }
+
+  marked() {
+    const { rounds, mean } = this.curves, best = this.best;
+    if (best?.metric === this.name && best.value !== null) return { round: best.round, value: best.value, text: "best" };
+    const known = mean.filter((each) => each !== null);
+    if (!known.length || this.name !== "loss") return null;
+    const value = Math.min(...known);
+    return { round: rounds[mean.indexOf(value)], value, text: "lowest" };
+  }
+
+  drawMark(plot) {
+    if (!this.mark) return;
+    const { ctx, bbox } = plot, x = plot.valToPos(this.mark.round, "x", true), y = plot.valToPos(this.mark.value, "y", true);
+    const ratio = devicePixelRatio || 1, right = x > bbox.left + bbox.width * 0.8;
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = css("--best");
+    ctx.lineWidth = 2 * ratio;
+    ctx.beginPath();
+    ctx.arc(x, y, 5 * ratio, 0, 7);
+    ctx.stroke();
+    ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+    ctx.textAlign = right ? "right" : "left";
+    ctx.fillText(`${this.mark.text} ${number(this.mark.value)}`, x + (right ? -9 : 9) * ratio, Math.max(y - 8 * ratio, bbox.top + 10 * ratio));
+    ctx.restore();
+  }
+
+  say() {
+    const { plot } = this, { mean, rounds } = this.curves;
+    const place = plot?.cursor.idx, at = place ?? mean.findLastIndex((each) => each !== null);
+    if (at < 0) return this.said.replaceChildren("no value yet");
+    const focused = plot?.series.findIndex((each, index) => index > 1 && each._focus) ?? -1;
+    const site = place != null && focused > 1 ? `; ${plot.series[focused].label} ${number(plot.data[focused][place])}` : "";
+    const first = mean.find((each) => each !== null);
+    const from = place == null && at > 0 && first !== mean[at] ? `, ${mean[at] < first ? "down" : "up"} from ${number(first)} in round ${rounds[0]}` : "";
+    this.said.replaceChildren(`mean ${number(mean[at])} in round ${rounds[at]}${from}${site}`);
+  }
+}
+
+export class Charts {
+  constructor() {
+    this.charts = [];
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach((each) => each.curves && each.draw()));
+  }
+
+  async refresh(status, chosen) {
+    const names = metricNames(status);
+    $("curves-hint").textContent = names.length ? "The mean of all sites is thick, each site is thin. Point at a line for its site; drag to enlarge, double-click to go back."
+      : "No site has reported a metric yet: submit(model, metrics={\"loss\": …}).";
+    while (this.charts.length < Math.min(names.length, MOST)) {
+      const chart = new Chart(names, names[this.charts.length]);
+      this.charts.push(chart);
+      $("charts").append(chart.figure);
+    }
+    for (const chart of this.charts) {
+      chart.offer(names);
+      await chart.refresh(status.best, chosen);
+    }
+    return this.charts.reduce((sum, each) => sum + each.curves.cost, 0);
+  }
+
+  choose(chosen) {
+    for (const each of this.charts) { each.chosen = chosen; if (each.curves) each.draw(); }
+  }
+}
+
+// The metrics of the last rounds; those that say whether it learns are first.
+export function metricNames(status) {
+  const names = new Set(status.history.flatMap((each) => Object.keys(each.metrics)));
+  const first = ["loss", status.best?.metric].filter((each) => names.has(each));
+  return [...new Set([...first, ...[...names].sort()])];
+}
