@@ -419,7 +419,7 @@ COMMON_PROBLEMS = ("bad_request", "auth", "forbidden", "server_failed")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers, but `file`."""
-FILE_PATTERN = "^[a-z-]{1,40}[.](css|js|txt)$"
+FILE_PATTERN = "^[a-z-]{1,40}[.](css|js|svg|txt)$"
 """Pattern of the parameter `file`."""
 
 

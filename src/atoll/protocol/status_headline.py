@@ -142,24 +142,26 @@ def _awaited(status: Status, fragment: FragmentStatus) -> str:
     if not fragment.waiting_for:
         return f"{opened} and {fragment.reason or 'is about to close'}."
     workers = {each.site: each for each in status.workers}
-    names = [_doing(each.site, workers.get(each.site), status.workers) for each in fragment.waiting_for[:MOST_NAMES]]
-    more = len(fragment.waiting_for) - len(names)
-    listed = ", ".join([*names, *([f"{number_of(more, 'more site')}"] if more else [])])
-    why = fragment.reason.partition("; ")[2]
+    sites = [each.site for each in fragment.waiting_for]
+    facts = [_doing(workers.get(site), status.workers) for site in sites[:MOST_NAMES]]
+    if len(set(facts)) == 1:
+        facts = [""] * (len(facts) - 1) + facts[-1:]
+    names = [f"{site} ({fact})" if fact else site for site, fact in zip(sites, facts, strict=False)]
+    if len(sites) > len(names):
+        names.append(number_of(len(sites) - len(names), "other site"))
+    why = fragment.reason.partition("; ")[2].partition("; ")[0]
+    listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
     return f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}."
 
 
-def _doing(site: str, worker: WorkerStatus | None, workers: Sequence[WorkerStatus]) -> str:
-    """Return the name of an awaited site with what it does, and its speed if it is a slow one."""
-    if worker is None:
-        return site
-    if worker.state != "alive":
-        return f"{site} ({worker.state})"
+def _doing(worker: WorkerStatus | None, workers: Sequence[WorkerStatus]) -> str:
+    """Return what an awaited site does, and its speed if it is a slow one."""
+    if worker is None or worker.state != "alive":
+        return worker.state if worker is not None else ""
     speeds = [each.steps_per_s for each in workers if each.steps_per_s > 0]
     slower = median(speeds) / worker.steps_per_s if worker.steps_per_s > 0 else 0.0
-    facts = [worker.doing, f"{slower:.1f} times slower than the median" if slower >= LATE else ""]
-    told = ", ".join(filter(None, facts))
-    return f"{site} ({told})" if told else site
+    slow = f"{slower:.1f} times slower than the median" if slower >= LATE else ""
+    return ", ".join(filter(None, [worker.doing, slow]))
 
 
 def usual_round_s(history: Sequence[RoundSummary]) -> float | None:
@@ -190,13 +192,13 @@ def _learns(status: Status) -> str:
     """Return how the run's metric has moved over the rounds of the status."""
     best = status.best
     name = best.metric if best is not None else "loss"
-    values = [row.metrics[name] for row in status.history if name in row.metrics]
-    if not values:
+    found = [(row.metrics[name], row.round) for row in status.history if name in row.metrics]
+    if not found:
         return ""
-    text = f" {name[:1].upper()}{name[1:]} {values[-1]:.4g}"
-    if len(values) > 1 and values[0] != values[-1]:
-        way = "down" if values[-1] < values[0] else "up"
-        text += f", {way} from {values[0]:.4g} {number_of(len(values) - 1, 'round')} before"
+    (first, begun), (last, number) = found[0], found[-1]
+    text = f" {name[:1].upper()}{name[1:]} {last:.4g} in round {number}"
+    if first != last:
+        text += f", {'down' if last < first else 'up'} from {first:.4g} in round {begun}"
     if best is not None and best.value is not None:
         text += f"; best {best.value:.4g} at version {best.version}"
     return f"{text}."

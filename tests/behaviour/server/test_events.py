@@ -412,6 +412,7 @@ def test_draws_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             {
                 "versions": [1, 2],
                 "rounds": [1, 2],
+                "mean": [0.375, 0.75],
                 "curves": [{"site": "a", "values": [0.5, 1.0]}, {"site": "b", "values": [0.25, 0.5]}],
                 "after": "",
             },

@@ -70,7 +70,7 @@ def start(site: str) -> str:
 def test_a_healthy_run_says_what_it_awaits() -> None:
     assert headline_of(running()) == Headline(
         text="Round 4 of 20 is open for 3.0 s and waits for b (training). Done in about 64 s. "
-        "Loss 0.5, down from 0.9 2 rounds before."
+        "Loss 0.5 in round 3, down from 0.9 in round 1."
     )
 
 
@@ -83,6 +83,14 @@ def test_a_late_site_is_named_with_its_speed() -> None:
         "Round 4 of 20 is open for 20 s, 5 times as long as usual, and waits for b "
         "(training, 5.0 times slower than the median)."
     )
+
+
+def test_many_awaited_sites_are_counted() -> None:
+    """All do the same, which is said once."""
+    waiting = [Missing(site=f"s{number}", for_s=3.0) for number in range(7)]
+    workers = [worker(f"s{number}") for number in range(7)]
+    said = headline_of(running(fragment={"waiting_for": waiting}, workers=workers))
+    assert "waits for s0, s1, s2 (training) and 4 other sites." in said.text
 
 
 def test_a_dead_site_needs_a_person() -> None:
@@ -158,7 +166,8 @@ def test_a_finished_run_says_how_to_export() -> None:
     fragment = {"phase": "finished", "round": 20, "version": 20, "waiting_for": []}
     said = headline_of(running(finished=True, fragment=fragment, best=best), state_dir="/s")
     assert said == Headline(
-        text="The run is finished after 20 rounds. Loss 0.5, down from 0.9 2 rounds before; best 0.5 at version 2.",
+        text="The run is finished after 20 rounds. "
+        "Loss 0.5 in round 3, down from 0.9 in round 1; best 0.5 at version 2.",
         command="atoll export model.safetensors --dir /s",
     )
 

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from atoll.transport.serve_range import problem
 
-TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "txt": "text/plain"}
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml", "txt": "text/plain"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",

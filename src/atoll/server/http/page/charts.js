@@ -78,7 +78,7 @@ class Chart {
       this.plot = new uPlot({
         width: this.place.clientWidth || 400, height: 240, legend: { show: false },
         scales: { x: { time: false } },
-        axes: [{ ...axis, space: 60 }, { ...axis, size: 58 }],
+        axes: [{ ...axis, space: 60, size: 34 }, { ...axis, size: 58 }],
         cursor: { focus: { prox: 24 }, drag: { x: true, y: false } }, focus: { alpha: 0.25 },
         series: [{}, { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
           ...names.map((label, place) => ({

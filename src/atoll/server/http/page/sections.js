@@ -13,7 +13,7 @@ export function drawBytes(status) {
   const ring = trained.length > 1 ? (2 * (trained.length - 1)) / trained.length * total("gradient_bytes") : 0;
   facts($("moved"), [
     ["Updates received", size(status.bytes_up), "bytes-up"], ["Versions sent", size(status.bytes_down), "bytes-down"],
-    ["An update", mean ? size(mean) : "–"], [`Codec ${status.codec}`, mean ? `${(whole / mean).toFixed(1)} × smaller than its tensors (${size(whole)})` : "–"],
+    ["An update", mean ? size(mean) : "–"], [`Codec ${status.codec}`, !mean ? "–" : whole / mean < 1.05 ? "updates as large as their tensors" : `${(whole / mean).toFixed(1)} × smaller than their tensors (${size(whole)})`],
     ["Versions travel", status.downlink_codec === "none" ? "whole" : `as differences, ${status.downlink_codec}`],
     [`H = ${status.sync_every} steps`, status.sync_every && ring && total("bytes_up") ? `data-parallel training would have sent ${size(ring)} in place of ${size(total("bytes_up"))}: ${(ring / total("bytes_up")).toFixed(0)} ×` : ""],
     ["Counted since", "the server's start"],
@@ -78,7 +78,7 @@ const list = (sites) => (sites.length > 4 ? `${sites.slice(0, 3).join(", ")} and
 
 export function drawEvents(events) {
   $("event-list").replaceChildren(...events.slice(-200).reverse().map((each) => el("li", {},
-    el("time", { dateTime: each.at, title: `event ${each.number}` }, new Date(each.at).toLocaleTimeString()),
+    el("time", { dateTime: each.at, title: `event ${each.number}` }, new Date(each.at).toLocaleTimeString([], { hour12: false })),
     el("span", {}, (WORDS[each.what] || (() => each.what))(each)))));
 }
 

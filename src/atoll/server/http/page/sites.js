@@ -4,13 +4,15 @@ import { $, el, duration, facts, median, number, setText, size } from "./dom.js"
 
 const ROWS = 100, LATE = 2;
 const COLUMNS = [
-  ["Site", (w) => w.site, "text"], ["State", (w) => rank(w), "text"], ["Doing", (w) => w.doing, "text"], ["Step", (w) => w.step],
+  ["Site", (w) => w.site, "text"], ["State", (w) => rank(w), "text long"], ["Step", (w) => w.step],
   ["Speed", (w) => w.steps_per_s], ["Rounds", (w) => w.rounds], ["Behind", (w) => w.staleness], ["Weight", (w) => w.last?.weight],
   ["Metric", (w) => w.shownMetric], ["Norm", (w) => w.last?.norm], ["Sent", (w) => w.bytes_up], ["Received", (w) => w.bytes_down],
-  ["Last message", (w) => w.last_heartbeat_s], ["Note", (w) => note(w), "text long"],
+  ["Last message", (w) => w.last_heartbeat_s],
 ];
 const rank = (w) => (w.state === "failed" ? 0 : w.state === "dead" ? 1 : w.refused ? 2 : w.awaited ? 3 : w.state === "alive" ? 4 : 5);
-const note = (w) => (w.error || (w.refused && `Updates do not count: ${w.refused}`) || w.waits || "");
+const note = (w) => (w.error || w.refused || w.waits || "");
+
+const stateOf = (w) => (w.state !== "alive" ? w.state : w.refused ? "its updates are refused" : w.doing || "alive");
 
 export class SiteTable {
   constructor(redraw) {
@@ -43,7 +45,7 @@ export class SiteTable {
     $("shown").replaceChildren(`${found.length} of ${workers.length} sites `, rest ? this.more : "");
     [...$("table").tHead.rows[0].cells].forEach((cell, place) => {
       cell.ariaSort = place === this.by ? (this.down ? "descending" : "ascending") : "none";
-      if (place === 8) setText(cell.firstChild, metric || "Metric");
+      if (place === 7) setText(cell.firstChild, metric || "Metric");
     });
     const focused = document.activeElement?.closest?.("#table tbody a")?.textContent;
     $("table").tBodies[0].replaceChildren(...rows.map((w) => this.row(w, middle, pace, chosen)));
@@ -53,14 +55,15 @@ export class SiteTable {
   row(w, middle, pace, chosen) {
     const bad = w.state === "dead" || w.state === "failed" || w.refused;
     const ratio = w.steps_per_s && middle ? w.steps_per_s / middle : w.last?.train_seconds && pace ? pace / w.last.train_seconds : 0;
-    const speed = ratio ? `${w.steps_per_s ? `${number(w.steps_per_s)}/s, ` : ""}${ratio.toFixed(1)} ×` : "–";
+    const against = ratio > 1.05 ? `${number(+ratio.toFixed(1))} × faster` : ratio < 0.95 ? `${number(+(1 / ratio).toFixed(1))} × slower` : "as the median";
+    const speed = !ratio ? "–" : el("div", {}, w.steps_per_s ? `${number(w.steps_per_s)}/s` : "", el("small", {}, against));
     const texts = [
-      el("a", { href: `#site=${w.site}` }, w.site), w.refused && w.state === "alive" ? "refused" : w.state, w.doing, w.step || "–", speed, w.rounds,
+      el("a", { href: `#site=${w.site}` }, w.site), el("div", {}, el("span", { class: bad ? "bad" : "" }, stateOf(w)), note(w) && el("small", {}, note(w))), w.step || "–", speed, w.rounds,
       w.staleness, number(w.last?.weight), number(w.shownMetric), number(w.last?.norm), size(w.bytes_up), size(w.bytes_down),
-      w.heard ? `${duration(w.last_heartbeat_s)} ago` : "none yet", note(w),
+      w.heard ? `${duration(w.last_heartbeat_s)} ago` : "none yet",
     ];
     return el("tr", { class: w.site === chosen ? "chosen" : "", id: `row-${w.site}` }, ...texts.map((text, place) => el(place ? "td" : "th", {
-      class: `${COLUMNS[place][2] || ""} ${place === 1 && bad ? "bad" : ""} ${place === 4 && ratio && ratio < 1 / LATE ? "late" : ""}`,
+      class: `${COLUMNS[place][2] || ""} ${place === 3 && ratio && ratio < 1 / LATE ? "late" : ""}`,
       ...(place ? {} : { scope: "row" }),
     }, typeof text === "object" ? text : String(text))));
   }

@@ -76,11 +76,9 @@ export function drawTimeline(rounds, workers, find, live) {
         pen.fillStyle = colour(kind);
         pen.fillRect(x(from), 3 * ratio, Math.max(x(to) - x(from), ratio), 16 * ratio);
       }
-      if (round.over) {
-        pen.fillStyle = colour("soft");
-        pen.fillRect(x(round.over) - ratio / 2, 0, ratio, canvas.height);
-      }
     }
+    pen.fillStyle = colour("ink");
+    for (const { over } of shown) if (over) pen.fillRect(Math.round(x(over)) - 1, 0, ratio, canvas.height);
     const told = last.map(([from, to, kind]) => `${kind} ${duration((to - from) / 1000)}`).join(", ");
     canvas.setAttribute("aria-label", `${site}, newest round: ${told || "nothing"}`);
   }
