@@ -60,7 +60,18 @@ LINE_CHARS = 50_000
 """Of the one line with which a site ends: 4,000 characters, each of which may be shown as an escape."""
 EXIT_CODES = {0} | {kind.exit_code for kind in errors.BY_CODE.values()}
 
-UNASKED = frozenset({"get_metrics", "get_openapi", "get_health", "get_events", "get_site_curves", "get_settings", "get_page", "get_page_file"})
+UNASKED = frozenset(
+    {
+        "get_metrics",
+        "get_openapi",
+        "get_health",
+        "get_events",
+        "get_site_curves",
+        "get_settings",
+        "get_page",
+        "get_page_file",
+    }
+)
 """Operations with an answer that no site and no command reads."""
 OF_A_SWARM = frozenset({"get_swarm_plan", "work_in_swarm"})
 """Operations of workers that aggregate; their answers name other workers, so that no tape can give them again."""

@@ -56,7 +56,8 @@ class Browser:
 
     def text(self, css: str) -> str:
         """The text of the first element; empty if there is none, or if it is hidden."""
-        return str(self.js("return document.querySelector(arguments[0])?.innerText ?? ''", css)).strip()
+        script = "const e = document.querySelector(arguments[0]); return e?.checkVisibility() ? e.innerText : ''"
+        return str(self.js(script, css)).strip()
 
     def texts(self, css: str) -> list[str]:
         """The texts of all elements."""

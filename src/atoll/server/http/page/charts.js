@@ -4,6 +4,7 @@ import { $, el, number } from "./dom.js";
 import { getJSON } from "./server.js";
 
 const POINTS = 300, MOST = 2; // rounds a curve, charts
+const WHOLE = [1, 2, 5].flatMap((each) => [0, 1, 2, 3, 4, 5].map((power) => each * 10 ** power)).sort((a, b) => a - b);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Curves {
@@ -78,7 +79,7 @@ class Chart {
       this.plot = new uPlot({
         width: this.place.clientWidth || 400, height: 240, legend: { show: false },
         scales: { x: { time: false } },
-        axes: [{ ...axis, space: 60, size: 34 }, { ...axis, size: 58 }],
+        axes: [{ ...axis, space: 60, size: 34, incrs: WHOLE }, { ...axis, size: 58 }],
         cursor: { focus: { prox: 24 }, drag: { x: true, y: false } }, focus: { alpha: 0.25 },
         series: [{}, { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
           ...names.map((label, place) => ({
@@ -114,7 +115,11 @@ class Chart {
     ctx.stroke();
     ctx.font = `${12 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = right ? "right" : "left";
-    ctx.fillText(`${this.mark.text} ${number(this.mark.value)}`, x + (right ? -9 : 9) * ratio, Math.max(y - 8 * ratio, bbox.top + 10 * ratio));
+    const place = [`${this.mark.text} ${number(this.mark.value)}`, x + (right ? -9 : 9) * ratio, Math.max(y - 12 * ratio, bbox.top + 12 * ratio)];
+    ctx.strokeStyle = css("--card");
+    ctx.lineWidth = 4 * ratio;
+    ctx.strokeText(...place);
+    ctx.fillText(...place);
     ctx.restore();
   }
 

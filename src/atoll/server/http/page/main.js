@@ -64,7 +64,7 @@ async function refresh() {
     cost = performance.now() - begun;
     draw();
     open();
-    if (performance.now() >= curvesDue && status.history.length) {
+    if (performance.now() >= curvesDue) {
       curvesDue = Infinity;
       curvesDue = performance.now() + 20 * (await charts.refresh(status, hash().get("site")));
     }

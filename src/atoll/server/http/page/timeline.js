@@ -6,46 +6,50 @@ const ROUNDS = 20, LANES = 30;
 
 export class Rounds {
   constructor() {
-    this.known = new Map(); // "fragment:round" → its times and sites
+    this.known = new Map(); // "fragment:round" → when it opened and was over
+    this.tickets = new Map(); // site → its last tickets, oldest first: when each began and ended
   }
 
-  of({ fragment, round }) {
-    const key = `${fragment}:${round}`;
-    if (!this.known.has(key)) this.known.set(key, { fragment, round, sites: new Map() });
-    while (this.known.size > ROUNDS + 1) this.known.delete(this.known.keys().next().value);
-    return this.known.get(key) || { sites: new Map() };
+  round({ fragment, round }) {
+    const key = `${fragment}:${round}`, found = this.known.get(key) || {};
+    this.known.set(key, found);
+    if (this.known.size > ROUNDS + 1) this.known.delete(this.known.keys().next().value);
+    return found;
   }
 
-  site(event) {
-    const sites = this.of(event).sites;
-    if (!sites.has(event.site)) sites.set(event.site, {});
-    return sites.get(event.site);
+  ticket(event) {
+    const own = this.tickets.get(event.site) || [], known = own.findLast((each) => each.ticket === event.ticket), found = known || { ticket: event.ticket };
+    if (!known) this.tickets.set(event.site, [...own.slice(-3 * ROUNDS), found]);
+    return found;
   }
 
   take(event) {
     const at = Date.parse(event.at);
     if (!this.last || at > this.last.at) this.last = { at, seen: performance.now() };
     switch (event.what) {
-      case "round opened": this.of(event).opened = at; break;
-      case "ticket issued": Object.assign(this.site(event), { begun: at, ended: undefined }); break;
-      case "update accepted": Object.assign(this.site(event), { ended: at, send: event.send_seconds * 1000 }); break;
-      case "update refused": Object.assign(this.site(event), { ended: at, refused: event.reason }); break;
-      case "site sat out": Object.assign(this.site(event), { ended: at, satOut: true }); break;
-      case "round closed": this.of(event).closed = at; break;
+      case "round opened": this.round(event).opened = at; break;
+      case "ticket issued": Object.assign(this.ticket(event), { begun: at, ended: undefined }); break;
+      case "update accepted": Object.assign(this.ticket(event), { ended: at, send: event.send_seconds * 1000 }); break;
+      case "update refused": case "site sat out": this.ticket(event).ended = at; break;
       case "round ended":
-        this.of(event).over = at;
-        for (const each of event.summary.sites) Object.assign(this.site({ ...event, site: each.site }), { train: each.train_seconds * 1000, facts: each });
+        this.round(event).over = at;
+        for (const { site, train_seconds } of event.summary.sites) {
+          const counted = (this.tickets.get(site) || []).find((each) => each.ended <= at && !each.over);
+          if (counted) Object.assign(counted, { train: train_seconds * 1000, over: at });
+        }
     }
   }
 
-  // What a site did in a round: [from, to, kind], in milliseconds of the server's clock.
-  spans(round, site, now) {
-    const own = round.sites.get(site);
-    if (!own?.begun) return [];
-    const end = own.ended ?? now, send = Math.min(own.send || 0, end - own.begun);
-    const sent = end - send, train = own.ended && own.train !== undefined ? Math.min(own.train, sent - own.begun) : sent - own.begun;
-    const wait = own.ended ? Math.max(round.over ?? round.closed ?? now, end) : end;
-    return [[own.begun, sent - train, "pull"], [sent - train, sent, "train"], [sent, end, "send"], [end, wait, "wait"]].filter(([from, to]) => to > from);
+  // What a site did since `begin`: [from, to, kind], in milliseconds of the server's clock.
+  spans(site, begin, now) {
+    const own = this.tickets.get(site) || [], found = [];
+    own.forEach(({ begun, ended, send, train, over }, place) => {
+      if (begun === undefined) return;
+      const end = ended ?? now, sent = end - Math.min(send || 0, end - begun), trained = Math.min(train ?? sent - begun, sent - begun);
+      const next = own[place + 1]?.begun ?? over ?? now, wait = ended ? Math.max(end, Math.min(over ?? next, next)) : end;
+      found.push([begun, sent - trained, "pull"], [sent - trained, sent, "train"], [sent, end, "send"], [end, wait, "wait"]);
+    });
+    return found.filter(([from, to]) => to > from && to > begin).map(([from, to, kind]) => [Math.max(from, begin), to, kind]);
   }
 }
 
@@ -70,17 +74,15 @@ export function drawTimeline(rounds, workers, find, live) {
     canvas.style.width = `${width}px`;
     canvas.style.height = "22px";
     const pen = canvas.getContext("2d"), x = (at) => ((at - begin) / (end - begin)) * canvas.width;
-    let last = [];
-    for (const round of shown) {
-      for (const [from, to, kind] of last = rounds.spans(round, site, now)) {
-        pen.fillStyle = colour(kind);
-        pen.fillRect(x(from), 3 * ratio, Math.max(x(to) - x(from), ratio), 16 * ratio);
-      }
+    const spans = rounds.spans(site, begin, now);
+    for (const [from, to, kind] of spans) {
+      pen.fillStyle = colour(kind);
+      pen.fillRect(x(from), 3 * ratio, Math.max(x(to) - x(from), ratio), 16 * ratio);
     }
     pen.fillStyle = colour("ink");
     for (const { over } of shown) if (over) pen.fillRect(Math.round(x(over)) - 1, 0, ratio, canvas.height);
-    const told = last.map(([from, to, kind]) => `${kind} ${duration((to - from) / 1000)}`).join(", ");
-    canvas.setAttribute("aria-label", `${site}, newest round: ${told || "nothing"}`);
+    const told = spans.slice(-3).map(([from, to, kind]) => `${kind} ${duration((to - from) / 1000)}`).join(", ");
+    canvas.setAttribute("aria-label", `${site}, most recently: ${told || "nothing"}`);
   }
 }
 
