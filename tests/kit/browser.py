@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,8 @@ import pytest
 
 from atoll.testing.run import wait_until
 
-AXE = Path(os.environ.get("AXE_CORE", "")) if os.environ.get("AXE_CORE") else None
+AXE_PACKAGE = importlib.util.find_spec("axe_core_python")
+"""The Python package that brings axe-core, a checker of accessibility; None if it is not installed."""
 
 
 def why_absent() -> str:
@@ -84,8 +86,6 @@ class Browser:
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Write what is seen, or the whole page, as PNG."""
-        import base64
-
         found = self.driver.execute_cdp_cmd(
             "Page.captureScreenshot",
             {"captureBeyondViewport": whole}
@@ -107,9 +107,10 @@ class Browser:
 
     def axe(self) -> list[str]:
         """What axe-core finds that is serious or critical: rule, and the elements."""
-        assert AXE is not None
+        assert AXE_PACKAGE is not None
+        (folder,) = AXE_PACKAGE.submodule_search_locations or ()
         self.driver.execute_cdp_cmd("Page.setBypassCSP", {"enabled": True})
-        self.js(AXE.read_text(encoding="utf-8"))
+        self.js((Path(folder) / "axe.min.js").read_text(encoding="utf-8"))
         found = self.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
         return [
             f"{each['id']}: {json.dumps([node['html'][:200] for node in each['nodes'][:3]])}"

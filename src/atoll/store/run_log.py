@@ -312,7 +312,7 @@ class RunLog:
             schema_digest: its digest.
         """
         self._journal.execute("UPDATE run SET schema_json = ?, schema_digest = ?", schema_json, schema_digest)
-        self._journal.insert(HISTORY, HistoryRow(fragment, 0, digest, "", utc_text()))
+        self._journal.insert(HISTORY, HistoryRow(fragment, 0, digest, "", utc_text("milliseconds")))
         self._journal.count(shapes_counter(fragment))
         self._audit.append("reshaped", fragment=fragment, version=0, digest=digest, tickets=[])
 
@@ -338,7 +338,7 @@ class RunLog:
             total = self.last_sat_out_round(fragment).total + 1
             self._journal.insert(
                 SAT_OUT,
-                SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text()),
+                SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text("milliseconds")),
             )
             self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
 

@@ -229,7 +229,7 @@ class Versions:
                 written.part_digests,
                 written.state_digests,
                 summary_json,
-                utc_text(),
+                utc_text("milliseconds"),
             ),
         )
         return draft.row

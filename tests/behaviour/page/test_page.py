@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kit.browser import AXE, Browser, browser, needs_browser
+from kit.browser import AXE_PACKAGE, Browser, browser, needs_browser
 from kit.prepared_runs import START, prepared
 from kit.requests import get
 from kit.world import World
@@ -224,7 +224,7 @@ def test_the_keyboard_reaches_everything(tmp_path: Path, chrome: Browser) -> Non
         assert outline == "solid"
 
 
-@pytest.mark.skipif(AXE is None, reason="AXE_CORE names no axe.min.js: npm pack axe-core")
+@pytest.mark.skipif(AXE_PACKAGE is None, reason="the package axe-core-python is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390], ids=["laptop", "phone"])
 def test_axe_finds_nothing_serious(tmp_path: Path, chrome: Browser, dark: bool, width: int) -> None:

@@ -163,7 +163,7 @@ class Coordinator:
         if made is None:
             return
         fragment, value = closed.fragment, self._history.value(made.summary)
-        happened = run_events.RoundEnded(fragment=fragment, round=number, summary=made.summary)
+        happened = run_events.RoundEnded(fragment=fragment, round=number, summary=made.summary, at=made.row.created_at)
         try:
             committed = events.VersionCommitted(fragment, made.draft.version, value)
             self._run.ledger.record(committed, lambda: made.commit(self._run.store), happened)

@@ -16,6 +16,7 @@ from atoll.rounds.state import State
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.store.event_pages import event_page
 from atoll.store.journal_tables import utc_text
+from atoll.store.kept_events import newest_event
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
@@ -136,12 +137,19 @@ class EventLog:
         Raises:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
-        until_s = time.monotonic() + query.wait_s
+        page = self.page(query)
+        if page.events or not query.wait_s:
+            return page
+        await self.wait_beyond(page.newest, query.wait_s)
+        return self.page(query)
+
+    async def wait_beyond(self, number: int, wait_s: float) -> int:
+        """Wait for an event after `number`, up to `wait_s` seconds or the end. Return the newest event's number."""
+        until_s = time.monotonic() + wait_s
         while True:
-            page = self.page(query)
-            rest_s = until_s - time.monotonic()
-            if page.events or rest_s <= 0 or self._has_ended:
-                return page
+            newest, rest_s = newest_event(self._store.journal.rows), until_s - time.monotonic()
+            if newest > number or rest_s <= 0 or self._has_ended:
+                return newest
             await self._news.wait(rest_s)
 
     def page(self, query: run_events.EventQuery) -> run_events.EventPage:

@@ -26,7 +26,7 @@ STREAM_HEADERS: Mapping[str, str] = {
 }
 MOST_STREAMS = 200
 """Maximum number of streams at a time: each holds a connection."""
-PAUSE_S = 0.3
+PAUSE_S = 0.5
 """Least seconds between two messages of a stream: events of this time travel together."""
 
 
@@ -34,7 +34,7 @@ class Streams:
     """How many streams a server sends at present."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count, self._newest = 0, ((0, 0, 0), (0, 0, b""))
 
     async def send(self, request: web.Request, run: RunCore, query: EventQuery) -> web.StreamResponse:
         """Answer a request with the events after a number, until the run ends or the client goes.
@@ -45,32 +45,48 @@ class Streams:
         """
         if self._count >= MOST_STREAMS:
             raise Busy(f"{MOST_STREAMS} clients follow this run already.", "Try again later, or ask without a stream.")
-        page, number = run.events.page(query), query.after
+        number, within, text = message_of(run.events.page(query), query.after)
         self._count += 1
         try:
             response = web.StreamResponse(headers=STREAM_HEADERS)
             await response.prepare(request)
             while True:
-                text = b":\n\n"  # a comment shows a client that waits that the server is there
-                if page.events:
-                    number, text = message_of(page)
                 async with asyncio.timeout(run.settings.network.idle_timeout_s):  # else the client reads nothing
                     await response.write(text)
                 run.watched_s = time.monotonic()
-                if run.events.has_ended and number >= page.newest:
+                newest = await run.events.wait_beyond(number, 0.0 if within else LONG_POLL_S)
+                if newest <= number and run.events.has_ended:
                     break
-                if number >= page.newest:
+                number, within, text = self._next(run, number, within, newest)
+                if number >= newest:
                     await asyncio.sleep(PAUSE_S)
-                asked = EventQuery(after=number, within=page.within, wait_s=LONG_POLL_S)
-                page = await run.events.get_events(asked)
         except (AtollError, TimeoutError):  # the answer has begun: the client asks again, and is then told why
             break_off(request)
         finally:
             self._count -= 1
         return response
 
+    def _next(self, run: RunCore, number: int, within: int, newest: int) -> tuple[int, int, bytes]:
+        """Return the next message. Streams at the same event share it."""
+        key = number, within, newest
+        if key != self._newest[0]:
+            page = run.events.page(EventQuery(after=number, within=within))
+            self._newest = key, message_of(page, number)
+        return self._newest[1]
 
-def message_of(page: EventPage) -> tuple[int, bytes]:
-    """Return the number of the last event that is complete in a page, and the page as a message of a stream."""
+
+def message_of(page: EventPage, after: int) -> tuple[int, int, bytes]:
+    """Return a page as a message of a stream.
+
+    Args:
+        page: the events after `after`; without any, the message is a comment, which shows that the server is there.
+        after: number of the last event before them.
+
+    Returns:
+        The number of the last event that is complete in the page; how many sites of the one after it were sent; the
+        message.
+    """
+    if not page.events:
+        return after, 0, b":\n\n"
     number = page.events[-1].number - (page.within > 0)
-    return number, f"id: {number}\ndata: {page.model_dump_json()}\n\n".encode()
+    return number, page.within, f"id: {number}\ndata: {page.model_dump_json()}\n\n".encode()

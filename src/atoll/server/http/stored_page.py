@@ -57,7 +57,7 @@ class StoredPage:
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
         while page.events:
-            number, text = message_of(page)
+            number, _, text = message_of(page, query.after)
             await response.write(text)
             page = await asyncio.to_thread(self._events, EventQuery(after=number, within=page.within))
         return response

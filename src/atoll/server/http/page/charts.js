@@ -9,34 +9,42 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 
 export class Curves {
   constructor(value) {
-    Object.assign(this, { value, rounds: [], versions: [], mean: [], sites: new Map(), cost: 0 });
+    Object.assign(this, { value, rounds: [], versions: [], mean: [], sites: new Map() });
   }
 
-  // Ask for the rounds that are new. The server chooses the rounds; beyond 3 POINTS, ask for all anew.
-  async refresh() {
-    const begun = performance.now();
-    if (this.rounds.length > 3 * POINTS) Object.assign(this, new Curves(this.value));
-    const first = this.versions.length ? this.versions.at(-1) + 1 : 0;
+  // Ask for all rounds; the server chooses POINTS of them.
+  async load() {
     let after = "", last = "", page;
     do {
-      page = await getJSON(`v1/site-curves?value=${encodeURIComponent(this.value)}&points=${POINTS}&first=${first}${last}&after=${after}`);
-      if (!page.versions.length) break;
-      if (!after) {
-        this.versions.push(...page.versions);
-        this.rounds.push(...page.rounds);
-        this.mean.push(...(page.mean.length ? page.mean : page.rounds.map(() => null)));
-        last = `&last=${page.versions.at(-1)}`;
-      }
-      const before = this.rounds.length - page.rounds.length;
-      for (const { site, values } of page.curves) {
-        const known = this.sites.get(site) || [];
-        while (known.length < before) known.push(null);
-        this.sites.set(site, known.concat(values));
-      }
+      page = await getJSON(`v1/site-curves?value=${encodeURIComponent(this.value)}&points=${POINTS}${last}&after=${after}`);
+      if (!after) Object.assign(this, { versions: page.versions, rounds: page.rounds, mean: page.mean });
+      for (const { site, values } of page.curves) this.sites.set(site, values);
+      last = `&last=${this.versions.at(-1)}`;
       after = page.after;
     } while (after);
-    for (const values of this.sites.values()) while (values.length < this.rounds.length) values.push(null);
-    this.cost = performance.now() - begun;
+    this.loaded = true;
+    return this;
+  }
+
+  // Add a round that has ended since; a large one comes in several parts.
+  take({ fragment, round, version, metrics, sites }) {
+    const name = this.value.replace("metrics.", ""), last = this.versions.at(-1) ?? 0;
+    if (!this.loaded || fragment || version === null || version < last) return;
+    if (version > last) {
+      this.versions.push(version);
+      this.rounds.push(round);
+      this.mean.push(metrics[name] ?? null);
+    }
+    for (const { site, metrics: own } of sites) if (name in own) this.sites.set(site, this.filled(site, own[name]));
+    for (const site of this.sites.keys()) this.filled(site);
+  }
+
+  // The values of a site, as many as there are rounds; if `value` is given, it is the last one.
+  filled(site, value) {
+    const known = this.sites.get(site) || [];
+    while (known.length < this.rounds.length) known.push(null);
+    if (value !== undefined) known[known.length - 1] = value;
+    return known;
   }
 }
 
@@ -60,9 +68,12 @@ class Chart {
 
   async refresh(best, chosen) {
     Object.assign(this, { best, chosen });
-    const curves = this.curves ??= new Curves(`metrics.${this.name}`);
-    await curves.refresh();
-    if (curves === this.curves) this.draw();
+    if (!this.curves || this.curves.rounds.length > 3 * POINTS) {
+      const curves = this.curves = new Curves(`metrics.${this.name}`);
+      await curves.load();
+      if (curves !== this.curves) return; // another metric was chosen meanwhile
+    }
+    if (this.curves.loaded) this.draw();
   }
 
   draw() {
@@ -138,7 +149,7 @@ class Chart {
 export class Charts {
   constructor() {
     this.charts = [];
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach((each) => each.curves && each.draw()));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach((each) => each.curves?.loaded && each.draw()));
   }
 
   async refresh(status, chosen) {
@@ -154,11 +165,18 @@ export class Charts {
       chart.offer(names);
       await chart.refresh(status.best, chosen);
     }
-    return this.charts.reduce((sum, each) => sum + each.curves.cost, 0);
+  }
+
+  take(summary) {
+    for (const { curves } of this.charts) curves?.take(summary);
+  }
+
+  forget() {
+    for (const each of this.charts) each.curves = null;
   }
 
   choose(chosen) {
-    for (const each of this.charts) { each.chosen = chosen; if (each.curves) each.draw(); }
+    for (const each of this.charts) { each.chosen = chosen; if (each.curves?.loaded) each.draw(); }
   }
 }
 

@@ -9,12 +9,14 @@ import { drawTimeline, Rounds } from "./timeline.js";
 
 const QUIET_MS = 5000, SOON_MS = 1000, KEPT = 2000;
 const charts = new Charts(), table = new SiteTable(() => draw());
-let status, events, rounds, after, busy, due, curvesDue = 0, opened = {};
+const SHARE = 150; // a viewer's requests take 1 / SHARE of the time: five viewers are to cost the server little
+let status, events, rounds, after, busy, due, cost = 0, opened = {};
 
 function forget() {
   events = [];
   rounds = new Rounds();
   after = null;
+  charts.forget();
 }
 
 function link(kind, text) {
@@ -53,27 +55,23 @@ function draw() {
   drawTimeline(rounds, status.workers, $("find").value.trim(), !over);
 }
 
-// Ask for the status, and for the curves if a round has ended. The more an answer costs, the rarer it is asked for.
+// Ask for the status, and draw all. The more an answer costs, the rarer it is asked for.
 async function refresh() {
   if (busy) return;
   busy = true;
   const begun = performance.now();
-  let cost = 0;
   try {
     status = await getJSON("v1/status");
     cost = performance.now() - begun;
     draw();
     open();
-    if (performance.now() >= curvesDue) {
-      curvesDue = Infinity;
-      curvesDue = performance.now() + 20 * (await charts.refresh(status, hash().get("site")));
-    }
+    await charts.refresh(status, hash().get("site"));
   } catch (error) {
     if (error instanceof NeedsToken) askForToken(error.message);
     else link("lost", error.message);
   } finally {
     busy = false;
-    if (!status?.stored) plan(Math.max(QUIET_MS, 20 * cost));
+    if (!status?.stored) plan(Math.max(QUIET_MS, SHARE * cost));
   }
 }
 
@@ -87,13 +85,14 @@ function plan(ms) {
 function take(page) {
   for (const event of page.events) {
     rounds.take(event);
+    if (event.summary) charts.take(event.summary);
     after = event.number;
     if (event.number <= (events.at(-1)?.number || 0)) continue; // the rest of a large round, or told again
     events.push(event.summary ? { ...event, summary: { ...event.summary, sites: [] } } : event);
   }
   if (page.within) after -= 1; // its last event is not complete: after a cut, ask for it again
   events = events.slice(-KEPT);
-  plan(SOON_MS);
+  plan(Math.max(SOON_MS, SHARE * cost));
 }
 
 async function listen() {
@@ -139,7 +138,6 @@ function open() {
 
 async function start() {
   forget();
-  curvesDue = 0;
   try {
     status = await getJSON("v1/status");
   } catch (error) {

@@ -98,8 +98,7 @@ export async function csv(status) {
   const names = ["weight", "steps", "train_seconds", "wait_seconds", "staleness", "nbytes", "norm", ...metricNames(status).map((each) => `metrics.${each}`)];
   const rows = new Map();
   for (const [place, name] of names.entries()) {
-    const curves = new Curves(name);
-    await curves.refresh();
+    const curves = await new Curves(name).load();
     for (const [site, values] of curves.sites) values.forEach((value, at) => {
       if (value === null) return;
       const key = `${curves.rounds[at]},${site}`;
