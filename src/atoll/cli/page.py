@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Show the page of a run: of one that runs from its server, of any other from its state directory.
 
-    Nothing in the directory changes. The address has a token: give it only to people who may see the run.
+    Nothing in the directory changes. The address has a token: pass it on only to readers of the run.
 
     Raises:
         UsageError: the directory contains no run.

@@ -16,7 +16,7 @@ LATE = 2.0
 """A round is late if it is open for longer than this many times the usual time of a round."""
 LEAST_LATE_S = 3.0
 START_S = 60.0
-"""Seconds that a server waits for its first sites before somebody has to start them."""
+"""Seconds that a server waits for its first sites before a person has to start them."""
 RISES, RISE = 3, 1.5
 """A run diverges if its loss has risen for `RISES` rounds in a row, and is `RISE` times the lowest loss."""
 MOST_NAMES = 3
@@ -42,7 +42,7 @@ def headline_of(status: Status, trouble: Trouble = Trouble(), state_dir: str = "
     """Return the sentence about a run, whether a person must act, and the command for it.
 
     Args:
-        status: the status, whose own `headline` is not read.
+        status: the status. Its own `headline` is not read.
         trouble: what only the server knows.
         state_dir: the run's state directory, for commands; empty if there is none.
     """
@@ -73,7 +73,7 @@ def headline_of(status: Status, trouble: Trouble = Trouble(), state_dir: str = "
 
 
 def _training(status: Status, trouble: Trouble) -> Headline:
-    """Return the sentence about a run whose rounds are under way."""
+    """Return the sentence about a run in which rounds are under way."""
     fragment = _slowest(status)
     if fragment.phase == "gathering" and not status.history:
         text = f"The first round has not begun: it {fragment.reason or 'waits for sites'}."
@@ -95,8 +95,9 @@ def _training(status: Status, trouble: Trouble) -> Headline:
     refused = [each for each in status.workers if each.state == "alive" and each.refused]
     if refused:
         first = refused[0]
-        why = f"The updates of {first.site} do not count: {_short(first.refused)}. Check its data and learning rate. "
-        return _act(f"{why}{text}", "atoll status" + (f" --server {status.address}" if status.address else ""))
+        why = f"The updates of {first.site} do not count: {_short(first.refused)}."
+        todo = "Check its data and learning rate, and start it again."
+        return _act(f"{why} {todo} {text}", _start(status, first.site))
     if rise := _rises(_losses(status.history)):
         stop = "atoll stop" + (f" --server {status.address}" if status.address else "")
         return _act(f"The run diverges: its loss rose from {rise[0]:.4g} to {rise[1]:.4g}. {text}", stop)

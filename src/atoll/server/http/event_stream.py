@@ -1,7 +1,7 @@
 """Server-sent events: the events of a run as they happen, over one answer that ends with the run.
 
-Each message is an `EventPage` as JSON, and its id is the number of the last event that is complete in it. A client
-whose connection breaks asks again with `after` at that number.
+Each message is an `EventPage` as JSON, and its id is the number of the last event that is complete in it. If the
+connection breaks, the client asks again with `after` at that number.
 """
 
 from __future__ import annotations
