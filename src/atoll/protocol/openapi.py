@@ -518,7 +518,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     elif _is_message(reply):
         content = {"application/json": {"schema": _ref(reply)}}
         if operation.streams:
-            content["text/event-stream"] = {"schema": {"type": "string"}}  # type: ignore[dict-item]
+            content["text/event-stream"] = {"schema": {"type": "string"}}
         answers["200"] = {"description": "OK", "content": content}
     elif reply is bytes:
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

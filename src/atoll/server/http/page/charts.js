@@ -3,7 +3,8 @@
 import { $, el, number } from "./dom.js";
 import { getJSON } from "./server.js";
 
-const POINTS = 300, MOST = 2; // rounds a curve, charts
+const POINTS = 300,
+  MOST = 2; // rounds a curve, charts
 const WHOLE = [1, 2, 5].flatMap((each) => [0, 1, 2, 3, 4, 5].map((power) => each * 10 ** power)).sort((a, b) => a - b);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -14,9 +15,13 @@ export class Curves {
 
   // Ask for all rounds; the server chooses POINTS of them.
   async load() {
-    let after = "", last = "", page;
+    let after = "",
+      last = "",
+      page;
     do {
-      page = await getJSON(`v1/site-curves?value=${encodeURIComponent(this.value)}&points=${POINTS}${last}&after=${after}`);
+      page = await getJSON(
+        `v1/site-curves?value=${encodeURIComponent(this.value)}&points=${POINTS}${last}&after=${after}`,
+      );
       if (!after) Object.assign(this, { versions: page.versions, rounds: page.rounds, mean: page.mean });
       for (const { site, values } of page.curves) this.sites.set(site, values);
       last = `&last=${this.versions.at(-1)}`;
@@ -28,7 +33,8 @@ export class Curves {
 
   // Add a round that has ended since; a large one comes in several parts.
   take({ fragment, round, version, metrics, sites }) {
-    const name = this.value.replace("metrics.", ""), last = this.versions.at(-1) ?? 0;
+    const name = this.value.replace("metrics.", ""),
+      last = this.versions.at(-1) ?? 0;
     if (!this.loaded || fragment || version === null || version < last) return;
     if (version > last) {
       this.versions.push(version);
@@ -55,7 +61,11 @@ class Chart {
     this.said = el("span", {});
     this.place = el("div", { role: "img" });
     this.figure = el("figure", {}, el("figcaption", {}, this.choice, this.said), this.place);
-    this.choice.onchange = () => { this.name = this.choice.value; this.curves = null; this.refresh(this.best, this.chosen); };
+    this.choice.onchange = () => {
+      this.name = this.choice.value;
+      this.curves = null;
+      this.refresh(this.best, this.chosen);
+    };
     this.offer(names);
     new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height: 240 })).observe(this.place);
   }
@@ -63,13 +73,15 @@ class Chart {
   offer(names) {
     if (names.join("\n") === this.offered) return;
     this.offered = names.join("\n");
-    this.choice.replaceChildren(...names.map((each) => el("option", { value: each, selected: each === this.name }, each)));
+    this.choice.replaceChildren(
+      ...names.map((each) => el("option", { value: each, selected: each === this.name }, each)),
+    );
   }
 
   async refresh(best, chosen) {
     Object.assign(this, { best, chosen });
     if (!this.curves || this.curves.rounds.length > 3 * POINTS) {
-      const curves = this.curves = new Curves(`metrics.${this.name}`);
+      const curves = (this.curves = new Curves(`metrics.${this.name}`));
       await curves.load();
       if (curves !== this.curves) return; // another metric was chosen meanwhile
     }
@@ -78,7 +90,8 @@ class Chart {
 
   draw() {
     const { rounds, mean, sites } = this.curves;
-    const names = [...sites.keys()], few = names.length <= 10;
+    const names = [...sites.keys()],
+      few = names.length <= 10;
     const data = [rounds, mean, ...sites.values()];
     const look = names.join("\n") + this.chosen + matchMedia("(prefers-color-scheme: dark)").matches;
     this.mark = this.marked();
@@ -86,19 +99,48 @@ class Chart {
     else {
       this.plot?.destroy();
       this.look = look;
-      const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
-      this.plot = new uPlot({
-        width: this.place.clientWidth || 400, height: 240, legend: { show: false },
-        scales: { x: { time: false } },
-        axes: [{ ...axis, space: 60, size: 34, incrs: WHOLE }, { ...axis, size: 58 }],
-        cursor: { focus: { prox: 24 }, drag: { x: true, y: false } }, focus: { alpha: 0.25 },
-        series: [{}, { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
-          ...names.map((label, place) => ({
-            label, width: label === this.chosen ? 2.5 : 1, spanGaps: true, points: { show: rounds.length < 3 },
-            stroke: label === this.chosen ? css("--link") : few ? `hsl(${(place * 137 + 20) % 360} 55% 55%)` : css("--soft") + "66",
-          }))],
-        hooks: { draw: [(plot) => this.drawMark(plot)], setSeries: [() => this.say()], setCursor: [() => this.say()] },
-      }, data, this.place);
+      const axis = {
+        stroke: css("--soft"),
+        grid: { stroke: css("--line"), width: 1 },
+        ticks: { stroke: css("--line") },
+      };
+      this.plot = new uPlot(
+        {
+          width: this.place.clientWidth || 400,
+          height: 240,
+          legend: { show: false },
+          scales: { x: { time: false } },
+          axes: [
+            { ...axis, space: 60, size: 34, incrs: WHOLE },
+            { ...axis, size: 58 },
+          ],
+          cursor: { focus: { prox: 24 }, drag: { x: true, y: false } },
+          focus: { alpha: 0.25 },
+          series: [
+            {},
+            { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
+            ...names.map((label, place) => ({
+              label,
+              width: label === this.chosen ? 2.5 : 1,
+              spanGaps: true,
+              points: { show: rounds.length < 3 },
+              stroke:
+                label === this.chosen
+                  ? css("--link")
+                  : few
+                    ? `hsl(${(place * 137 + 20) % 360} 55% 55%)`
+                    : css("--soft") + "66",
+            })),
+          ],
+          hooks: {
+            draw: [(plot) => this.drawMark(plot)],
+            setSeries: [() => this.say()],
+            setCursor: [() => this.say()],
+          },
+        },
+        data,
+        this.place,
+      );
       this.plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
     }
     this.say();
@@ -106,8 +148,10 @@ class Chart {
   }
 
   marked() {
-    const { rounds, mean } = this.curves, best = this.best;
-    if (best?.metric === this.name && best.value !== null) return { round: best.round, value: best.value, text: "best" };
+    const { rounds, mean } = this.curves,
+      best = this.best;
+    if (best?.metric === this.name && best.value !== null)
+      return { round: best.round, value: best.value, text: "best" };
     const known = mean.filter((each) => each !== null);
     if (!known.length || this.name !== "loss") return null;
     const value = Math.min(...known);
@@ -116,8 +160,11 @@ class Chart {
 
   drawMark(plot) {
     if (!this.mark) return;
-    const { ctx, bbox } = plot, x = plot.valToPos(this.mark.round, "x", true), y = plot.valToPos(this.mark.value, "y", true);
-    const ratio = devicePixelRatio || 1, right = x > bbox.left + bbox.width * 0.8;
+    const { ctx, bbox } = plot,
+      x = plot.valToPos(this.mark.round, "x", true),
+      y = plot.valToPos(this.mark.value, "y", true);
+    const ratio = devicePixelRatio || 1,
+      right = x > bbox.left + bbox.width * 0.8;
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = css("--best");
     ctx.lineWidth = 2 * ratio;
@@ -126,7 +173,11 @@ class Chart {
     ctx.stroke();
     ctx.font = `${12 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = right ? "right" : "left";
-    const place = [`${this.mark.text} ${number(this.mark.value)}`, x + (right ? -9 : 9) * ratio, Math.max(y - 12 * ratio, bbox.top + 12 * ratio)];
+    const place = [
+      `${this.mark.text} ${number(this.mark.value)}`,
+      x + (right ? -9 : 9) * ratio,
+      Math.max(y - 12 * ratio, bbox.top + 12 * ratio),
+    ];
     ctx.strokeStyle = css("--card");
     ctx.lineWidth = 4 * ratio;
     ctx.strokeText(...place);
@@ -135,13 +186,19 @@ class Chart {
   }
 
   say() {
-    const { plot } = this, { mean, rounds } = this.curves;
-    const place = plot?.cursor.idx, at = place ?? mean.findLastIndex((each) => each !== null);
+    const { plot } = this,
+      { mean, rounds } = this.curves;
+    const place = plot?.cursor.idx,
+      at = place ?? mean.findLastIndex((each) => each !== null);
     if (at < 0) return this.said.replaceChildren("no value yet");
     const focused = plot?.series.findIndex((each, index) => index > 1 && each._focus) ?? -1;
-    const site = place != null && focused > 1 ? `; ${plot.series[focused].label} ${number(plot.data[focused][place])}` : "";
+    const site =
+      place != null && focused > 1 ? `; ${plot.series[focused].label} ${number(plot.data[focused][place])}` : "";
     const first = mean.find((each) => each !== null);
-    const from = place == null && at > 0 && first !== mean[at] ? `, ${mean[at] < first ? "down" : "up"} from ${number(first)} in round ${rounds[0]}` : "";
+    const from =
+      place == null && at > 0 && first !== mean[at]
+        ? `, ${mean[at] < first ? "down" : "up"} from ${number(first)} in round ${rounds[0]}`
+        : "";
     this.said.replaceChildren(`mean ${number(mean[at])} in round ${rounds[at]}${from}${site}`);
   }
 }
@@ -149,13 +206,16 @@ class Chart {
 export class Charts {
   constructor() {
     this.charts = [];
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.charts.forEach((each) => each.curves?.loaded && each.draw()));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+      this.charts.forEach((each) => each.curves?.loaded && each.draw()),
+    );
   }
 
   async refresh(status, chosen) {
     const names = metricNames(status);
-    $("curves-hint").textContent = names.length ? "The mean of all sites is thick, each site is thin. Point at a line for its site; drag to enlarge, double-click to go back."
-      : "No site has reported a metric yet: submit(model, metrics={\"loss\": …}).";
+    $("curves-hint").textContent = names.length
+      ? "The mean of all sites is thick, each site is thin. Point at a line for its site; drag to enlarge, double-click to go back."
+      : 'No site has reported a metric yet: submit(model, metrics={"loss": …}).';
     while (this.charts.length < Math.min(names.length, MOST)) {
       const chart = new Chart(names, names[this.charts.length]);
       this.charts.push(chart);
@@ -176,7 +236,10 @@ export class Charts {
   }
 
   choose(chosen) {
-    for (const each of this.charts) { each.chosen = chosen; if (each.curves?.loaded) each.draw(); }
+    for (const each of this.charts) {
+      each.chosen = chosen;
+      if (each.curves?.loaded) each.draw();
+    }
   }
 }
 

@@ -7,10 +7,20 @@ import { follow, getJSON, Gone, keepToken, NeedsToken, takeToken } from "./serve
 import { showSite, SiteTable } from "./sites.js";
 import { drawTimeline, Rounds } from "./timeline.js";
 
-const QUIET_MS = 5000, SOON_MS = 1000, KEPT = 2000;
-const charts = new Charts(), table = new SiteTable(() => draw());
+const QUIET_MS = 5000,
+  SOON_MS = 1000,
+  KEPT = 2000;
+const charts = new Charts(),
+  table = new SiteTable(() => draw());
 const SHARE = 150; // a viewer's requests take 1 / SHARE of the time: five viewers are to cost the server little
-let status, events, rounds, after, busy, due, cost = 0, opened = {};
+let status,
+  events,
+  rounds,
+  after,
+  busy,
+  due,
+  cost = 0,
+  opened = {};
 
 function forget() {
   events = [];
@@ -28,11 +38,16 @@ const hash = () => new URLSearchParams(location.hash.slice(1));
 
 function draw() {
   if (!status) return;
-  const metric = metricNames(status)[0], chosen = hash().get("site"), { headline } = status;
+  const metric = metricNames(status)[0],
+    chosen = hash().get("site"),
+    { headline } = status;
   const over = status.finished || status.failed || status.stored;
   document.title = `${headline?.act ? "(!) " : ""}${status.name} – Atoll`;
   setText($("name"), status.name);
-  setText($("about"), `run ${status.run.slice(0, 8)} · ${status.algorithm || "no model"}${status.policy ? ` · ${status.policy}` : ""}`);
+  setText(
+    $("about"),
+    `run ${status.run.slice(0, 8)} · ${status.algorithm || "no model"}${status.policy ? ` · ${status.policy}` : ""}`,
+  );
   setText($("sentence"), headline?.text || "");
   $("headline").classList.toggle("act", !!headline?.act);
   $("next").hidden = !headline?.command;
@@ -42,9 +57,17 @@ function draw() {
   const front = status.fragments.reduce((low, each) => (!low || each.round < low.round ? each : low), null);
   facts($("figures"), [
     ["Round", front ? `${front.round}${status.rounds ? ` of ${status.rounds}` : ""}` : "–", "round-number"],
-    ["Version", status.fragments.length ? String(Math.min(...status.fragments.map((each) => each.version))) : "–", "version"],
-    ["Sites alive", `${alive} of ${status.workers.length}`, "alive"], ["Time left", status.left_s === null ? "–" : duration(status.left_s), "left"],
-    ["Received", size(status.bytes_up), "up"], ["Sent", size(status.bytes_down), "down"], ["Deaths", String(status.deaths), "deaths"], ["Refused", String(status.refused), "refused"],
+    [
+      "Version",
+      status.fragments.length ? String(Math.min(...status.fragments.map((each) => each.version))) : "–",
+      "version",
+    ],
+    ["Sites alive", `${alive} of ${status.workers.length}`, "alive"],
+    ["Time left", status.left_s === null ? "–" : duration(status.left_s), "left"],
+    ["Received", size(status.bytes_up), "up"],
+    ["Sent", size(status.bytes_down), "down"],
+    ["Deaths", String(status.deaths), "deaths"],
+    ["Refused", String(status.refused), "refused"],
   ]);
   $("warnings").hidden = !status.warnings.length;
   $("warnings").replaceChildren(...status.warnings.map((each) => el("li", {}, each)));
@@ -79,7 +102,13 @@ function plan(ms) {
   const at = performance.now() + ms;
   if (due && due.at <= at) return;
   clearTimeout(due?.timer);
-  due = { at, timer: setTimeout(() => { due = null; refresh(); }, ms) };
+  due = {
+    at,
+    timer: setTimeout(() => {
+      due = null;
+      refresh();
+    }, ms),
+  };
 }
 
 function take(page) {
@@ -99,7 +128,10 @@ async function listen() {
   for (let pause = 500; ; pause = Math.min(2 * pause, 10000)) {
     try {
       link("live", status?.stored ? "stored" : "live");
-      await follow(after, (page) => { pause = 500; take(page); });
+      await follow(after, (page) => {
+        pause = 500;
+        take(page);
+      });
       if (status.stored || status.finished || status.failed) break;
       await refresh();
       if (status.finished || status.failed) break;
@@ -130,9 +162,13 @@ function askForToken(why) {
 function open() {
   const wanted = { site: hash().get("site"), round: Number(hash().get("round")) || 0 };
   showSite(status, wanted.site);
-  if (wanted.site && wanted.site !== opened.site) (document.getElementById(`row-${wanted.site}`) || $("detail")).scrollIntoView({ block: "center" });
+  if (wanted.site && wanted.site !== opened.site)
+    (document.getElementById(`row-${wanted.site}`) || $("detail")).scrollIntoView({ block: "center" });
   if (wanted.site !== opened.site) charts.choose(wanted.site);
-  if (wanted.round !== opened.round) showRound(status, wanted.round, metricNames(status)[0]).then?.((shown) => shown?.scrollIntoView({ block: "center" }));
+  if (wanted.round !== opened.round)
+    showRound(status, wanted.round, metricNames(status)[0]).then?.((shown) =>
+      shown?.scrollIntoView({ block: "center" }),
+    );
   opened = wanted;
 }
 
@@ -153,7 +189,11 @@ async function start() {
 }
 
 takeToken();
-$("ask").onsubmit = (event) => { event.preventDefault(); keepToken($("token").value); start(); };
+$("ask").onsubmit = (event) => {
+  event.preventDefault();
+  keepToken($("token").value);
+  start();
+};
 $("copy").onclick = async () => {
   getSelection().selectAllChildren($("command"));
   await navigator.clipboard?.writeText($("command").textContent).catch(() => {});
@@ -164,6 +204,14 @@ $("csv").onclick = () => csv(status);
 $("json").onclick = () => json(status, events);
 $("print").onclick = () => print();
 $("settings").querySelector("details").ontoggle = drawSettings;
-addEventListener("hashchange", () => { if (new URLSearchParams(location.hash.slice(1)).has("token")) { takeToken(); start(); } else if (status) { draw(); open(); } });
+addEventListener("hashchange", () => {
+  if (new URLSearchParams(location.hash.slice(1)).has("token")) {
+    takeToken();
+    start();
+  } else if (status) {
+    draw();
+    open();
+  }
+});
 addEventListener("resize", () => draw());
 start();
