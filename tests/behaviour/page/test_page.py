@@ -190,6 +190,24 @@ def test_deep_links_lead_to_a_site_and_a_round(tmp_path: Path, chrome: Browser) 
         chrome.wait("#detail", "No site nobody has joined this run.")
 
 
+def test_pointing_at_a_line_names_its_site(tmp_path: Path, chrome: Browser) -> None:
+    """The site b reports 0.5 in both rounds, the site a 0.1, so the line of b is at the top of the chart."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        for number in (1, 2, 3):
+            world.pull(number=number)
+            for name, loss in {"a": 0.1, "b": 0.5}.items():
+                world.submit(name, 0.5, metrics={"loss": loss})
+            world.wait(number)
+        chrome.open(world.url)
+        chrome.wait("figcaption", "mean 0.3 in round 3")
+        chrome.js(
+            "const over = document.querySelector('.u-over'), r = over.getBoundingClientRect();"
+            "over.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: r.left + r.width / 2, "
+            "clientY: r.top + 2}));"
+        )
+        chrome.wait("figcaption", "mean 0.3 in round 2; b 0.5")
+
+
 def test_the_keyboard_reaches_everything(tmp_path: Path, chrome: Browser) -> None:
     """Tab goes to the link over the rest, the sections, the sort buttons and the sites; Enter sorts and opens."""
     from selenium.webdriver.common.keys import Keys

@@ -92,7 +92,7 @@ class Chart {
     const { rounds, mean, sites } = this.curves;
     const names = [...sites.keys()],
       few = names.length <= 10;
-    const data = [rounds, mean, ...sites.values()];
+    const data = [rounds, ...sites.values(), mean]; // the mean is drawn last, over the sites
     const look = names.join("\n") + this.chosen + matchMedia("(prefers-color-scheme: dark)").matches;
     this.mark = this.marked();
     if (this.plot && look === this.look) this.plot.setData(data);
@@ -118,7 +118,6 @@ class Chart {
           focus: { alpha: 0.25 },
           series: [
             {},
-            { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
             ...names.map((label, place) => ({
               label,
               width: label === this.chosen ? 2.5 : 1,
@@ -131,10 +130,11 @@ class Chart {
                     ? `hsl(${(place * 137 + 20) % 360} 55% 55%)`
                     : css("--soft") + "66",
             })),
+            { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
           ],
           hooks: {
             draw: [(plot) => this.drawMark(plot)],
-            setSeries: [() => this.say()],
+            setSeries: [(_, index, { focus }) => this.say((this.focused = focus ? index : 0))],
             setCursor: [() => this.say()],
           },
         },
@@ -191,9 +191,9 @@ class Chart {
     const place = plot?.cursor.idx,
       at = place ?? mean.findLastIndex((each) => each !== null);
     if (at < 0) return this.said.replaceChildren("no value yet");
-    const focused = plot?.series.findIndex((each, index) => index > 1 && each._focus) ?? -1;
+    const near = place != null && plot.series[this.focused ?? 0];
     const site =
-      place != null && focused > 1 ? `; ${plot.series[focused].label} ${number(plot.data[focused][place])}` : "";
+      near?.label && near.label !== "mean" ? `; ${near.label} ${number(plot.data[this.focused][place])}` : "";
     const first = mean.find((each) => each !== null);
     const from =
       place == null && at > 0 && first !== mean[at]
