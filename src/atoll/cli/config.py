@@ -14,8 +14,7 @@ import typer
 from atoll import registry
 from atoll.cli.text import next_step
 from atoll.config import FIELDS, Settings, set_values, to_toml
-from atoll.config.run_file import meant_key, source_of
-from atoll.config.settings import GROUPS, collected
+from atoll.config.run_file import meant_key
 from atoll.errors import ConfigError
 from atoll.worker.arguments import require_site
 
@@ -164,24 +163,6 @@ def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
         build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
 
 
-def chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any]:
-    """Return the settings with defaults that depend on the algorithm: `group.key` → value in effect, often the user's.
-
-    Tables that the user gave by `path` are left out.
-    """
-    from atoll.rounds.state import Rules
-
-    values: dict[str, Any] = {f"algorithm.{option}": value for option, value in (algorithm.local or {}).items()}
-    values["rounds.min_sites"] = Rules.from_settings(settings, needs_all=algorithm.needs_all).min_sites
-    tables: dict[str, dict[str, Any]] = {
-        "aggregation.reducer": {"name": str(algorithm.reducer), **algorithm.reducer_options},
-        "aggregation.upload_codec": {"name": str(algorithm.codec), **algorithm.codec_options},
-    }
-    if not settings.async_.momentum_every:  # else the outer optimizer is made of both
-        tables["algorithm.outer_optimizer"] = {"name": algorithm.outer_name, **algorithm.outer_options}
-    return values | {key: table for key, table in tables.items() if not settings.at(key).path}
-
-
 @app.command()
 def show(
     run_file: RunFile = None,
@@ -191,25 +172,19 @@ def show(
     ] = False,
 ) -> None:
     """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
+    from atoll.server.coordinator.effective_settings import settings_in_effect
+
     settings = read_settings(run_file, sets)
-    algorithm = _require_accepted(settings)
-    chosen = chosen_by(algorithm, settings) if algorithm is not None else {}
-    _, source = collected(run_file, _settings_given(sets, {}))
-    values = settings.by_key() | chosen
-    ordered = sorted(values, key=lambda key: list(GROUPS).index(key.partition(".")[0]))
-    sources = {
-        key: source_of(key, source) or (f"default of {settings.algorithm}" if key in chosen else "default")
-        for key in ordered
-    }
+    effective = list(settings_in_effect(settings, _require_accepted(settings)))
     if as_json:
-        found = {key: {"value": values[key], "source": sources[key]} for key in ordered}
+        found = {key: {"value": value, "source": source} for key, value, source in effective}
         print(json.dumps(found, indent=2, default=str))
         return
     group = ""
-    for key in ordered:
+    for key, value, where in effective:
         if group != (group := key.partition(".")[0]):
             print(f"[{group}]")
-        name, value, where = key.partition(".")[2], values[key], sources[key]
+        name = key.partition(".")[2]
         print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} is not set")
     next_step(f"atoll run {run_file}" if run_file else "atoll config show run.toml")
 

@@ -38,6 +38,7 @@ COMMANDS = {
     "stop": "End a run in good order: after the present round its result is saved, and its sites and its server end.",
     "rollback": "Let a run go back to an earlier version that its server still has.",
     "compare": "Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.",
+    "page": "Serve the page of a run on this machine, from its state directory.",
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
     "evaluate": "Evaluate models of a run, and the sites' own models, on the data of each site.",
     "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",

@@ -14,7 +14,6 @@ import typer
 
 from atoll import registry
 from atoll.algorithms.resolve import resolve
-from atoll.cli.config import chosen_by
 from atoll.cli.text import require_short
 from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, Settings, default_of, to_toml
 from atoll.config.settings import Choice
@@ -141,6 +140,8 @@ def run_file(algorithm: str, name: str) -> str:
         "# environment variable (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These are",
         "# the usual settings; `atoll config show run.toml` lists all.",
     ]
+    from atoll.server.coordinator.effective_settings import chosen_by
+
     settings = Settings.build(chosen)
     defaults = {key: default_of(key) for key in FIELDS} | chosen_by(resolve(settings), settings)
     defaults["rounds.min_sites"] = None  # it depends on rounds.sites

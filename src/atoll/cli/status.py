@@ -142,7 +142,7 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
     The server's address is read from the stored status, and the admin's token from the directory.
     """
     status, saved_at = stored_status(state_dir)
-    if status.address and (live := _asked_by(status, admin_token(state_dir))) is not None:
+    if (live := live_status(status, state_dir)) is not None:
         status, source = live, status.address
     else:
         when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}, {duration(max(0.0, time.time() - saved_at))} ago"
@@ -154,6 +154,11 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
     return worker.model_copy(update={"state": "alive then"}) if worker.state == "alive" else worker
+
+
+def live_status(stored: status_messages.Status, state_dir: Path) -> status_messages.Status | None:
+    """Return the status of the server that runs on a state directory; None if none answers."""
+    return _asked_by(stored, admin_token(state_dir)) if stored.address else None
 
 
 def _asked_by(stored: status_messages.Status, token: Token | None) -> status_messages.Status | None:
@@ -351,7 +356,10 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
         lines = [f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}", *_of_training(status)]
     else:
         lines = [f"{status.name} at {address}: no model, {run}, up {duration(status.uptime_s)}"]
-    if status.failed:
+    if status.headline is not None:
+        todo = f" Next: {status.headline.command}" if status.headline.command else ""
+        lines.append(f"{status.headline.text}{todo}")
+    elif status.failed:
         lines.append(f"the run has failed: {status.failed}")
     lines += workflow_lines(status.workflows)
     if status.tasks:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 from atoll.errors import StoreError
 from atoll.protocol import routes, status_messages
+from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.store.caller_tokens import stored_tokens
 from atoll.store.journal_tables import MemberRow
 from atoll.store.reader import StateReader, open_state, saved_status
@@ -41,7 +43,11 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
     """
     with open_state(state_dir) as state:
         last, saved_at = _last_status(state, state_dir)
-        return _status(state, last, max(0.0, time.time() - saved_at)), saved_at
+        status = _status(state, last, max(0.0, time.time() - saved_at))
+    when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}"
+    status = status.model_copy(update={"stored": f"stored in {state_dir} at {when}"})
+    headline = headline_of(status, Trouble(stored=str(state_dir)), str(state_dir))
+    return status.model_copy(update={"headline": headline}), saved_at
 
 
 def _last_status(state: StateReader, state_dir: Path) -> tuple[status_messages.Status, float]:
@@ -69,6 +75,11 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
     idle = "paused" if controls.paused else "gathering"
     finished = is_over or (last.finished and last.epoch == epoch)
     before, heads, phases = {worker.site: worker for worker in last.workers}, state.heads(), state.round_states()
+    history = [
+        status_messages.RoundSummary.model_validate_json(each.summary_json)
+        for each in state.summaries(status_messages.HISTORY)
+    ]
+    ended_rounds = {each.fragment: each.round for each in history}
     return last.model_copy(
         update={
             "epoch": epoch,
@@ -81,6 +92,7 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
                 status_messages.FragmentStatus(
                     fragment=head.fragment,
                     version=head.version or 0,
+                    round=ended_rounds.get(head.fragment, 0) + (not (finished or ended)),
                     phase="finished" if finished or ended else PHASES.get(phases.get(head.fragment, ""), idle),
                     waiting_for=[],
                     reason="" if finished or ended else AS_STORED,
@@ -91,10 +103,7 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
             "workers": [
                 _worker(each, before.get(each.site), age_s, has_failed=failed != "") for each in state.members()
             ],
-            "history": [
-                status_messages.RoundSummary.model_validate_json(each.summary_json)
-                for each in state.summaries(status_messages.HISTORY)
-            ],
+            "history": history,
             "deaths": state.counter("deaths"),
             "refused": state.counter("refused"),
             "durable_version": min((head.durable for head in heads if head.durable is not None), default=None),

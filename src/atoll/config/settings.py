@@ -19,6 +19,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -653,6 +654,12 @@ class Settings(BaseModel):
     network: Network = Network()
     disk: Disk = Disk()
     server: Server = Server()
+    _source: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def source(self) -> Mapping[str, str]:
+        """`group.key` → the file, the variable or the command line that has set it; empty if a program has."""
+        return self._source
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
@@ -722,7 +729,9 @@ class Settings(BaseModel):
         if isinstance(values, Settings):
             return values
         try:
-            return cls.model_validate(with_components(merged(values or {})))
+            settings = cls.model_validate(with_components(merged(values or {})))
+            settings._source = dict(source or {})
+            return settings
         except ValidationError as error:
             raise _readable(error, source or {}) from None
 
@@ -735,7 +744,7 @@ class Settings(BaseModel):
         Raises:
             ConfigError: a key is unknown, a value is wrong, or values contradict each other.
         """
-        return Settings.build(merged(values, self.model_dump(by_alias=True, exclude_unset=True)))
+        return Settings.build(merged(values, self.model_dump(by_alias=True, exclude_unset=True)), self._source)
 
     def at(self, key: str) -> Any:
         """Return the value of the setting `group.key`; if `key` is the name of a group, the group."""

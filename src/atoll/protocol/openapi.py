@@ -88,6 +88,8 @@ class Operation:
         problems: error codes of this operation, besides `COMMON_PROBLEMS`.
         secret: whether the `Atoll-Secret` header of an object is required.
         body_bytes: maximum size of a JSON body, in bytes.
+        streams: whether a request that accepts `text/event-stream` gets server-sent events, each a `reply`.
+        media: type of an answer that is bytes or text, if it is not the usual one.
     """
 
     name: str
@@ -102,6 +104,8 @@ class Operation:
     problems: tuple[str, ...] = ()
     secret: bool = False
     body_bytes: int = routes.CONTROL_BODY_BYTES
+    streams: bool = False
+    media: str = ""
 
 
 def callers_at(operation: Operation, *, is_open: bool) -> tuple[CallerKind, ...]:
@@ -409,8 +413,10 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_events",
         "GET",
         routes.EVENTS,
-        "Get what happened after an event; wait up to wait_s for the next one.",
+        "Get what happened after an event; wait up to wait_s for the next one. With Accept: text/event-stream, pages "
+        "of events follow as server-sent events until the run ends; the id of each is its last event.",
         callers=READERS,
+        streams=True,
         query=run_events.EventQuery,
         reply=run_events.EventPage,
         problems=("gone",),
@@ -423,6 +429,27 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=READERS,
         query=site_curves.SiteCurvesQuery,
         reply=site_curves.SiteCurves,
+    ),
+    Operation(
+        "get_settings",
+        "GET",
+        routes.SETTINGS,
+        "Get the settings in effect, with their sources.",
+        callers=READERS,
+        reply=status_messages.SettingsInEffect,
+    ),
+    Operation(
+        "get_page", "GET", routes.PAGE, "The page that shows the run.", callers=EVERYONE, reply=str, media="text/html"
+    ),
+    Operation(
+        "get_page_file",
+        "GET",
+        routes.PAGE_FILE,
+        "A script or style of the page.",
+        callers=EVERYONE,
+        reply=str,
+        media="*/*",
+        problems=("not_found",),
     ),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", callers=READERS, reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Check whether the server answers.", callers=EVERYONE, reply=str),
@@ -441,7 +468,9 @@ OPERATIONS: tuple[Operation, ...] = (
 COMMON_PROBLEMS = ("bad_request", "auth", "forbidden", "server_failed")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
-"""Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers."""
+"""Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers, but `file`."""
+FILE_PATTERN = "^[a-z-]{1,40}[.](css|js|svg|txt)$"
+"""Pattern of the parameter `file`."""
 
 
 def openapi(version: str, *, is_open: bool = False, more: Sequence[Operation] = ()) -> dict[str, Any]:
@@ -503,6 +532,8 @@ def _describe(operation: Operation, *, is_open: bool) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
         if name in HEX_DIGITS:
             schema = {"type": "string", "pattern": f"^[0-9a-f]{{{HEX_DIGITS[name]}}}$"}
+        elif name == "file":
+            schema = {"type": "string", "pattern": FILE_PATTERN}
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
     for name, schema in operation.query.model_json_schema()["properties"].items() if operation.query else ():
         parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
@@ -535,14 +566,18 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if reply is None:
         answers["204"] = {"description": "Done."}
     elif _is_message(reply):
-        answers["200"] = {"description": "OK", "content": {"application/json": {"schema": _ref(reply)}}}
+        content = {"application/json": {"schema": _ref(reply)}}
+        if operation.streams:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["200"] = {"description": "OK", "content": content}
     elif reply is bytes:
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
         answers["200"] = {"description": "The whole file.", "content": binary}
         answers["206"] = {"description": "The requested range.", "content": binary}
         answers["304"] = {"description": "The digest equals the one in If-None-Match."}
     elif reply is str:
-        answers["200"] = {"description": "OK", "content": {"text/plain": {"schema": {"type": "string"}}}}
+        media = operation.media or "text/plain"
+        answers["200"] = {"description": "OK", "content": {media: {"schema": {"type": "string"}}}}
     else:
         answers["200"] = {
             "description": "OK",

@@ -38,6 +38,9 @@ ROLLBACK = "/v1/run/rollback"
 STATUS = "/v1/status"
 EVENTS = "/v1/events"
 SITE_CURVES = "/v1/site-curves"
+SETTINGS = "/v1/settings"
+PAGE = "/"
+PAGE_FILE = "/page/{file}"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
@@ -82,6 +85,7 @@ ANSWER_BYTES: dict[str, int] = {
     EVENTS: 2**20,
     SITE_CURVES: 2**20,
     EVALUATION: 16 * 2**20,
+    SETTINGS: 2**20,
 }
 """Path → maximum size of an answer, in bytes, if it is not `CONTROL_BODY_BYTES`.
 

@@ -70,6 +70,7 @@ class UpdateAccepted(_OfRound):
     what: Literal["update accepted"] = "update accepted"
     site: Shown
     ticket: Count
+    send_seconds: Estimate = Field(0.0, description="Seconds since the server got the update's first byte; 0: unknown.")
 
 
 class UpdateRefused(_OfRound):
@@ -224,6 +225,7 @@ class EventQuery(Message):
     """Which events a client asks for."""
 
     after: Count = Field(0, description="Number of the last event that the client knows; 0: from the oldest on.")
+    last: int = Field(0, ge=0, le=1000, description="If not 0: instead of `after`, so many of the newest events.")
     within: Count = Field(0, description="Number of sites of the next event's summary that the client knows.")
     wait_s: float = Field(0.0, ge=0, le=15.0, description="Seconds to wait if there is no later event.")
 

@@ -50,6 +50,9 @@ class SiteCurves(Message):
 
     versions: Many[Count] = Field(description="Versions that the rounds led to, in order.")
     rounds: Many[Count] = Field(description="Number of each of these rounds.")
+    mean: Many[float | None] = Field(
+        default_factory=list, description="Of a metric, its mean in each of these rounds; empty for other values."
+    )
     curves: Many[SiteCurve]
     after: Shown = Field(
         "",

@@ -28,6 +28,9 @@ class SiteRound(Report):
     site: Shown
     staleness: Count = Field(0, description="Versions between the update's base and the base of the round.")
     nbytes: Count = Field(0, description="Size of the update in bytes.")
+    norm: float | None = Field(
+        None, ge=0, description="L2 norm of the update, as the server received it; null: not known or not finite."
+    )
 
 
 class WorkerStatus(Message):
@@ -63,6 +66,7 @@ class WorkerStatus(Message):
     metrics: Table[float] = Field(default_factory=dict)
     labels: Table[Shown] = Field(default_factory=dict)
     error: Shown = ""
+    refused: Shown = Field("", description="Why the site's last update was refused; empty after one that counts.")
     last: SiteRound | None = Field(None, description="The site's newest update among the rounds of `history`.")
 
 
@@ -170,7 +174,9 @@ class FragmentStatus(Message):
 
     fragment: Count
     version: Count
+    round: Count = Field(0, description="Number of the round under way, or of the last one.")
     phase: Shown
+    open_s: Estimate = Field(0.0, description="Seconds for which the round is open; 0: it is not.")
     waiting_for: Many[Missing]
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sit out the open round.")
     reason: Shown
@@ -225,6 +231,14 @@ class WorkflowStatus(Message):
     detail: Shown = Field("", description="The workflow's progress in words.")
 
 
+class Headline(Message):
+    """What a person should know of a run first."""
+
+    text: Shown = Field(description="Round, what is awaited and why, when the run will be done, whether it learns.")
+    act: bool = Field(False, description="Whether the run needs a person.")
+    command: Shown = Field("", description="The command for what comes next; NAME and train.py stand for your own.")
+
+
 class Status(Message):
     """The status of a run. Before the server has saved a status for the first time, most fields have their defaults."""
 
@@ -232,6 +246,8 @@ class Status(Message):
     name: Shown = "a run"
     algorithm: Shown = ""
     policy: Shown = Field("", description="The closing policy in words.")
+    stored: Shown = Field("", description="If no server answers: where the status was stored, and when.")
+    headline: Headline | None = Field(None, description="Null: an older server has saved this status.")
     protocol: Count
     epoch: Count = 0
     rounds: Count = 0
@@ -286,3 +302,17 @@ class Status(Message):
     def version(self) -> int:
         """The newest version that every fragment of the model has reached."""
         return min((fragment.version for fragment in self.fragments), default=0)
+
+
+class SettingInEffect(Message):
+    """A setting of the run."""
+
+    key: Shown = Field(description="group.key")
+    value: Shown = Field(description="As TOML; empty: not set.")
+    source: Shown = Field(description="A file, a variable, the command line, the program, or a default.")
+
+
+class SettingsInEffect(Message):
+    """The settings of a run."""
+
+    settings: Many[SettingInEffect]

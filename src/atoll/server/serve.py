@@ -157,8 +157,11 @@ class Server:
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
         code = {
-            **{"workflow": workflow, "filters": filters, "data_filters": data_filters},
-            **{"config": config, "evaluate": evaluate},
+            "workflow": workflow,
+            "filters": filters,
+            "data_filters": data_filters,
+            "config": config,
+            "evaluate": evaluate,
         }
         code = {name: value for name, value in code.items() if not isinstance(value, str)}
         self._code = {name: _described(value) for name, value in code.items() if value}

@@ -42,17 +42,17 @@ class EventRows:
                 )
         return number
 
-    def newest(self) -> int:
-        """Return the number of the newest event; 0 if there is none."""
-        return int(self._journal.value("SELECT coalesce(max(number), 0) FROM events"))
 
-    def oldest(self) -> int:
-        """Return the number of the oldest event that is kept; 0 if there is none."""
-        return int(self._journal.value("SELECT coalesce(min(number), 0) FROM events"))
+def newest_event(query: Query) -> int:
+    """Return the number of the newest event; 0 if there is none."""
+    ((number,),) = query("SELECT coalesce(max(number), 0) FROM events")
+    return int(number)
 
-    def after(self, number: int, limit: int) -> list[tuple[int, str]]:
-        """Return the events after `number`, as `events_after` does."""
-        return events_after(self._journal.rows, number, limit)
+
+def oldest_event(query: Query) -> int:
+    """Return the number of the oldest event that is kept; 0 if there is none."""
+    ((number,),) = query("SELECT coalesce(min(number), 0) FROM events")
+    return int(number)
 
 
 def events_after(query: Query, number: int, limit: int) -> list[tuple[int, str]]:

@@ -27,10 +27,12 @@ from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError,
 from atoll.json_files import NoteDamaged
 from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_behind
 from atoll.protocol import run_events
+from atoll.protocol.run_events import EventPage, EventQuery
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
 from atoll.protocol.status_messages import KEPT, Status
 from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, read_head
+from atoll.store.event_pages import event_page
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
 from atoll.store.journal_tables import (
@@ -189,6 +191,15 @@ class StateReader:
                 event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(event["summary"])))
             found.append(event)
         return found
+
+    def event_page(self, asked: EventQuery) -> EventPage:
+        """Return the events after a number.
+
+        Raises:
+            Gone: there is no such event, or those that follow it are no longer kept.
+            StateCorrupt: a row is damaged.
+        """
+        return event_page(self.rows, asked)
 
     def audit_after(self, seq: int) -> list[AuditRow]:
         """Return the entries of the audit log after entry `seq`, in their order. Their hashes are not checked."""

@@ -141,9 +141,12 @@ def site_curves(query: Query, asked: SiteCurvesQuery) -> SiteCurves:
         of_page = "WHERE fragment = ? AND version = ? AND site BETWEEN ? AND ?"
         for row in site_rounds(query, of_page, asked.fragment, version, sites[0], sites[-1]):
             curves[row.site][place] = _value(json.loads(row.summary_json), asked.value)
+    rounds = [_summary(query, asked.fragment, version) for version in versions]
+    metric = asked.value.removeprefix(OF_METRIC)
     return SiteCurves(
         versions=versions,
-        rounds=[_round(query, asked.fragment, version) for version in versions],
+        rounds=[each["round"] for each in rounds],
+        mean=[each.get("metrics", {}).get(metric) for each in rounds] if metric != asked.value else [],
         curves=[
             SiteCurve(site=site, values=values)
             for site, values in curves.items()
@@ -182,11 +185,12 @@ def _chosen(versions: list[int], most: int) -> list[int]:
     return [versions[place * (len(versions) - 1) // (most - 1)] for place in range(most)]
 
 
-def _round(query: Query, fragment: int, version: int) -> int:
+def _summary(query: Query, fragment: int, version: int) -> dict[str, Any]:
     ((summary_json,),) = query(
         "SELECT summary_json FROM history WHERE NOT lost AND fragment = ? AND version = ?", fragment, version
     )
-    return int(json.loads(summary_json)["round"])
+    found: dict[str, Any] = json.loads(summary_json)
+    return found
 
 
 def _value(row: dict[str, Any], name: str) -> float | None:

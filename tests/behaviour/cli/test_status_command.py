@@ -411,7 +411,10 @@ def test_status_needs_no_saved_file(status_of, tmp_path: Path, saved: bytes | No
     assert (code, json.loads(said)["model_bytes"]) == (0, nbytes), said
     _, said = status_of("--dir", "state")
     assert re.match(
-        r"a run at state \(.+\): model [\d.]+ k?B, run [0-9a-f]{8}, epoch 1\nversion 0, gathering; as read", said
+        r"a run at state \(.+\): model [\d.]+ k?B, run [0-9a-f]{8}, epoch 1\n"
+        r"No server runs: the run stopped in round 1\. .+ Next: atoll server run\.toml --dir state\n"
+        r"version 0, gathering; as read",
+        said,
     )
     assert "\nwarning: state/status.json is missing or damaged, so the run's settings are not shown." in said
 

@@ -447,6 +447,7 @@ def test_the_server_answers_with_curves_of_sites(tmp_path: Path, monkeypatch: py
             {
                 "versions": [1, 2],
                 "rounds": [1, 2],
+                "mean": [0.375, 0.75],
                 "curves": [{"site": "a", "values": [0.5, 1.0]}, {"site": "b", "values": [0.25, 0.5]}],
                 "after": "",
             },

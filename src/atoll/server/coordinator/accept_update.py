@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,14 @@ class UpdateAdmission:
         self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
         self.refused = run.store.run_log.totals().refused
         self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
+        self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
+
+    def begins(self, site: str, ticket: int) -> None:
+        """Note when the first part of an update begins to arrive."""
+        place = site, self._store.tickets.get(ticket).fragment
+        if self._sending.get(place, (0, 0.0))[0] != ticket:
+            self._sending[place] = ticket, time.monotonic()
 
     def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> None:
         """Accept an update that is completely on disk. Call `require_plausible` first.
@@ -59,14 +67,16 @@ class UpdateAdmission:
         tickets, site = self._store.tickets, row.site
         order = tickets.next_order()
         tickets.make_durable(row)
+        sent, begun_s = self._sending.pop((site, row.fragment), (0, 0.0))
+        send_s = time.monotonic() - begun_s if sent == row.ticket else 0.0
         self._ledger.record(
             events.UpdateAccepted(row.ticket, order),
             lambda: tickets.accept(row, message.digest, message.report, norm, order),
-            run_events.UpdateAccepted(**self._about(row)),
+            run_events.UpdateAccepted(**self._about(row), send_seconds=send_s),
         )
         if site in self._roster:
             presence = self._roster[site]
-            presence.refused_in_a_row = 0
+            presence.refused_in_a_row, presence.refused = 0, ""
             steps = message.steps if self._plan.algorithm.sync_every else 0  # federated runs are compared with nothing
             trained = steps * self._plan.fragments[row.fragment].schema.model.nbytes
             waited_s = presence.waited_s.get(row.fragment, 0.0) + message.wait_seconds
@@ -160,7 +170,7 @@ class UpdateAdmission:
         )
         self.refused += 1
         presence = self._roster.setdefault(site, Presence(site))
-        presence.refused_in_a_row += 1
+        presence.refused_in_a_row, presence.refused = presence.refused_in_a_row + 1, reason
         LOG.warning("%s: update refused: %s", site, reason)
         state, then = self._ledger.state, "The round continues with the other updates"
         member, fragment = state.members.get(site), row.fragment

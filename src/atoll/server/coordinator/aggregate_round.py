@@ -301,5 +301,9 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
 
 def _site_round(update: FrozenUpdate) -> status_messages.SiteRound:
     return status_messages.SiteRound(
-        **dict(update.report), site=update.site, staleness=update.staleness, nbytes=update.nbytes
+        **dict(update.report),
+        site=update.site,
+        staleness=update.staleness,
+        nbytes=update.nbytes,
+        norm=update.norm if math.isfinite(update.norm) else None,
     )

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 from atoll.algorithms.resolve import ResolvedAlgorithm
 from atoll.posix import no_sync, replace_file
 from atoll.protocol import routes, status_messages
+from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.background_writes import BestVersion
-from atoll.server.coordinator.roster import Presence
+from atoll.server.coordinator.roster import Presence, short_of
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.store.reader import saved_status
@@ -31,7 +32,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
     durable = [version for version in found if version is not None]
     roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster, number)
     last = {each.site: each for summary in history.summaries for each in summary.sites}
-    return status_messages.Status(
+    status = status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
         algorithm=algorithm.name,
@@ -73,6 +74,9 @@ def status_of(served: ServedRun) -> status_messages.Status:
         warnings=served.warnings.now(),
         extensions=served.extensions.status(),
     )
+    blocked = run.no_space or next(iter(run.trouble.values()), "")
+    trouble = Trouble(disk=blocked, sites="" if blocked else short_of(run.state, run.roster))
+    return status.model_copy(update={"headline": headline_of(status, trouble, str(settings.disk.state_dir))})
 
 
 def keep_status(served: ServedRun) -> status_messages.Status:
@@ -149,7 +153,9 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     return status_messages.FragmentStatus(
         fragment=index,
         version=round_.head,
+        round=round_.done if round_.phase == "finished" else round_.number,
         phase=round_.phase,
+        open_s=max(0.0, now_s - round_.opened_s) if round_.phase == "open" else 0.0,
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
         reason=run.trouble.get(index) or served.tickets.why(index, now_s),
@@ -195,5 +201,6 @@ def _worker(
         labels=presence.labels,
         local_steps=local_steps,
         error=presence.error,
+        refused=presence.refused,
         last=last,
     )

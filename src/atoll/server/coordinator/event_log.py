@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
-from atoll.errors import Gone, StoreError, UsageError
+from atoll.errors import StoreError, UsageError
 from atoll.protocol import run_events
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events
 from atoll.rounds.state import State
 from atoll.server.coordinator.long_polls import FairEvent
+from atoll.store.event_pages import event_page
 from atoll.store.journal_tables import utc_text
-from atoll.store.round_summaries import sites_of_round
+from atoll.store.kept_events import newest_event
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
-PAGE_BYTES = 2**20 - 2**14
-"""Maximum bytes of the events in an answer, so that the whole answer has at most 1 MiB."""
-PAGE_EVENTS = 1000
 KINDS: tuple[type[run_events.Happened], ...] = get_args(get_args(run_events.RunEvent)[0])
 """The classes of events that clients understand."""
 OF_SITES: tuple[type[run_events.Happened], ...] = (
@@ -140,64 +137,33 @@ class EventLog:
         Raises:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
-        until_s = time.monotonic() + query.wait_s
+        page = self.page(query)
+        if page.events or not query.wait_s:
+            return page
+        await self.wait_beyond(page.newest, query.wait_s)
+        return self.page(query)
+
+    async def wait_beyond(self, number: int, wait_s: float) -> int:
+        """Wait for an event after `number`, up to `wait_s` seconds or the end. Return the newest event's number."""
+        until_s = time.monotonic() + wait_s
         while True:
-            page = self.page(query)
-            rest_s = until_s - time.monotonic()
-            if page.events or rest_s <= 0 or self._has_ended:
-                return page
+            newest, rest_s = newest_event(self._store.journal.rows), until_s - time.monotonic()
+            if newest > number or rest_s <= 0 or self._has_ended:
+                return newest
             await self._news.wait(rest_s)
 
     def page(self, query: run_events.EventQuery) -> run_events.EventPage:
-        """Return the events after `query.after`, as many as fit into `PAGE_BYTES`.
-
-        If the summary of a single round does not fit, its sites are divided among several pages.
+        """Return the events after `query.after`, as many as fit into an answer.
 
         Raises:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
-        oldest, newest = self._rows.oldest(), self._rows.newest()
-        if query.after > newest:
-            raise Gone(
-                f"There is no event {query.after}: the newest is {newest}.",
-                "The server's state was probably restored from a backup. Ask again with after=0 for all events that it "
-                f"keeps, or with after={newest} for new ones alone.",
-            )
-        if 0 < query.after < oldest - 1:
-            raise Gone(
-                f"Event {query.after + 1} is no longer kept: the oldest is {oldest}.", f"Ask with after={oldest - 1}."
-            )
-        found, room, within = list[dict[str, Any]](), PAGE_BYTES, 0
-        for number, text in self._rows.after(query.after, PAGE_EVENTS):
-            event, known = {"number": number, **json.loads(text)}, 0 if found else query.within
-            sites = self._sites(event)[known:]
-            room -= len(text.encode()) + 64
-            sent = _fitting(sites, room)
-            if found and (room < 0 or sent < len(sites)):
-                break
-            if sites:
-                event["summary"]["sites"] = [json.loads(site) for site in sites[:sent]]
-                room -= sum(len(site.encode()) for site in sites)
-            found.append(event)
-            if sent < len(sites):
-                within = known + sent
-                break
-        page = {"events": found, "oldest": oldest, "newest": newest, "within": within}
-        return run_events.EventPage.model_validate_json(json.dumps(page))
+        return event_page(self._store.journal.rows, query)
 
-    def _sites(self, event: dict[str, Any]) -> list[str]:
-        if "summary" not in event:
-            return []
-        return sites_of_round(self._store.journal.rows, event["fragment"], event["summary"]["version"])
-
-
-def _fitting(texts: list[str], room: int) -> int:
-    """Return how many of the texts fit into `room` bytes; at least one."""
-    for count, text in enumerate(texts):
-        room -= len(text.encode()) + 2
-        if room < 0:
-            return max(count, 1)
-    return len(texts)
+    @property
+    def has_ended(self) -> bool:
+        """Whether no more events come, because the server is about to end."""
+        return self._has_ended
 
 
 def sat_out_by_all(effect: events.RoundSatOut, population: int) -> RoundSummary:

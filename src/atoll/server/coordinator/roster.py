@@ -59,6 +59,7 @@ class Presence:
             the updates accepted since the server started.
         waited_s: fragment → seconds in which training stood still until its last update since the server started.
         bases: fragment → base version of the worker's newest ticket. Restored after a restart of the server.
+        refused: why the last update was refused; empty after an accepted one.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
         displaced: process → host, for older processes of this site that a newer one replaced before they left.
@@ -85,6 +86,7 @@ class Presence:
     waited_s: dict[int, float] = field(default_factory=dict)
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
+    refused: str = ""
     moved_s: float = field(default_factory=time.monotonic)
     longest_s: float = 0.0
     displaced: dict[str, str] = field(default_factory=dict)
@@ -104,8 +106,10 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "waited_s")
-        all_kept = (*kept, "displaced", "rival")
+        kept = (
+            *("rounds", "bases", "refused_in_a_row", "refused", "bytes_up", "bytes_down", "gradient_bytes", "waited_s"),
+            *("displaced", "rival"),
+        )
         joined = cls(
             site=message.site,
             host=message.host,
@@ -114,7 +118,7 @@ class Presence:
             joined_at=utc_text(),
             labels=dict(message.labels),
             told=before.told if before is not None else set(),
-            **{name: getattr(before, name) for name in all_kept if before is not None},
+            **{name: getattr(before, name) for name in kept if before is not None},
         )
         if before and before.state == "alive" and before.process and before.process != message.process:
             joined.displaced = {**before.displaced, before.process: before.host}

@@ -40,6 +40,8 @@ class Stalls(Extension):
     def tick(self, now_s: float) -> None:
         """Tell once that nothing has moved for too long."""
         run, limit_s = self._core, self._core.settings.server.stall_s
+        if run.state.paused:  # it stands still as its admin asked
+            self._moved_s = now_s
         still_s = now_s - self._moved_s
         if self._is_told or not limit_s or still_s < max(limit_s, LONGER * self._longest_s):
             return

@@ -27,6 +27,7 @@ from atoll.json_files import read_note, write_note
 from atoll.protocol import run_events
 from atoll.server.coordinator.extension import Extension
 from atoll.server.coordinator.run_core import RunCore
+from atoll.store.kept_events import newest_event
 from atoll.store.reader import open_state
 from atoll.trackers.base import TrackedRun, Tracker
 
@@ -109,7 +110,7 @@ class Trackers(Extension):
     def __init__(self, run: RunCore, makers: Mapping[str, MakeTracker], live: Mapping[str, MakeTracker]) -> None:
         super().__init__(run)
         assert run.store.run_log.run is not None
-        newest, fragments = run.store.events.newest(), len(run.plan.fragments)
+        newest, fragments = newest_event(run.store.journal.rows), len(run.plan.fragments)
         about = partial(TrackedRun, run.store.run_log.run.run_id, run.settings.run.name)
         self._followers = list[_Follower]()
         for name, make in {**makers, **live}.items():

@@ -39,11 +39,14 @@ from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, o
 from atoll.protocol.read_message import require_keys_once
 from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.server.coordinator.build_status import status_of
+from atoll.server.coordinator.effective_settings import setting_shown, settings_in_effect
 from atoll.server.coordinator.roster import Lease, Presence
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.http import page_files
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
+from atoll.server.http.event_stream import EVENT_STREAM, Streams
 from atoll.server.http.gate import Gate
 from atoll.server.http.run_metrics import RunMetrics
 from atoll.store.journal import journal_failed
@@ -117,7 +120,7 @@ def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[Lease 
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         try:
-            caller = _admit(gate, request, None, {})
+            caller = admit(gate, request, None, {})
         except AuthError as refused:
             return problem(refused.code, refused.message, refused.remedy)
         on_told(caller.lease)
@@ -150,7 +153,7 @@ class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
     def __init__(self, served: ServedRun, version: str, gate: Gate) -> None:
-        self._served, self._refusals = served, gate.refusals
+        self._served, self._refusals, self._streams = served, gate.refusals, Streams()
         self._status: status_messages.Status | None = None
         self._status_json, self._status_until_s, self._reading = b"", 0.0, asyncio.Lock()
         served.run.events.subscribe("the status", self._on_event)
@@ -180,13 +183,26 @@ class ServerPages:
             self._status_until_s = now_s + STATUS_S
         return self._status
 
-    async def get_events(self, query: run_events.EventQuery) -> run_events.EventPage:
+    async def get_events(
+        self, query: run_events.EventQuery, request: web.Request
+    ) -> run_events.EventPage | web.StreamResponse:
         """Return what happened after an event. If nothing has, wait for the next event.
 
+        A request that accepts server-sent events gets a stream of them.
+
         Raises:
+            Busy: too many clients follow the run.
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
+        if EVENT_STREAM in request.headers.get("Accept", ""):
+            return await self._streams.send(request, self._served.run, query)
         return await self._served.run.events.get_events(query)
+
+    async def get_settings(self) -> status_messages.SettingsInEffect:
+        """Return the settings in effect, with their sources."""
+        plan = self._served.run.plan
+        found = settings_in_effect(plan.settings, plan.algorithm)
+        return status_messages.SettingsInEffect(settings=[setting_shown(*each) for each in found])
 
     async def get_site_curves(self, query: SiteCurvesQuery) -> web.Response:
         """Return one number of each site's updates over the rounds.
@@ -215,6 +231,9 @@ class ServerPages:
         registry.register(RunMetrics(self._newest_status(), self._refusals))
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(registry), headers=headers)
+
+    get_page = staticmethod(page_files.get_page)
+    get_page_file = staticmethod(page_files.get_page_file)
 
     async def get_health(self) -> str:
         """Return `ok`. The request needs no token."""
@@ -248,20 +267,17 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], served: 
     takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        arguments: dict[str, Any] = {
-            name: _hex(name, text, HEX_DIGITS[name]) if name in HEX_DIGITS else _number(name, text)
-            for name, text in request.match_info.items()
-        }
+        arguments = parameters(request)
         caller = CALLER.get()
         if operation.secret:
             arguments["secret"] = caller.stated_secret()
         if operation.lease:
             arguments["lease"] = served.leases.require_lease(caller.stated_lease())
         if operation.query is not None:
-            arguments["query"] = _query(operation.query, request.query)
+            arguments["query"] = query_of(operation.query, request.query)
         if takes_message:
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
-        if operation.request is bytes or operation.reply is bytes:
+        if operation.request is bytes or operation.reply is bytes or operation.streams:
             arguments["request"] = request
         if operation.reply is bytes:
             arguments["caller"] = caller
@@ -307,8 +323,12 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
     return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See the expected fields in /openapi.json.")
 
 
-def _query(kind: type[Message], parameters: Mapping[str, str]) -> Message:
-    """Return the parameters of a query as a message: each at most once, as a text or as a JSON number."""
+def query_of(kind: type[Message], parameters: Mapping[str, str]) -> Message:
+    """Return the parameters of a query as a message: each at most once, as a text or as a JSON number.
+
+    Raises:
+        BadRequest: a parameter is unknown, stands twice, or has a wrong value.
+    """
     numbers = {name for name, field in kind.model_fields.items() if field.annotation is not str}
     try:
         if len(parameters) != len(set(parameters)):
@@ -319,6 +339,22 @@ def _query(kind: type[Message], parameters: Mapping[str, str]) -> Message:
         raise _readable(kind, error) from error
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"The query is not of numbers: {error}.", "See the parameters in /openapi.json.") from error
+
+
+def parameters(request: web.Request) -> dict[str, Any]:
+    """Return the parameters in the path of a request: name → value.
+
+    Raises:
+        BadRequest: a parameter has a form that this server does not issue.
+    """
+    return {
+        name: text
+        if name == "file"
+        else _hex(name, text, HEX_DIGITS[name])
+        if name in HEX_DIGITS
+        else _number(name, text)
+        for name, text in request.match_info.items()
+    }
 
 
 def _number(name: str, text: str) -> int:
@@ -353,7 +389,7 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
 
         try:
             try:
-                caller = _admit(gate, request, operation, served.run.roster)
+                caller = admit(gate, request, operation, served.run.roster)
                 CALLER.set(caller)
             except AuthError as refused:
                 return problem(refused.code, refused.message, refused.remedy)
@@ -383,7 +419,7 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
 NO_OPERATION = Operation("", "", "", "", callers=READERS)
 
 
-def _admit(gate: Gate, request: web.Request, operation: Operation | None, roster: Mapping[str, Presence]) -> Caller:
+def admit(gate: Gate, request: web.Request, operation: Operation | None, roster: Mapping[str, Presence]) -> Caller:
     """Return the caller of a request, if it may send it. A refusal is counted, and logged with its address.
 
     Args:

@@ -1,0 +1,55 @@
+"""`atoll page`: show the page of a run in a browser, from its server or from its state directory."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.cli.status import live_status
+from atoll.cli.stored_status import stored_status
+from atoll.format_text import visible
+from atoll.store.caller_tokens import stored_tokens
+
+
+def command(
+    state_dir: Annotated[
+        Path, typer.Argument(help="State directory of a server, running or stopped.", metavar="STATE_DIR")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one.")] = 0,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Show the page of a run: of one that runs from its server, of any other from its state directory.
+
+    Nothing in the directory changes. The address has a token: pass it on only to readers of the run.
+
+    Raises:
+        UsageError: the directory contains no run.
+        StoreError: this user has no permission to read the directory.
+        StateCorrupt: the journal is damaged.
+    """
+    status, _ = stored_status(state_dir)
+
+    def show(address: str) -> None:
+        print(visible(address), flush=True)
+        if open_:
+            webbrowser.open(address)
+
+    if live_status(status, state_dir) is not None:
+        print(f"The run {visible(status.name)} is served at {visible(status.address)}; its page:")
+        token = stored_tokens(state_dir).get("reader", "")
+        show(f"{status.address}/#token={token}")
+        return
+    print(
+        f"The run {visible(status.name)}, as stored in {visible(str(state_dir))}; loading takes a few seconds.",
+        flush=True,
+    )
+    from atoll.server.http.stored_page import serve_stored
+
+    def ready(address: str) -> None:
+        show(address)
+        print("Ctrl-C ends this.", flush=True)
+
+    serve_stored(state_dir, lambda: stored_status(state_dir)[0], port, ready)

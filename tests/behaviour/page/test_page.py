@@ -1,0 +1,265 @@
+"""The page of a run in Chromium, during real runs: live, numbers of the status, hostile text, tokens, keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kit.browser import AXE_PACKAGE, Browser, browser, needs_browser
+from kit.prepared_runs import START, prepared
+from kit.requests import get
+from kit.world import World
+
+from atoll.format_text import size
+from atoll.testing.run import wait_until
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+
+@pytest.fixture(scope="module")
+def shared_browser() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def chrome(shared_browser: Browser) -> Iterator[Browser]:
+    """The browser, in the light and on a laptop; a test fails if a script has failed or a style was refused."""
+    shared_browser.set_look()
+    shared_browser.log()
+    yield shared_browser
+    assert [line for line in shared_browser.log() if "Failed to load resource" not in line] == []
+    shared_browser.driver.get("about:blank")
+
+
+def play(world: World, number: int, loss: float) -> None:
+    """A round of all sites."""
+    world.pull(number=number)
+    for place, name in enumerate(world.sites.all()):
+        world.submit(name, 0.5, steps=2, metrics={"loss": loss + place / 100})
+    world.wait(number)
+
+
+def test_follows_a_run_without_reload(tmp_path: Path, chrome: Browser) -> None:
+    """The page of an open server needs no token. Each round shows within seconds, and the end, too."""
+    with World(tmp_path, START, "ab", rounds=3, **{"run.name": "triage"}) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "waits for 2 sites to join")
+        chrome.js("window.stays = true")
+        play(world, 1, 0.9)
+        chrome.wait("#sentence", "Loss 0.905 in round 1")
+        chrome.wait("figcaption", "mean 0.905 in round 1")
+        play(world, 2, 0.5)
+        chrome.wait("#sentence", "Loss 0.505 in round 2, down from 0.905 in round 1.")
+        chrome.wait("figcaption", "mean 0.505 in round 2, down from 0.905 in round 1")
+        chrome.wait("#event-list li", "round 3")
+        play_last(world)
+        chrome.wait("#sentence", "The run is finished after 3 rounds.")
+    chrome.wait("#link", "the run is over")
+    assert chrome.js("return window.stays") is True
+
+
+def play_last(world: World) -> None:
+    """The last round, after which the server waits for its sites; they leave."""
+    world.pull(number=3)
+    for name in world.sites.all():
+        world.submit(name, 0.5, metrics={"loss": 0.4})
+    wait_until(lambda: world.status.finished, "the end of the run")
+
+
+def test_numbers_are_those_of_the_status(tmp_path: Path, chrome: Browser) -> None:
+    with World(tmp_path, START, "abc", rounds=9, **{"rounds.best_metric": "loss"}) as world:
+        for number in (1, 2, 3):
+            play(world, number, 1 / number)
+        world.pull()
+        chrome.open(world.url)
+        chrome.wait("#version", "3")
+        status = get(world.url, "/v1/status")[1]
+        shown = {
+            css: chrome.text(css)
+            for css in ("#round-number", "#version", "#alive", "#up", "#down", "#deaths", "#bytes-up", "#bytes-down")
+        }
+        assert shown == {
+            "#round-number": "4 of 9",
+            "#version": str(status["fragments"][0]["version"]),
+            "#alive": "3 of 3",
+            "#up": size(status["bytes_up"]),
+            "#down": size(status["bytes_down"]),
+            "#deaths": "0",
+            "#bytes-up": size(status["bytes_up"]),
+            "#bytes-down": size(status["bytes_down"]),
+        }
+        assert chrome.texts("#table tbody th") == [each["site"] for each in status["workers"]]
+        cells = chrome.texts("#row-b td")
+        last = next(each["last"] for each in status["workers"] if each["site"] == "b")
+        # rounds, behind, weight, loss, norm: 1/3 + 0.01, and 256 × 64 + 64 elements that have each moved by 0.5
+        assert cells[3:8] == ["3", "0", "1", "0.3433", "64.12"]
+        assert last["norm"] == pytest.approx(0.5 * 16448**0.5)
+        rounds = [row["version"] for row in status["history"]][::-1]
+        assert [text.split(" ")[0] for text in chrome.texts("#version-table tbody th")] == [
+            str(each) for each in rounds
+        ]
+        assert "(best" in chrome.text("#version-table")
+
+
+def test_hostile_texts_stay_text(tmp_path: Path, chrome: Browser) -> None:
+    """Names of metrics, hosts, labels and runs that are markup run no script and make no element."""
+    with prepared("hostile", tmp_path) as world:
+        chrome.open(f"{world.url}/#site=evil")
+        chrome.wait("#detail", "<img src=x onerror=")
+        chrome.wait("figcaption select", "<script>document.title='taken'</script>")
+        assert chrome.text("#name") == "<b>bold</b>"
+        assert "taken" not in chrome.driver.title
+        assert chrome.js("return document.querySelectorAll('img, #name b, #detail i').length") == 0
+        assert "\\u202e</script>" in chrome.text("#detail")
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[World, str]]:
+    """A run whose server needs a token, and the reader's token."""
+    monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-sites")
+    with World(tmp_path, START, "a", rounds=3) as world:
+        yield world, (tmp_path / "state" / "reader.token").read_text().strip()
+
+
+def test_asks_for_the_readers_token(guarded: tuple[World, str], chrome: Browser) -> None:
+    """Without one the page shows no data; a wrong one is refused by name; the right one stays for the tab alone."""
+    world, token = guarded
+    chrome.open(world.url)
+    chrome.wait("#ask", "reader.token")
+    assert chrome.text("#main") == ""
+    enter(chrome, "wrong")
+    chrome.wait("#why", "The request has no valid token.")
+    enter(chrome, token)
+    chrome.wait("#sentence", "waits for 1 site to join")
+    assert token not in chrome.driver.current_url
+    chrome.driver.refresh()
+    chrome.wait("#sentence", "waits for 1 site to join")
+    chrome.forget()
+
+
+def enter(chrome: Browser, token: str) -> None:
+    field = chrome.driver.find_element("id", "token")
+    field.send_keys(token, "\n")
+
+
+def test_takes_the_token_off_the_address(guarded: tuple[World, str], chrome: Browser) -> None:
+    """`atoll run --open` puts it behind the #, where it is sent to no server."""
+    world, token = guarded
+    chrome.open(f"{world.url}/#token={token}")
+    chrome.wait("#sentence", "waits for 1 site to join")
+    assert chrome.driver.current_url == f"{world.url}/"
+    chrome.forget()
+
+
+def test_a_cut_stream_resumes_by_number(tmp_path: Path, chrome: Browser) -> None:
+    """The server ends and starts again: the page says so, goes on, and has each event once."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        chrome.open(world.url)
+        play(world, 1, 0.9)
+        chrome.wait("#sentence", "in round 1")
+        world.stop()
+        chrome.wait("#link", "no answer from the server")
+        world.start()
+        play(world, 2, 0.5)
+        chrome.wait("#sentence", "Loss 0.505 in round 2")
+        chrome.wait("#link", "live")
+        chrome.until(
+            lambda: any("round 2 made version 2" in each for each in chrome.texts("#event-list span")), "the round"
+        )
+        numbers = [
+            int(each.split(" ")[1])
+            for each in chrome.js("return [...document.querySelectorAll('#event-list time')].map(e => e.title)")
+        ]
+        assert numbers == sorted(set(numbers), reverse=True)
+        kept = [each["number"] for each in get(world.url, "/v1/events?last=1000")[1]["events"]]
+        assert numbers[-1] == kept[0]
+        assert set(numbers) <= set(kept)
+
+
+def test_deep_links_lead_to_a_site_and_a_round(tmp_path: Path, chrome: Browser) -> None:
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        play(world, 1, 0.9)
+        play(world, 2, 0.5)
+        chrome.open(f"{world.url}/#site=b&round=1")
+        chrome.wait("#detail", "b close")
+        assert "chosen" in chrome.js("return document.getElementById('row-b').className")
+        assert "0.91" in chrome.wait("#round", "Round 1")
+        chrome.js("location.hash = '#site=nobody'")
+        chrome.wait("#detail", "No site nobody has joined this run.")
+
+
+def test_pointing_at_a_line_names_its_site(tmp_path: Path, chrome: Browser) -> None:
+    """The site b reports 0.5 in both rounds, the site a 0.1, so the line of b is at the top of the chart."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        for number in (1, 2, 3):
+            world.pull(number=number)
+            for name, loss in {"a": 0.1, "b": 0.5}.items():
+                world.submit(name, 0.5, metrics={"loss": loss})
+            world.wait(number)
+        chrome.open(world.url)
+        chrome.wait("figcaption", "mean 0.3 in round 3")
+        chrome.js(
+            "const over = document.querySelector('.u-over'), r = over.getBoundingClientRect();"
+            "over.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: r.left + r.width / 2, "
+            "clientY: r.top + 2}));"
+        )
+        chrome.wait("figcaption", "mean 0.3 in round 2; b 0.5")
+
+
+def test_the_keyboard_reaches_everything(tmp_path: Path, chrome: Browser) -> None:
+    """Tab goes to the link over the rest, the sections, the sort buttons and the sites; Enter sorts and opens."""
+    from selenium.webdriver.common.keys import Keys
+
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        play(world, 1, 0.9)
+        world.pull()
+        chrome.open(world.url)
+        chrome.wait("#row-b", "b")
+        seen = list[str]()
+        for _ in range(60):
+            chrome.driver.switch_to.active_element.send_keys(Keys.TAB)
+            focused = chrome.js(
+                "const e = document.activeElement; return e.innerText || e.id || e.ariaLabel || e.tagName"
+            )
+            seen.append(focused.strip())
+            if focused.strip() == "Weight" and seen.count("Weight") == 1:
+                chrome.driver.switch_to.active_element.send_keys(Keys.ENTER)
+                assert chrome.js("return document.activeElement.closest('th').ariaSort") == "ascending"
+        for wanted in (
+            "Skip to the state of the run",
+            "Timeline",
+            "find",
+            "Site",
+            "b",
+            "Show them with their sources",
+            "Print",
+        ):
+            assert wanted in seen, wanted
+        chrome.js("document.querySelector('nav a').focus({focusVisible: true})")
+        outline = chrome.js("return getComputedStyle(document.querySelector('nav a')).outlineStyle")
+        assert outline == "solid"
+
+
+@pytest.mark.skipif(AXE_PACKAGE is None, reason="the package axe-core-python is not installed")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390], ids=["laptop", "phone"])
+def test_axe_finds_nothing_serious(tmp_path: Path, chrome: Browser, dark: bool, width: int) -> None:
+    with prepared("nan", tmp_path) as world:
+        chrome.set_look(dark=dark, width=width)
+        chrome.open(f"{world.url}/#site=clinic-cedar&round=2")
+        chrome.wait("#round", "Round 2")
+        chrome.wait("figcaption", "mean")
+        chrome.js("document.querySelector('details').open = true")
+        chrome.wait("#setting-table", "rounds.total")
+        assert chrome.axe() == []
+
+
+def test_the_page_stays_in_its_width(tmp_path: Path, chrome: Browser) -> None:
+    """On a phone, wide tables scroll by themselves."""
+    with prepared("hostile", tmp_path) as world:
+        chrome.set_look(width=390, height=844)
+        chrome.open(world.url)
+        chrome.wait("#version-table", "1 (durable)")
+        assert chrome.js("return document.documentElement.scrollWidth") <= 390

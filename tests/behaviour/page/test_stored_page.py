@@ -1,0 +1,94 @@
+"""`atoll page STATE_DIR`: the page of runs that are over, dead, alive or damaged, and of folders that have none."""
+
+from __future__ import annotations
+
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from harness.processes import Nursery, Process
+from kit.browser import browser, needs_browser
+from kit.prepared_runs import START, falls, metrics_of
+from kit.processes import command, wait_for_words
+from kit.world import World
+
+pytestmark = pytest.mark.slow
+
+
+def stored(folder: Path, rounds: int = 9) -> World:
+    """A run of two rounds whose server has ended; with `rounds` = 2, it is finished."""
+    world = World(folder, START, "ab", rounds=rounds, **{"run.name": "triage"})
+    with world:
+        for number in (1, 2):
+            world.pull(number=number)
+            for place, name in enumerate("ab"):
+                world.submit(name, 0.5, metrics=metrics_of(number, falls, place))
+        world.wait(2)
+    return world
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Each file with its size and its time."""
+    return {str(each): (each.stat().st_size, each.stat().st_mtime_ns) for each in sorted(folder.rglob("*"))}
+
+
+def started(nursery: Nursery, folder: Path) -> tuple[Process, str]:
+    """`atoll page` for a folder, and the address that it has printed."""
+    process = nursery.start("atoll", "page", str(folder), cwd=folder.parent)
+    return process, wait_for_words(process, r"http://127\.0\.0\.1:\d+/#token=\S+")[0]
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [(2, "The run is finished after 2 rounds."), (9, "No server runs: the run stopped in round 3.")],
+    ids=["finished", "dead"],
+)
+def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds: int, words: str) -> None:
+    """The page has all that the journal has, and the folder stays as it is."""
+    stored(tmp_path, rounds)
+    before = files_of(tmp_path / "state")
+    _, address = started(nursery, tmp_path / "state")
+    with browser() as chrome:
+        chrome.open(address)
+        assert words in chrome.wait("#sentence", " ")
+        chrome.wait("#link", "stored in")
+        chrome.wait("figcaption", "in round 2")
+        assert chrome.texts("#version-table tbody th")[0].startswith("2")
+        assert any("round 2 made version 2" in each for each in chrome.texts("#event-list span"))
+        chrome.js("document.querySelector('details').open = true")
+        chrome.wait("#setting-table", "algorithm.name")
+        assert [line for line in chrome.log() if "Failed to load" not in line] == []
+    assert files_of(tmp_path / "state") == before
+
+
+def test_only_the_holder_of_the_token_reads(tmp_path: Path, nursery: Nursery) -> None:
+    stored(tmp_path)
+    _, address = started(nursery, tmp_path / "state")
+    base = address.partition("#")[0]
+    assert urllib.request.urlopen(base, timeout=10).status == 200
+    for path in ("v1/status", "v1/events", "v1/site-curves", "v1/settings"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(base + path, timeout=10)
+        assert refused.value.code == 401
+
+
+def test_a_living_run_is_shown_by_its_server(tmp_path: Path, nursery: Nursery) -> None:
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        outcome = command(nursery, tmp_path, "page", "state")
+        token = (tmp_path / "state" / "reader.token").read_text().strip()
+        assert f"{world.url}/#token={token}" in str(outcome)
+
+
+@pytest.mark.parametrize("kind", ["empty", "absent", "damaged"])
+def test_says_what_is_wrong_with_a_folder(tmp_path: Path, nursery: Nursery, kind: str) -> None:
+    folder = tmp_path / "state"
+    if kind == "empty":
+        folder.mkdir()
+    elif kind == "damaged":
+        stored(tmp_path)
+        (folder / "journal.sqlite").write_bytes(b"x" * 4096)
+    said = str(command(nursery, tmp_path, "page", "state"))
+    assert re.search({"damaged": "state/journal.sqlite "}.get(kind, "There is no run in 'state'"), said), said
