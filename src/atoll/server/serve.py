@@ -191,9 +191,12 @@ class Server:
             raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
         ensure_lines()
-        if self._evaluator is not None:
-            self._evaluator.fork()
-        self._thread.start()
+        with contextlib.ExitStack() as stack:
+            if self._evaluator is not None:
+                self._evaluator.fork()
+                stack.callback(self._evaluator.close)
+            self._thread.start()
+            stack.pop_all()
         LOG.info("listening on %s", self.url)
         return self
 

@@ -19,7 +19,7 @@ from kit.sites import logged
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import ConfigError, PortInUse, UsageError
 from atoll.recipes import FedAvgRecipe
 from atoll.testing.run import Status
 
@@ -303,6 +303,19 @@ def test_refuses_a_function_of_two_arguments(tmp_path: Path) -> None:
         evaluating_server(tmp_path, lambda model, data: {})
     with pytest.raises(UsageError, match="Use one of them"):
         evaluating_server(tmp_path, **{"server.evaluate": "mine:evaluate"})
+
+
+def test_a_refused_start_leaves_no_process(tmp_path: Path) -> None:
+    """The fork of the program ends with a start that fails, here because of the port."""
+
+    def children() -> str:
+        return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+
+    with evaluating_server(tmp_path) as server:
+        before = children()
+        with pytest.raises(PortInUse):
+            evaluating_server(tmp_path / "other", **{"network.port": server.port}).start()
+        assert children() == before
 
 
 def test_a_module_of_the_program_is_filled(tmp_path: Path) -> None:

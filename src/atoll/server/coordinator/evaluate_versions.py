@@ -159,7 +159,7 @@ class VersionEvaluation:
         self._stopped_in_a_row = self._stopped_in_a_row + 1 if result.is_stopped else 0
         if result.metrics:
             LOG.info("version %d evaluated in %.1f s: %s", version, seconds, numbers(result.metrics))
-        if (problem and not self._is_said) or (problem and self._stopped_in_a_row == MOST_STOPPED):
+        if problem and (not self._is_said or self._stopped_in_a_row == MOST_STOPPED):
             LOG.error("%s", self.warnings()[0])
         self._is_said = bool(problem)
 
