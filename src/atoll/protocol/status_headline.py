@@ -62,7 +62,7 @@ def headline_of(status: Status, trouble: Trouble = Trouble(), state_dir: str = "
         )
     if trouble.disk:
         return _act(f"The run waits for the disk: {_short(trouble.disk)}", f"df -h{folder[6:] or ' .'}")
-    if getattr(status, "paused", False):
+    if status.paused:
         at = f" in round {_slowest(status).round}" if status.fragments else ""
         return _calm(
             f"The run is paused{at}: no site trains until it is resumed.{_learns(status)}", f"atoll resume{folder}"
