@@ -11,16 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.stored_status import stored_status
+from atoll.cli.stored_status import state_directory, stored_status
 from atoll.cli.text import aligned, duration, require_file, size
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
-from atoll.store.reader import has_run, open_state
+from atoll.store.reader import open_state
 from atoll.store.round_summaries import ended_rounds
 
-RUNS = Path("runs")
-"""Folder in which `atoll run` keeps runs, so that a run can be given by its name."""
 SHOWN = ("run", "state", "algorithm", "rounds", "version", "sites")
 """What the table shows as it is."""
 
@@ -31,7 +29,10 @@ Compared = dict[str, Any]
 def command(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="State directories of runs, or names of runs in the folder runs.", metavar="RUN…"),
+        typer.Argument(
+            help="State directories of runs, folders of `atoll run`, or names of runs in the folder runs.",
+            metavar="RUN…",
+        ),
     ],
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the metrics over the rounds to this file (PNG, SVG, PDF).")
@@ -55,7 +56,7 @@ def command(
 
 
 def _compared(run: Path) -> Compared:
-    folder = run if has_run(run) or not has_run(RUNS / run) else RUNS / run
+    folder = state_directory(run)
     status, _ = stored_status(folder)
     with open_state(folder) as state:
         rounds = ended_rounds(state.rows, None)

@@ -18,7 +18,7 @@ import typer
 from pydantic import BaseModel
 
 from atoll.cli.status import HERE
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, state_directory, stored_status
 from atoll.errors import TRANSIENT, Conflict, ServerUnreachable, UsageError
 from atoll.format_text import visible
 from atoll.protocol import admin_messages, routes, status_messages
@@ -117,6 +117,7 @@ class _Target:
         address = server_address(server)
         if state_dir is None and not (server or os.environ.get("ATOLL_SERVER")) and has_run(HERE):
             state_dir = HERE
+        state_dir = state_dir and state_directory(state_dir)
         self._dir, self._run, self._address, self._token = state_dir, "", address, None
         self.folder = shlex.quote(str(state_dir)) if state_dir is not None else ""
         self.flags = f" --dir {self.folder}" if self.folder else f" --server {server}" if server else ""

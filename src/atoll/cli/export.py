@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from blake3 import blake3
 
-from atoll.cli.stored_status import stored_status
+from atoll.cli.stored_status import state_directory, stored_status
 from atoll.cli.text import ELSEWHERE, next_step, require_file
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
@@ -63,6 +63,7 @@ def command(
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
     if state_dir is not None:
+        state_dir = state_directory(state_dir)
         with permitted(state_dir):
             written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:

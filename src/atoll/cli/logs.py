@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
 from atoll.cli.status import HERE
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, state_directory, stored_status
 from atoll.errors import Gone, ServerUnreachable, UsageError
 from atoll.format_text import of_fragment, visible
 from atoll.protocol import routes
@@ -53,6 +53,7 @@ def command(
         raise UsageError("STATE_DIR cannot be combined with --server and --token-file.", "Leave out one of them.")
     if folder is None and server is None and has_run(HERE):
         folder = HERE
+    folder = folder and state_directory(folder)
     last, events = 0, list[Any]()
     if folder is not None:
         with open_state(folder) as state:

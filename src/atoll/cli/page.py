@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.status import live_status
-from atoll.cli.stored_status import stored_status
+from atoll.cli.stored_status import state_directory, stored_status
 from atoll.format_text import visible
 from atoll.store.caller_tokens import stored_tokens
 
@@ -30,6 +30,7 @@ def command(
         StoreError: this user has no permission to read the directory.
         StateCorrupt: the journal is damaged.
     """
+    state_dir = state_directory(state_dir)
     status, _ = stored_status(state_dir)
 
     def show(address: str) -> None:

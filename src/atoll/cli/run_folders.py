@@ -23,7 +23,7 @@ from typing import Annotated, NamedTuple
 import typer
 from blake3 import blake3
 
-from atoll.cli.stored_status import stored_status
+from atoll.cli.stored_status import RUNS, STATE, stored_status
 from atoll.cli.text import next_step, numbers
 from atoll.config import FIELDS, GROUPS, Settings, default_of, toml_lines
 from atoll.config.run_file import moved
@@ -32,8 +32,6 @@ from atoll.format_text import visible
 from atoll.posix import NAMED_FILE, OWN_FOLDER, no_sync, replace_file
 from atoll.simulate.inputs import FILE, Earlier, Inputs, earlier_run
 
-RUNS = Path("runs")
-STATE = "state"
 RUN_FILE = "run.toml"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, state_directory, stored_status
 from atoll.cli.text import (
     against_data_parallel,
     aligned,
@@ -96,6 +96,7 @@ def command(
         if server is not None or token_file is not None:
             others = "--server and --token-file"
             raise UsageError(f"--dir cannot be combined with {others}.", f"Leave out {others}.")
+        state_dir = state_directory(state_dir)
         stored, token = stored_status(state_dir)[0], admin_token(state_dir)
         if not watch or not stored.address or _asked_by(stored, token) is None:
             _show_stored(state_dir, json=json)

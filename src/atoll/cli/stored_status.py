@@ -13,7 +13,7 @@ from atoll.protocol import routes, status_messages
 from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.store.caller_tokens import stored_tokens
 from atoll.store.journal_tables import MemberRow
-from atoll.store.reader import StateReader, open_state, saved_status
+from atoll.store.reader import StateReader, has_run, open_state, saved_status
 from atoll.tensors.schema import Schema
 from atoll.transport.tls import Token
 
@@ -28,6 +28,19 @@ def admin_token(state_dir: Path) -> Token | None:
         if (text := stored_tokens(state_dir).get("admin")) is not None:
             return Token(text, str(state_dir / "admin.token"))
     return None
+
+
+RUNS, STATE = Path("runs"), "state"
+"""Where `atoll run` puts runs, and the name of the state directory in the folder of each."""
+
+
+def state_directory(named: Path) -> Path:
+    """Return the state directory that a path or a name leads to; the path itself if it leads to none.
+
+    Args:
+        named: a state directory; the folder of a run of `atoll run`; or the name of one in the folder `runs`.
+    """
+    return next((each for each in (named, named / STATE, RUNS / named / STATE) if has_run(each)), named)
 
 
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
