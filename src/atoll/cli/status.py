@@ -277,7 +277,7 @@ COLUMNS = (
 
 MOST_IMPORTANT = (
     *("site", "state", "step", "waited", "rounds", "doing", "metrics", "trained", "heard"),
-    *("version", "stale", "steps/s", "up", "down", "retries"),
+    *("weight", "version", "stale", "steps/s", "up", "down", "retries"),
 )
 """The order in which columns get a place on a terminal that is too narrow for all."""
 FOLDED, FOLD_CHARS = ("doing", "metrics"), 24
@@ -360,7 +360,7 @@ def headline(status: status_messages.Status, address: str) -> list[str]:
     if status.headline is not None:
         todo = f" Next: {status.headline.command}" if status.headline.command else ""
         lines.append(f"{status.headline.text}{todo}")
-    elif status.failed:
+    if status.failed and status.failed not in (status.headline.text if status.headline else ""):
         lines.append(f"the run has failed: {status.failed}")
     lines += workflow_lines(status.workflows)
     if status.tasks:

@@ -40,7 +40,7 @@ def state_directory(named: Path) -> Path:
     Args:
         named: a state directory; the folder of a run of `atoll run`; or the name of one in the folder `runs`.
     """
-    return next((each for each in (named, named / STATE, RUNS / named / STATE) if has_run(each)), named)
+    return next((each for each in (named, named / STATE, RUNS / named, RUNS / named / STATE) if has_run(each)), named)
 
 
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:

@@ -661,6 +661,10 @@ class Settings(BaseModel):
         """`group.key` → the file, the variable or the command line that has set it; empty if a program has."""
         return self._source
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether all values are equal, whatever has set them."""
+        return isinstance(other, Settings) and self.__dict__ == other.__dict__
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         require_consistent(self.at, lambda key: default_of(key) == self.at(key))

@@ -110,7 +110,7 @@ class AtollCallback(TrainerCallback):
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the run tells this site for the open round, such as `{"lr": 0.1}`; empty before training starts."""
+        """What the run tells this site for the open round, such as a learning rate; empty before training starts."""
         return self.driver.config
 
     def leave(self, error: BaseException | None = None) -> None:

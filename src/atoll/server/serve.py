@@ -475,7 +475,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._served is served and not served.begins_again:
+            if self._served is served and served.shapes.to_take_over is None:
                 self._last_status = keep_status(served)  # else the start failed, or the run begins again
             await served.coordinator.stop()
         return served

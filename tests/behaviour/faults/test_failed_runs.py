@@ -402,7 +402,7 @@ def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.
         _show_stored(tmp_path / "state", json=False)
         shown = capsys.readouterr().out
         assert ", FAILED" in shown
-        assert "the run has failed: The workflow " in shown
+        assert "The run has failed: The workflow " in shown
         assert "KeyError: 'no such column'" in shown
         for site, state in states.items():
             assert re.search(rf"^{site} +{state} ", shown, re.MULTILINE)
@@ -495,4 +495,4 @@ def test_does_not_restart_a_worker_of_a_failed_run(nursery: Nursery, tmp_path: P
     assert (tmp_path / "begun").read_text() == "x"
     shown = command(nursery, tmp_path, "status", "--dir", str(tmp_path / "state"))
     assert "FAILED" in shown.stdout
-    assert "the run has failed: The workflow fails_at_once failed: KeyError: 'no such column'" in shown.stdout
+    assert "The run has failed: The workflow fails_at_once failed: KeyError: 'no such column'" in shown.stdout

@@ -384,7 +384,7 @@ ALONE = [by_join, by_functions, by_diloco]
 @pytest.mark.parametrize("take_part", [*ALONE, by_tasks, by_transformers, by_lightning])
 @pytest.mark.parametrize(
     ("misspelt", "meant"),
-    [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
+    [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SIT", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
 )
 def test_a_misspelt_variable_is_refused(
     monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str

@@ -137,10 +137,7 @@ def test_a_run_without_sites_says_how_to_start_one(uptime_s: float, act: bool) -
 
 
 def test_a_paused_run_says_so() -> None:
-    class Paused(Status):
-        paused: bool = True
-
-    said = headline_of(Paused(**dict(running())), state_dir="/s")
+    said = headline_of(running().model_copy(update={"paused": True}), state_dir="/s")
     assert said.text.startswith("The run is paused in round 4: no site trains until it is resumed.")
     assert (said.act, said.command) == (False, "atoll resume --dir /s")
 
