@@ -12,7 +12,8 @@ import typer
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
-from atoll.cli.run_folders import RUN_FILE, RUNS, STATE, Place, finished_twin, place
+from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
+from atoll.cli.stored_status import RUNS, STATE
 from atoll.errors import ConfigError, RunFailed, UsageError
 
 EXAMPLES = Path(__file__).with_name("examples")

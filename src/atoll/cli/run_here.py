@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from atoll.child_processes import Terminated
-from atoll.cli.run_folders import STATE, Place, model_digest, write_run_file
+from atoll.cli.run_folders import Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import STATE, admin_token, stored_status
 from atoll.cli.text import duration, number_of, numbers
 from atoll.config import Settings
 from atoll.errors import AtollError, RunFailed, StateLocked
