@@ -223,15 +223,6 @@ class Journal:
         with self._translated:
             return self._db.execute(sql, values).rowcount
 
-    def insert_next(self, sql: str, *values: Any) -> int:
-        """Execute an INSERT that leaves out the table's integer key, and return the key: one above the highest so far.
-
-        Call it inside a transaction.
-        """
-        assert self._depth, "a change outside of a transaction"
-        with self._translated:
-            return self._db.execute(sql, values).lastrowid or 0
-
     def execute_many(self, sql: str, values: Iterable[tuple[Any, ...]]) -> None:
         """Execute a statement once for each tuple of values. Call it inside a transaction."""
         assert self._depth, "a change outside of a transaction"

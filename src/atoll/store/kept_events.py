@@ -23,15 +23,16 @@ class EventRows:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def append(self, event_json: str, *, of_site: bool) -> int:
-        """Add an event, and return its number. Call it inside a transaction.
+    def append(self, number: int, event_json: str, *, of_site: bool) -> None:
+        """Add an event. Call it inside a transaction.
 
         Args:
+            number: its number: one above that of the newest event.
             event_json: the event as JSON, without its number.
             of_site: whether it is an event of a site, and not of the run.
         """
-        sql = "INSERT INTO events (of_site, event_json) VALUES (?, ?)"
-        number = self._journal.insert_next(sql, of_site, event_json)
+        sql = "INSERT INTO events (number, of_site, event_json) VALUES (?, ?, ?)"
+        self._journal.execute(sql, number, of_site, event_json)
         if number % _SLACK == 0:
             for kind in (False, True):
                 self._journal.execute(
@@ -40,7 +41,6 @@ class EventRows:
                     kind,
                     KEPT,
                 )
-        return number
 
 
 def newest_event(query: Query) -> int:

@@ -16,7 +16,7 @@ from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
 from atoll.store.journal import NEW_RUN, Journal
 from atoll.store.journal_tables import DELTAS, PartRow, TicketRow, VersionRow, utc_text
-from atoll.store.kept_events import EventRows
+from atoll.store.kept_events import EventRows, newest_event
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 from atoll.store.versions import Versions
@@ -92,7 +92,8 @@ class Recovery:
                     )
                 for fragment, head in later.items():
                     event = WentBack(fragment=fragment, version=back_to, lost=head, at=utc_text())
-                    self._events.append(event.model_dump_json(exclude={"number"}), of_site=False)
+                    number = newest_event(self._journal.rows) + 1
+                    self._events.append(number, event.model_dump_json(exclude={"number"}), of_site=False)
         failpoint("recover.midway")
         return said
 

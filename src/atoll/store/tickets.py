@@ -12,7 +12,7 @@ from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
-from atoll.store.journal import Journal
+from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import PARTS, TICKETS, PartRow, TicketRow, TicketState
 from atoll.store.update_spool import PartWriter, Spool
 
@@ -56,6 +56,15 @@ class Tickets:
         if row is None:
             raise Gone(f"The run does not have ticket {ticket}.", "Ask for a new ticket.")
         return row
+
+    def get_all(self, tickets: Sequence[int]) -> list[TicketRow]:
+        """Return the rows of tickets, in the given order. One query for all is much quicker than one for each.
+
+        Raises:
+            Gone: this run has never issued one of them.
+        """
+        found = {row.ticket: row for row in self.select(f"ticket IN ({placeholders(tickets)})", *tickets)}
+        return [found[ticket] if ticket in found else self.get(ticket) for ticket in tickets]
 
     def change(self, columns: str, tickets: Iterable[int], *values: Any) -> None:
         """Set columns of tickets, each to the same values. Call it in a transaction.

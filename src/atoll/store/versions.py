@@ -349,7 +349,7 @@ class Versions:
                 f"Version {version}{self._journal.of(fragment)} was made from the tickets {list(tickets)}, but the "
                 f"round's state and tickets in the journal are {round_ and (round_.state, list(round_.tickets))}."
             )
-        rows = [self._tickets.get(ticket) for ticket in tickets]
+        rows = self._tickets.get_all(tickets)
         self._tickets.end(rows, "counted", "", version)
         self._journal.execute_many(
             "UPDATE members SET rounds_counted = rounds_counted + 1 WHERE site = ?", [(row.site,) for row in rows]

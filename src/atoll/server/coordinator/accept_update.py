@@ -46,9 +46,9 @@ class UpdateAdmission:
         self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
-    def begins(self, site: str, ticket: int) -> None:
+    def begins(self, site: str, ticket: int, fragment: int) -> None:
         """Note when the first part of an update begins to arrive."""
-        place = site, self._store.tickets.get(ticket).fragment
+        place = site, fragment
         if self._sending.get(place, (0, 0.0))[0] != ticket:
             self._sending[place] = ticket, time.monotonic()
 

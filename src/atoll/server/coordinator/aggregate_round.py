@@ -209,7 +209,7 @@ class LocalRounds:
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
-        rows = [self._store.tickets.get(ticket) for ticket in closed.tickets]
+        rows = self._store.tickets.get_all(closed.tickets)
         frozen = frozen_round(self._plan, self._store, closed, rows, number)
         await self._filtering.prepare_accepted(rows, number)
         return await asyncio.get_running_loop().run_in_executor(self._run.io, self._aggregate, frozen, rows)

@@ -63,13 +63,14 @@ class EventLog:
         """Write events into the journal. Call it inside a transaction; after the commit, call `publish`."""
         count = len(self._told)
         self._store.journal.after_rollback(lambda: self._told.__delitem__(slice(count, None)))
-        for each in happened:
-            told = each.model_copy(update={"at": each.at or utc_text()})
+        newest = (self._told[-1].number if self._told else 0) or newest_event(self._store.journal.rows)
+        for number, each in enumerate(happened, newest + 1):
+            told = each.model_copy(update={"at": each.at or utc_text(), "number": number})
             left_out: Any = {"number": True}
             if isinstance(told, run_events.RoundEnded):  # the journal has the sites in rows of their own
                 left_out |= {"summary": {"sites"}}
-            number = self._rows.append(told.model_dump_json(exclude=left_out), of_site=isinstance(told, OF_SITES))
-            self._told.append(told.model_copy(update={"number": number}))
+            self._rows.append(number, told.model_dump_json(exclude=left_out), of_site=isinstance(told, OF_SITES))
+            self._told.append(told)
 
     def tell(self, happened: run_events.Happened) -> None:
         """Write an event that belongs to no change of the run's state, and publish it.

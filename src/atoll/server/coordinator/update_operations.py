@@ -46,9 +46,9 @@ class UpdateOperations:
         self._run, self._leases, self._place = run, leases, place
         self._admission, self._filtering, self.filters = admission, filtering, filtering.filters
 
-    def begins(self, site: str, ticket: int) -> None:
+    def begins(self, site: str, ticket: int, fragment: int) -> None:
         """Note when the first part of an update begins to arrive."""
-        self._admission.begins(site, ticket)
+        self._admission.begins(site, ticket, fragment)
 
     def record_part(
         self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None

@@ -280,7 +280,7 @@ class PartReceiver:
         planned = layout.parts[part]
         rest_bytes = require_part_bytes(request, planned.nbytes, LENGTH_BYTES + routes.CONTROL_BODY_BYTES)
         run.require_space()
-        self._updates.begins(lease.site, ticket)
+        self._updates.begins(lease.site, ticket, fragment)
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
             spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]

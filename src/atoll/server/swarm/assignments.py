@@ -742,7 +742,7 @@ class SwarmRounds:
 
         if not is_frozen():
             return None
-        rows = [self._store.tickets.get(ticket) for ticket in round_.tickets]
+        rows = self._store.tickets.get_all(round_.tickets)
         frozen = frozen_round(self._plan, self._store, round_, rows, number)
         self.reassign()
         while is_frozen():
