@@ -97,7 +97,8 @@ def _training(status: Status, trouble: Trouble) -> Headline:
         first = refused[0]
         why = f"The updates of {first.site} do not count: {_short(first.refused)}."
         todo = "Check its data and learning rate, and start it again."
-        return _act(f"{why} {todo} {text}", _start(status, first.site))
+        stands = f"{_round(status, fragment)} {_awaited(status, fragment)}{_learns(status)}"  # no end while it stands
+        return _act(f"{why} {todo} {stands}", _start(status, first.site))
     if rise := _rises(_losses(status.history)):
         stop = "atoll stop" + (f" --server {status.address}" if status.address else "")
         return _act(f"The run diverges: its loss rose from {rise[0]:.4g} to {rise[1]:.4g}. {text}", stop)
@@ -137,7 +138,7 @@ def _awaited(status: Status, fragment: FragmentStatus) -> str:
         return f"is closed: its updates are aggregated{where}."
     usual_s = usual_round_s(status.history)
     late = usual_s is not None and fragment.open_s > max(LATE * usual_s, LEAST_LATE_S)
-    opened = f"is open for {duration(fragment.open_s)}"
+    opened = f"has been open for {duration(fragment.open_s)}"
     if late and usual_s:
         opened += f", {fragment.open_s / usual_s:.0f} times as long as usual,"
     if not fragment.waiting_for:
@@ -147,6 +148,9 @@ def _awaited(status: Status, fragment: FragmentStatus) -> str:
     facts = [_doing(workers.get(site), status.workers) for site in sites[:MOST_NAMES]]
     if len(set(facts)) == 1:
         facts = [""] * (len(facts) - 1) + facts[-1:]
+    alive = sum(each.state == "alive" for each in status.workers)
+    if not late and len(sites) == alive > 1 and len({fact for fact in facts if fact}) <= 1:
+        return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}."
     names = [f"{site} ({fact})" if fact else site for site, fact in zip(sites, facts, strict=False)]
     if len(sites) > len(names):
         names.append(number_of(len(sites) - len(names), "other site"))

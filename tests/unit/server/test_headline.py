@@ -69,7 +69,7 @@ def start(site: str) -> str:
 
 def test_a_healthy_run_says_what_it_awaits() -> None:
     assert headline_of(running()) == Headline(
-        text="Round 4 of 20 is open for 3.0 s and waits for b (training). Done in about 64 s. "
+        text="Round 4 of 20 has been open for 3.0 s and waits for b (training). Done in about 64 s. "
         "Loss 0.5 in round 3, down from 0.9 in round 1."
     )
 
@@ -80,7 +80,7 @@ def test_a_late_site_is_named_with_its_speed() -> None:
     said = headline_of(running(fragment={"open_s": 20.0}, workers=workers))
     assert not said.act
     assert said.text.startswith(
-        "Round 4 of 20 is open for 20 s, 5 times as long as usual, and waits for b "
+        "Round 4 of 20 has been open for 20 s, 5 times as long as usual, and waits for b "
         "(training, 5.0 times slower than the median)."
     )
 
@@ -89,14 +89,16 @@ def test_many_awaited_sites_are_counted() -> None:
     """All do the same, which is said once."""
     waiting = [Missing(site=f"s{number}", for_s=3.0) for number in range(7)]
     workers = [worker(f"s{number}") for number in range(7)]
-    said = headline_of(running(fragment={"waiting_for": waiting}, workers=workers))
+    said = headline_of(running(fragment={"waiting_for": waiting}, workers=[*workers, worker("s7")]))
     assert "waits for s0, s1, s2 (training) and 4 other sites." in said.text
+    said = headline_of(running(fragment={"waiting_for": waiting}, workers=workers))
+    assert "waits for all 7 sites (training)." in said.text
 
 
 def test_a_dead_site_needs_a_person() -> None:
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead", error="no heartbeat for 60 s")]))
     assert said.act
-    assert said.text.startswith("b is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 is open")
+    assert said.text.startswith("b is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 has been open")
     assert said.command == start("b")
 
 
@@ -110,7 +112,7 @@ def test_a_diverging_loss_needs_a_person() -> None:
     """Three rises in a row, and 1.5 times the lowest loss; one rise is no divergence."""
     said = headline_of(running(history=history([0.5, 0.4, 0.5, 0.6, 0.7])))
     assert said.act
-    assert said.text.startswith("The run diverges: its loss rose from 0.4 to 0.7. Round 4 of 20 is open")
+    assert said.text.startswith("The run diverges: its loss rose from 0.4 to 0.7. Round 4 of 20 has been open")
     assert not headline_of(running(history=history([0.5, 0.4, 0.6]))).act
     assert not headline_of(running(history=history([0.40, 0.41, 0.42, 0.43]))).act
 
@@ -155,7 +157,7 @@ def test_a_swarm_names_the_aggregator() -> None:
 
 def test_an_asynchronous_run_waits_for_no_site() -> None:
     said = headline_of(running(fragment={"waiting_for": [], "reason": "waits for an update"}, rounds=0, left_s=None))
-    assert said.text.startswith("Round 4 is open for 3.0 s and waits for an update. The run has no last round")
+    assert said.text.startswith("Round 4 has been open for 3.0 s and waits for an update. The run has no last round")
 
 
 def test_a_finished_run_says_how_to_export() -> None:

@@ -176,7 +176,7 @@ class Chart {
     const place = [
       `${this.mark.text} ${number(this.mark.value)}`,
       x + (right ? -9 : 9) * ratio,
-      Math.max(y - 12 * ratio, bbox.top + 12 * ratio),
+      Math.min(y + 22 * ratio, bbox.top + bbox.height - 4 * ratio),
     ];
     ctx.strokeStyle = css("--card");
     ctx.lineWidth = 4 * ratio;

@@ -34,6 +34,8 @@ function link(kind, text) {
   setText($("link"), text);
 }
 
+const standing = (s) => (s?.stored ? "stored" : s?.finished || s?.failed ? "ended" : s?.paused ? "paused" : "live");
+
 const hash = () => new URLSearchParams(location.hash.slice(1));
 
 function draw() {
@@ -127,7 +129,7 @@ function take(page) {
 async function listen() {
   for (let pause = 500; ; pause = Math.min(2 * pause, 10000)) {
     try {
-      link("live", status?.stored ? "stored" : "live");
+      link("live", standing(status));
       await follow(after, (page) => {
         pause = 500;
         take(page);

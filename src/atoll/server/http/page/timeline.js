@@ -81,7 +81,8 @@ export function drawTimeline(rounds, workers, find, live) {
   const shown = [...rounds.known.values()].slice(-ROUNDS),
     place = $("lanes");
   const begin = Math.min(...shown.map((each) => each.opened ?? Infinity));
-  if (!rounds.last || !Number.isFinite(begin)) return place.replaceChildren("No round has begun.");
+  if (!rounds.last) return place.replaceChildren("Loading …");
+  if (!Number.isFinite(begin)) return place.replaceChildren("No round has begun.");
   const now = rounds.last.at + (live ? performance.now() - rounds.last.seen : 0),
     end = Math.max(now, begin + 1);
   const style = getComputedStyle(document.documentElement),
