@@ -15,6 +15,7 @@ every machine and with every NumPy, and each site can compute the split by itsel
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -239,9 +240,10 @@ def natural(data: Any, by: By, *, sites: Sites | None = None, min_size: int = 1)
     parts = [np.flatnonzero(codes == code) for code in range(len(values))]
     if sites is None:
         names = [re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._")[:64] or "site" for value in values]
-        for number, name in enumerate(names):
-            if name in names[:number]:
-                names[number] = f"{name[:56]}-{number}"
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                numbered = (f"{name[:56]}-{number}" for number in itertools.count(1))
+                names[place] = next(each for each in numbered if each not in names)
         return Partition(data, names, _large_enough(parts, names, min_size), by)
     names, _ = _sites_of(sites, data, min_size)
     if len(values) < len(names):

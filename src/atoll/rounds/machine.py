@@ -299,8 +299,9 @@ def _control(
 
 
 def _is_untouched(draft: StateDraft, fragment: int) -> bool:
-    """Return whether no site works for the present round."""
-    return not any(ticket.is_live for ticket in draft.round(fragment).tickets.values())
+    """Return whether no site works for the present round: none has an accepted update, or is alive with a ticket."""
+    members, tickets = draft.state.members, draft.round(fragment).tickets.values()
+    return not any(each.is_live and (each.state == "accepted" or members[each.site].alive) for each in tickets)
 
 
 def _stop_round(draft: StateDraft, fragment: int) -> None:

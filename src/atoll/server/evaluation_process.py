@@ -166,7 +166,7 @@ class Evaluator:
         try:
             pipe.send(message)
             return pipe.receive()[0]
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # also what the function has written into the pipe
             if stopped.is_set():
                 return {"error": f"it did not end within {timeout_s:g} s, and was stopped", "ended": "stopped"}
             return {"error": "its process has ended", "ended": "by itself"}

@@ -475,9 +475,11 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._served is served and served.shapes.to_take_over is None:
-                self._last_status = keep_status(served)  # else the start failed, or the run begins again
-            await served.coordinator.stop()
+            try:
+                if self._served is served and served.shapes.to_take_over is None:
+                    self._last_status = keep_status(served)  # else the start failed, or the run begins again
+            finally:
+                await served.coordinator.stop()
         return served
 
     async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -166,6 +166,8 @@ def open_run(
             _say_rules(settings, plan.schema)
             if saved is not None and not run:
                 saved.restore(plan, store)
+            if run and store.run_log.controls.back_to is None:  # before anything is changed
+                _require_kept(plan, store, where)
             plan, lost = _continued(plan, store) if begun else (plan, _recover(plan, store))
             if len(store.versions.heads()) < len(plan.fragments):
                 # a new run, or one killed before version 0 was written
@@ -460,6 +462,23 @@ def _frozen(settings: Settings, plan: Plan) -> str:
     return json.dumps(options | single | {"algorithm.outer_optimizer": plan.rule.describe()}, default=str)
 
 
+def _require_kept(plan: Plan, store: Store, where: str) -> tuple[list[Change], Sequence[Change]]:
+    """Check that this start changes no round that has begun. Return the changes on record, and those of this start.
+
+    Raises:
+        ConfigError: a change of a round that has begun differs.
+    """
+    run = store.run_log.run
+    assert run is not None
+    recorded = [Change(*each) for each in json.loads(run.settings_json).get(CHANGES, [])]
+    given = plan.settings.changes
+    if recorded != given:
+        rounds = snapshot_of(store, MetricProgress()).fragments
+        begun = max((each.done + (each.expected is not None or bool(each.frozen)) for each in rounds), default=0)
+        require_kept_changes(recorded, given, begun, where)
+    return recorded, given
+
+
 def _take_up_changes(plan: Plan, store: Store, where: str) -> None:
     """Let a run that goes on have the changes that this start gives for rounds that have not begun, and record them.
 
@@ -471,15 +490,11 @@ def _take_up_changes(plan: Plan, store: Store, where: str) -> None:
     Raises:
         ConfigError: a change of a round that has begun differs.
     """
-    run = store.run_log.run
-    assert run is not None
-    settings = json.loads(run.settings_json)
-    recorded, given = [Change(*each) for each in settings.get(CHANGES, [])], plan.settings.changes
+    recorded, given = _require_kept(plan, store, where)
     if recorded == given:
         return
-    rounds = snapshot_of(store, MetricProgress()).fragments
-    begun = max(each.done + (each.expected is not None or bool(each.frozen)) for each in rounds)
-    require_kept_changes(recorded, given, begun, where)
+    assert store.run_log.run is not None
+    settings = json.loads(store.run_log.run.settings_json)
     store.run_log.change_settings(json.dumps(settings | {CHANGES: [list(each) for each in given]}), given)
     LOG.info("this start changes rounds.changes: %s", "; ".join(map(str, given)) or "nothing changes any more")
 

@@ -187,6 +187,8 @@ class Recovery:
                 "UPDATE heads SET version = ?2, durable_version = min(durable_version, ?2) WHERE fragment = ?1",
             ):
                 self._journal.execute(sql, fragment, version)
+            if asked:  # what sites were told may be why the run goes back: they are told anew
+                self._journal.execute("DELETE FROM configs")
             generation = self._run_log.generation
             anew = ""
             if generation.version > version and not asked:  # sites have no state of earlier generations any more

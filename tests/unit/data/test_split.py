@@ -325,3 +325,10 @@ def test_wrong_arguments_are_refused(refused: str) -> None:
     assert expected in str(caught.value)
     assert isinstance(caught.value, AtollError)
     assert caught.value.remedy
+
+
+def test_natural_names_are_never_taken_twice() -> None:
+    """If two keys lead to the same name, the second gets a number that no other site has."""
+    parts = data.natural([10, 20, 30], by=["-x-1", "/x", "x"])
+    assert len(set(parts.names)) == 3
+    assert sorted(index for name in parts.names for index in parts[name]) == [0, 1, 2]

@@ -195,6 +195,9 @@ class Coordinator:
         made = await self._place.aggregate(closed, number)
         if made is None:
             return
+        if self._run.begins_again.is_set():  # the next start makes this version, or goes back before it
+            made.draft.abandon()
+            return
         fragment, value = closed.fragment, self._history.value(made.summary)
         happened = run_events.RoundEnded(fragment=fragment, round=number, summary=made.summary, at=made.row.created_at)
         try:

@@ -92,7 +92,7 @@ class VersionEvaluation:
                 self._note(version=last.version, metrics=last.global_metrics)
 
     def _note(self, **values: object) -> None:
-        self._status = self._status.model_copy(update=values)
+        self._status = type(self._status).model_validate(self._status.model_dump() | values)  # cuts the user's texts
 
     def begin(self, summary: status_messages.RoundSummary, heads: Sequence[int]) -> asyncio.Task[None] | None:
         """Begin to evaluate a version, if it is due, as the port `Evaluation` says."""
