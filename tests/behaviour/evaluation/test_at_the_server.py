@@ -142,12 +142,17 @@ def raises(_: Any) -> dict[str, float]:
     raise ValueError("no data here")
 
 
+def raises_broken_text(_: Any) -> dict[str, float]:
+    raise ValueError("no file \udc80" + "x" * 10**6)
+
+
 def gives(result: Any) -> Callable[[Any], Any]:
     return lambda model: result
 
 
 FAULTS = [
     (raises, "ValueError: no data here"),
+    (raises_broken_text, "ValueError: no file"),
     (gives("good"), "it returned an object of type str instead of a dict"),
     (gives({}), "it returned 0 metrics instead of a dict"),
     (gives({"loss": "0.5"}), "it returned 'loss' as '0.5', which is not a number"),

@@ -265,6 +265,20 @@ def test_a_restart_changes_no_round_that_has_begun(tmp_path: Path, other: dict[i
         assert world.finish()["w"].tolist() == [rates_by_hand([0.5, 0.25, 0.25, 0.125, 0.125])] * 2
 
 
+def test_a_refused_codec_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """A start that would change the codec of a round that has begun is refused before it ends a ticket."""
+    late = {"rounds.changes": [{"from_round": 2, "aggregation.upload_codec": {"name": "int8"}}]}
+    with World(tmp_path, START, "a", rounds=2) as world:
+        world.move("a", 1, 1.0)
+        world.ask("a", number=2)
+        world.stop()
+        with pytest.raises(ConfigError, match="round 2 has begun"):
+            world.start(**late)
+        world.start(**{"rounds.changes": []})
+        world.move("a", 2, 1.0)
+        assert world.finish()["w"].tolist() == [2.0] * 2
+
+
 def test_the_old_way_to_change_names_the_new_one(tmp_path: Path) -> None:
     """Another H at a restart is refused, with the table that can set it."""
     rules: dict[str, Any] = {"algorithm.name": "diloco", "diloco.sync_every": 4}

@@ -98,7 +98,9 @@ def test_many_awaited_sites_are_counted() -> None:
 def test_a_dead_site_needs_a_person() -> None:
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead", error="no heartbeat for 60 s")]))
     assert said.act
-    assert said.text.startswith("b is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 has been open")
+    assert said.text.startswith(
+        "b is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 has been open"
+    )
     assert said.command == start("b")
 
 
