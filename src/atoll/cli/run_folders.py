@@ -22,6 +22,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 from blake3 import blake3
+from pydantic import SecretStr
 
 from atoll.cli.stored_status import RUNS, STATE, stored_status
 from atoll.cli.text import next_step, numbers
@@ -29,7 +30,7 @@ from atoll.config import FIELDS, GROUPS, Settings, default_of, toml_lines
 from atoll.config.run_file import moved
 from atoll.errors import AtollError, UsageError
 from atoll.format_text import visible
-from atoll.posix import NAMED_FILE, OWN_FOLDER, no_sync, replace_file
+from atoll.posix import OWN_FILE, OWN_FOLDER, no_sync, replace_file
 from atoll.simulate.inputs import FILE, Earlier, Inputs, earlier_run
 
 RUN_FILE = "run.toml"
@@ -103,12 +104,13 @@ def write_run_file(folder: Path, settings: Settings) -> Path:
     known = {key: default_of(key) if key in FIELDS else None for key in settings.by_key()}
     chosen = {key: value for key, value in settings.by_key().items() if value not in (None, known[key])}
     chosen = {key: moved(key, value, lambda path: str(Path(path).resolve())) for key, value in chosen.items()}
+    chosen |= {key: value.get_secret_value() for key, value in chosen.items() if isinstance(value, SecretStr)}
     chosen |= {"disk.state_dir": STATE}
     chosen.pop("disk.export_dir", None)  # results of several runs cannot share a folder
     groups = list(GROUPS)
     lines = toml_lines(dict(sorted(chosen.items(), key=lambda each: groups.index(each[0].partition(".")[0]))))
     path = folder / RUN_FILE
-    replace_file(path, ["\n".join([*lines, ""]).encode()], sync=no_sync, mode=NAMED_FILE)
+    replace_file(path, ["\n".join([*lines, ""]).encode()], sync=no_sync, mode=OWN_FILE)  # it may have secrets
     return path
 
 

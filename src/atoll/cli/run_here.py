@@ -7,6 +7,7 @@ import os
 import shlex
 import time
 import webbrowser
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,8 @@ class RunHere(RunProcesses):
             view.say("stopping; a second Ctrl-C ends all processes at once")
             self.children.stop()
             version = self._last.version if self._last is not None else 0
+            with suppress(AtollError):  # a round may have ended since the last look
+                version = stored_status(self.folder / STATE)[0].version
             view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.folder}")
             raise
         view.is_over = True

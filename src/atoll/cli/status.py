@@ -150,6 +150,9 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
         source = f"{state_dir} (stored at {when}; no server answers)"
         if not json:
             status = status.model_copy(update={"workers": list(map(_then, status.workers))})
+    if sys.stdout.isatty() and not json:
+        _on_terminal(status, source, None)
+        return
     print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, source)))
 
 

@@ -196,7 +196,13 @@ class SiteScheduler:
             RunFailed: the round waits for updates, but no site trains and no site can be asked to.
         """
         state = self._run.state
-        if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
+        if (
+            self._jobs
+            or self._heard
+            or self._rung
+            or self._run.failed
+            or state.rounds[0].phase not in ("open", "gathering")
+        ):
             return
         if state.next_deadline_s is not None:
             return

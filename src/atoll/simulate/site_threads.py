@@ -24,7 +24,9 @@ from atoll.protocol import run_events, status_messages
 from atoll.server.serve import Server
 from atoll.simulate import cores
 from atoll.simulate.embedded_site import local_worker
+from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.progress import Progress
+from atoll.simulate.script import given_function, name_of
 from atoll.simulate.simulated_site import result_of_error
 from atoll.simulate.simulation import Simulated, names_of
 from atoll.tensors.module_tensors import Tensors
@@ -39,7 +41,7 @@ class _Interrupted(BaseException):
 
 
 @public_api
-def run(
+def run(  # noqa: PLR0913 (options, by keyword)
     model: nn.Module | Tensors | str | None,
     script: Callable[[Worker], object],
     *,
@@ -47,6 +49,8 @@ def run(
     settings: Settings | Mapping[str, Any] | None = None,
     filters: Sequence[Filter] = (),
     on_round: Callable[[status_messages.RoundSummary], object] | None = None,
+    fresh: bool = False,
+    resume: bool = False,
 ) -> Simulated:
     """Run a server with its sites in this program, each site in a thread, until the run is finished.
 
@@ -55,7 +59,8 @@ def run(
 
         atoll.run(model, train, sites=["clinic-a", "clinic-b"], settings={"rounds.total": 5})
 
-    The same call on the same state directory continues an interrupted run.
+    The same call on the same state directory continues an interrupted run. A run that has finished, or was begun with
+    other code, settings or sites, is refused with what differs, so that no old result looks new.
 
     Args:
         model: the initial model, as for `atoll.Server`.
@@ -65,8 +70,12 @@ def run(
         settings: settings of the run, as for `atoll.Server`.
         filters: filters of the updates, at each site.
         on_round: called with the summary of every finished round, in another thread; it must not block.
+        fresh: begin a new run; the state directory of an earlier one is renamed.
+        resume: continue the earlier run, or return its result, whatever it was begun with.
 
     Raises:
+        UsageError: the state directory has a run that has finished, or was begun with other code, settings or sites,
+            and neither `fresh` nor `resume` is set.
         AtollError: the run cannot start or continue. The message has the remedy.
         ConfigError: the run has fragments, ranks, a number of local steps between synchronisations, tasks or a swarm.
         RunFailed: so many sites have failed that a round cannot end.
@@ -74,7 +83,10 @@ def run(
     names = names_of(sites)
     if not isinstance(settings, Settings):
         settings = {"network.port": 0, "rounds.sites": len(names), **(settings or {})}
-    return _Threads(Server(model, settings), script, names, filters, on_round).run()
+    server = Server(model, settings)
+    inputs = Inputs.of(server.settings, given_function(script, "local") or name_of(script), (), names)
+    begin(server.settings.disk.state_dir, inputs, fresh=fresh, resume=resume)
+    return _Threads(server, script, names, filters, on_round, inputs).run()
 
 
 class _Threads:
@@ -87,7 +99,9 @@ class _Threads:
         names: list[str],
         filters: Sequence[Filter],
         on_round: Callable[[status_messages.RoundSummary], object] | None,
+        inputs: Inputs,
     ) -> None:
+        self._inputs = inputs
         self._server, self._script, self._names, self._filters, self._on_round = (
             server, script, names, filters, on_round,
         )  # fmt: skip
@@ -104,6 +118,7 @@ class _Threads:
         threads = [threading.Thread(target=self._train, args=(name,), name=name, daemon=True) for name in self._names]
         try:
             with server:
+                self._inputs.write(server.settings.disk.state_dir)
                 begin_s = time.monotonic()
                 try:
                     for thread in threads if not server.finished else ():

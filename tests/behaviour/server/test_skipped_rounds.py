@@ -232,3 +232,25 @@ def test_processes_skip_rounds_over_the_network(nursery: Nursery, tmp_path: Path
             ["site-0000", "site-0001"],
             ["site-0001"],
         ]
+
+
+def skip_round_2(worker: Any) -> None:
+    for fl_round in worker:
+        if fl_round.number == 2:
+            fl_round.skip()
+        else:
+            fl_round.submit({"w": fl_round.state_dict()["w"] + 1}, weight=1.0)
+
+
+@pytest.mark.slow
+def test_all_simulated_sites_skip_with_a_config_function(tmp_path: Path) -> None:
+    """A round that all simulated sites skip is followed by the next, also if a function configures each round."""
+    result = new_simulation(
+        START,
+        script=skip_round_2,
+        sites=3,
+        processes=1,
+        config=lambda number, site: {"number": number},
+        **{"algorithm.name": "fedavg", "rounds.total": 3, "disk.state_dir": tmp_path / "s"},
+    ).run()
+    assert (result.version, result.worker_rounds, result.failed) == (2, 6, {})

@@ -104,11 +104,18 @@ def test_threads_have_the_bits_of_a_simulation(tmp_path: Path) -> None:
     assert model_of(tmp_path / "threads") == model_of(tmp_path / "forks")
 
 
-def test_a_finished_run_trains_nothing(tmp_path: Path) -> None:
-    first, second = run(tmp_path), run(tmp_path)
+def test_a_finished_run_is_no_new_result(tmp_path: Path) -> None:
+    """A finished run, or one of other code, is refused; `resume` returns its result, and `fresh` begins anew."""
+    first = run(tmp_path)
+    with pytest.raises(UsageError, match="finished at version 2"):
+        run(tmp_path)
+    with pytest.raises(UsageError, match="finished at version 2"):
+        run(tmp_path, lambda worker: None)
+    second = run(tmp_path, resume=True)
     assert (second.rounds, second.worker_rounds, second.version) == (0, 0, 2)
     assert weights_of(first) == weights_of(second)
-    assert weights_of(run(tmp_path, rounds=3)) == [6.0] * 3  # more rounds go on
+    assert weights_of(run(tmp_path, rounds=3, resume=True)) == [6.0] * 3  # more rounds go on
+    assert weights_of(run(tmp_path, fresh=True)) == weights_of(first)
 
 
 def raise_in_round_2(worker: Any) -> None:
