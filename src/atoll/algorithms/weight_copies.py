@@ -366,8 +366,16 @@ class WeightCopies:
         if self._load.is_decided:
             has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
             self._returned = self._load.returned
-        if has_jumped:
+        if has_jumped and not self._steps_from_weights():
             self._undone(JUMP)
+
+    def _steps_from_weights(self) -> bool:
+        """Return whether only torch's own optimizers train the model: their steps start from the model's weights.
+
+        Near a site's own optimum, a first step back to it followed by mere noise looks like a jump.
+        """
+        alive = [each.optimizer for each in self._watched if each.optimizer is not None]
+        return bool(alive) and all(type(each).__module__.startswith("torch.optim.") for each in alive)
 
     def _undone(self, why: str) -> None:
         if why not in self._reported:

@@ -20,9 +20,11 @@ from kit.models import Weights
 from kit.optimizers import Flat, InList, InState, Masters, Outside, Padded, ScheduleFree, fp32
 from kit.servers import PLAIN_DILOCO
 from kit.world import World
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD
 
+import atoll
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError
 
@@ -741,3 +743,28 @@ def test_handwritten_optimizers_without_copies_cause_no_warning(
     told = with_another_site(World(tmp_path, server_model(), rounds=5), model, train)
     assert not any("the result is wrong" in text for text in told)
     assert "the result is wrong" not in caplog.text
+
+
+@pytest.mark.covers("X11")
+def test_a_step_to_the_own_optimum_is_no_undone_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A first step of SGD that leads back to the site's own optimum, followed by noise, is not called an undone load.
+
+    With lr = 0.5 on (w − t)², each step lands on its target t, which is the site's optimum and some noise.
+    """
+    optimum = {"a": 0.0, "b": 8.0}
+
+    def train(worker: atoll.Worker) -> None:
+        model = Weights(w=torch.zeros(16))
+        for fl_round in worker:
+            fl_round.load_into(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for noise in (0.0, 0.1, -0.1, 0.12):
+                optimizer.zero_grad()
+                ((model.w - optimum[worker.site] - noise) ** 2).sum().backward()
+                optimizer.step()
+            fl_round.submit(model, weight=1.0)
+
+    settings = {"algorithm.name": "fedavg", "rounds.total": 4, "disk.state_dir": tmp_path / "s"}
+    result = atoll.run(Weights(w=torch.zeros(16)), train, sites=["a", "b"], settings=settings)
+    assert load_file(result.model)["w"].tolist() == pytest.approx([4.12] * 16)
+    assert [line for line in caplog.messages if "the result is wrong" in line] == []
