@@ -38,7 +38,10 @@ class Trouble(NamedTuple):
     stored: str = ""
 
 
-def headline_of(status: Status, trouble: Trouble = Trouble(), state_dir: str = "") -> Headline:  # noqa: B008
+NO_TROUBLE = Trouble()
+
+
+def headline_of(status: Status, trouble: Trouble = NO_TROUBLE, state_dir: str = "") -> Headline:
     """Return the sentence about a run, whether a person must act, and the command for it.
 
     Args:

@@ -465,6 +465,9 @@ class _LocalRun(RunProcesses):
         """Print a line, unless the environment is quiet."""
         self._env._say(line)
 
+    def look(self) -> None:
+        """Do nothing: what is worth a line is said as it happens."""
+
     def run(self) -> Status | None:
         """Start server and sites, and wait until all have ended; return the server's last status.
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def environment(threads: int, **more: str) -> dict[str, str]:
     return own | {"PYTHONUNBUFFERED": "1"} | more
 
 
-class RunProcesses:
+class RunProcesses(ABC):
     """The processes of a run, by name: the server, and each site.
 
     Args:
@@ -94,10 +95,11 @@ class RunProcesses:
         self.children, self.ended = Children(), dict[str, str]()
         self._epoch = 0
 
+    @abstractmethod
     def say(self, line: str) -> None:
         """Print a line."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look(self) -> None:
         """Show the run, or do nothing: called several times a second while this object waits."""
 

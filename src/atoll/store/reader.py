@@ -154,13 +154,15 @@ class StateReader:
         Raises:
             StateCorrupt: a row is damaged.
         """
-        found = []
-        for each, text in events_after(self.rows, number, limit):
-            event = json.loads(text)
-            if (summary := event.get("summary")) is not None:
-                event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(summary)))
-            found.append(_EVENT.validate_json(json.dumps({**event, "number": each})))
-        return found
+        found = events_after(self.rows, number, limit)
+        return [_EVENT.validate_json(json.dumps(self._whole_event(each, text))) for each, text in found]
+
+    def _whole_event(self, number: int, text: str) -> dict[str, Any]:
+        """Return an event of the journal as the server's stream has it: with its number, and a round with its sites."""
+        event = {"number": number, **json.loads(text)}
+        if (summary := event.get("summary")) is not None:
+            event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(summary)))
+        return event
 
     def summaries(self, limit: int) -> list[Summary]:
         """Return the summaries of the last `limit` rounds that have ended, oldest first."""
@@ -180,17 +182,12 @@ class StateReader:
 
         Rounds have their sites. Damaged events are left out.
         """
-        found = []
-        for number, of_site, text, check in self.rows(
-            "SELECT number, of_site, event_json, row_check FROM events ORDER BY number"
-        ):
-            if journal_tables.row_check(number, of_site, text) != check:
-                continue
-            event = {"number": number, **json.loads(text)}
-            if "summary" in event:
-                event["summary"] = json.loads(with_sites(self.rows, event["fragment"], json.dumps(event["summary"])))
-            found.append(event)
-        return found
+        rows = self.rows("SELECT number, of_site, event_json, row_check FROM events ORDER BY number")
+        return [
+            self._whole_event(number, text)
+            for number, of_site, text, check in rows
+            if journal_tables.row_check(number, of_site, text) == check
+        ]
 
     def event_page(self, asked: EventQuery) -> EventPage:
         """Return the events after a number.

@@ -286,7 +286,7 @@ def test_scaffold_refuses_a_failed_last_step(by_closure: bool, refused: bool) ->
     """SCAFFOLD computes no control difference while the last step is one that failed. A whole step afterwards lifts the
     refusal.
 
-    After a failed step, nobody knows whether weights have moved. By hand after the whole step: w = 0 + 0.1 − 0.1·4 and
+    After a failed step, it is unknown whether weights have moved. By hand after the whole step: w = 0 + 0.1 − 0.1·4 and
     Δc = 0.3/0.1 − 4.
     """
     model = One()

@@ -252,7 +252,7 @@ def test_an_uploaded_part_counts_as_a_heartbeat(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D1")
 def test_an_unread_request_body_gets_a_small_buffer(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a GET request announces a body that nobody reads, the server's read buffer for it stays at 128 KiB.
+    """If a GET request announces a body that is never read, the server's read buffer for it stays at 128 KiB.
 
     Only uploads of parts under TLS need larger buffers.
     """

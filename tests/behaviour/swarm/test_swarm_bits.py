@@ -223,7 +223,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def test_workers_drop_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a swarm drop versions that nobody needs, from the disk and from what others can download."""
+    """Workers of a swarm drop versions that no worker needs, from the disk and from what others can download."""
     from atoll.worker.peer.agent import SwarmPeer
 
     peers, served = list[Any](), dict[str, int]()
