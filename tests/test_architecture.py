@@ -154,7 +154,7 @@ LINES: dict[str, int] = {
     "server/http": 1080,
     "server/swarm": 726,
     "server/tasks": 1482,
-    "simulate": 2128,
+    "simulate": 2290,
     "store": 3655,
     "tensors": 2237,
     "testing": 479,
