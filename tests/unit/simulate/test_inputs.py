@@ -7,7 +7,7 @@ import itertools
 import os
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ Take = Callable[..., Inputs]
 
 
 @pytest.fixture
-def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Take:
+def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Take]:
     """The inputs of a run in a folder with a script, two modules of its own and a file of data."""
     monkeypatch.chdir(tmp_path)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "own"]:  # of another test
+        monkeypatch.delitem(sys.modules, name)
     (tmp_path / "own").mkdir()
     for name, text in {
         "train.py": "import json\nimport torch\nimport atoll\nfrom own import model\ndef build(): ...\n",
@@ -39,7 +41,9 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Take:
         chosen = {"algorithm.name": "fedavg", "model.source": "train.py:build"} | settings
         return Inputs.of(Settings.build(chosen), "train.py", arguments, list(sites))
 
-    return taken
+    yield taken
+    for name in ("own", "own.model", "own.layers"):
+        sys.modules.pop(name, None)
 
 
 def test_code_is_what_the_script_imports(take: Take, tmp_path: Path) -> None:
