@@ -262,8 +262,8 @@ def begin(state_dir: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> None
     rest = "returns its result" if earlier.finished else "continues it"
     raise UsageError(
         f"{earlier.described(state_dir)}.",
-        f"`--fresh` begins a new one and keeps this one beside it, `--resume` {rest}; in a program: fresh=True, "
-        "resume=True.",
+        "fresh=True, as a command --fresh, begins a new one and keeps this one beside it; resume=True, as a command "
+        f"--resume, {rest}.",
     )
 
 
