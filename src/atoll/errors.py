@@ -3,7 +3,8 @@
     AtollError                 1   any error of Atoll
     ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
     ├── UsageError             2   a wrong call of a public function
-    │   └── NotSimulated           a training loop that simulations do not support
+    │   ├── NotSimulated           a training loop that simulations do not support
+    │   └── NotTold                a name in `fl_round.config` that the run does not set; also a KeyError
     ├── SchemaMismatch         6   the server and a worker have different models
     ├── UpdateRefused          6   an update that is too large, contains NaN or Inf, or has a wrong weight
     ├── PeerError              6   an error that the server or another worker reports
@@ -127,6 +128,12 @@ class NotSimulated(UsageError):
     """A script uses a training loop that simulations do not support."""
 
     code = "not_simulated"
+
+
+class NotTold(UsageError, KeyError):
+    """A script reads a name in a round's configuration that the run does not set."""
+
+    code = "not_told"
 
 
 class SchemaMismatch(AtollError):

@@ -18,6 +18,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -463,7 +464,7 @@ def take_folder(folder: Path) -> Lock:
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock_unless_held(fd)
         if not os.path.samestat(os.fstat(fd), folder.stat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         take_lock(folder / "lock").close()
@@ -479,6 +480,35 @@ def take_folder(folder: Path) -> Lock:
         os.close(fd)
         raise
     return Lock(fd)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process has locked a folder. False if there is no folder, or if locks are not supported."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+LOOKS, LOOK_S = 5, 0.02
+"""How often, and after which pause, `take_folder` tries again: `is_locked` of another process holds a lock briefly."""
+
+
+def _lock_unless_held(fd: int) -> None:
+    for _ in range(LOOKS - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(LOOK_S)
+    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _named_in(path: Path) -> str:

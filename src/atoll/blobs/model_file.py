@@ -142,7 +142,7 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         read_at(fd, bytes_of(values), offset)
     except EOFError as error:
         raise StateCorrupt(
-            f"A file of a version was truncated: {error}.", "Restart the server, which then verifies its files."
+            f"A file of a version was truncated: {error}.", "Start the run again, which then verifies its files."
         ) from None
     return values
 

@@ -30,7 +30,6 @@ from atoll.cli.which_run import (
     RUNS,
     STATE,
     RunState,
-    is_in_use,
     is_served,
     noted_failure,
     quoted,
@@ -41,7 +40,7 @@ from atoll.config import FIELDS, GROUPS, Settings, default_of, toml_lines
 from atoll.config.run_file import moved
 from atoll.errors import AtollError, UsageError
 from atoll.format_text import visible
-from atoll.posix import OWN_FILE, OWN_FOLDER, no_sync, replace_file
+from atoll.posix import OWN_FILE, OWN_FOLDER, is_locked, no_sync, replace_file
 from atoll.simulate.inputs import FILE, Earlier, Inputs, earlier_run
 
 RUN_FILE = "run.toml"
@@ -84,7 +83,7 @@ def place(stem: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> Place:
         return Place(folder, earlier, "")
     said = earlier.described(folder) if earlier is not None else ""
     if earlier is not None and not earlier.finished:
-        said = f"{folder} is running" if is_in_use(folder) else f"{said}. To go on with it: atoll run {folder}"
+        said = f"{folder} is running" if is_locked(folder) else f"{said}. To go on with it: atoll run {folder}"
     while True:
         last += 1
         with suppress(FileExistsError):
@@ -171,7 +170,7 @@ def listed_run(folder: Path) -> ListedRun:
         status, at = stored_status(folder / STATE)
     except UsageError:
         why = noted_failure(folder)
-        state: RunState = "running" if is_in_use(folder) else "failed" if why else "never started"
+        state: RunState = "running" if is_locked(folder) else "failed" if why else "never started"
         return ListedRun(folder.name, state, "-", {}, {}, at, str(folder), why)
     except AtollError as error:
         return ListedRun(folder.name, "damaged", "-", {}, {}, at, str(folder), str(error))

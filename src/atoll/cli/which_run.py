@@ -7,7 +7,6 @@ only read take the newest run here if none is named, and say which one that is.
 from __future__ import annotations
 
 import difflib
-import fcntl
 import os
 import shlex
 import sys
@@ -20,7 +19,7 @@ import typer
 
 from atoll.errors import UsageError
 from atoll.format_text import visible
-from atoll.posix import OWN_FILE, no_sync, read_own, replace_file
+from atoll.posix import OWN_FILE, is_locked, no_sync, read_own, replace_file
 from atoll.protocol.status_messages import Status
 from atoll.simulate import STATE_DIR
 from atoll.simulate.inputs import FILE
@@ -68,24 +67,7 @@ def state_of(status: Status, *, is_served: bool) -> RunState:
 
 def is_served(state_dir: Path) -> bool:
     """Return whether a server, a simulation or an `atoll run` of this machine has a run in its hands."""
-    return is_in_use(state_dir) or (is_of_atoll_run(state_dir) and is_in_use(state_dir.parent))
-
-
-def is_in_use(folder: Path) -> bool:
-    """Return whether a process has locked a folder."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(fd)
-    return False
+    return is_locked(state_dir) or (is_of_atoll_run(state_dir) and is_locked(state_dir.parent))
 
 
 def note_failure(folder: Path, why: str) -> None:

@@ -12,8 +12,40 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from atoll.errors import NotTold, public_api
+
 CONFIG_BYTES = 16 * 1024
 """Largest size of a configuration as JSON, in bytes."""
+
+
+class RoundConfig(dict[str, Any]):
+    """What a site is told for a round. A name that it lacks raises an error that says what it has, and the remedy.
+
+    Args:
+        values: name → value.
+        is_alone: whether nothing is told, since there is no server, or no round yet.
+    """
+
+    def __init__(self, values: Mapping[str, Any], *, is_alone: bool = False) -> None:
+        super().__init__(values)
+        self._is_alone = is_alone
+
+    @public_api
+    def __missing__(self, name: object) -> Any:
+        default = f"give a default: config.get({name!r}, …)"
+        if self._is_alone:
+            raise NotTold(
+                f"The configuration of the round has no {name!r}: without a server, or before the first round, a "
+                "script is told nothing.",
+                f"For a script that also runs alone, {default}.",
+            )
+        told = ", ".join(map(repr, self)) or "nothing"
+        raise NotTold(
+            f"The configuration of the round has no {name!r}; it has {told}.",
+            f"Set it at the server, in rounds.config or by the configuration function, or {default}.",
+        )
+
+
 _DEPTH = 8
 _LARGEST_INT = 2**62
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from atoll import registry
 from atoll.algorithms.optimizer_hooks import Given
+from atoll.config.round_config import RoundConfig
 from atoll.errors import UsageError, require_arguments
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
@@ -119,7 +120,8 @@ class TrainerDriver:
     @property
     def config(self) -> dict[str, Any]:
         """What the run tells this site for the open round; in a DiLoCo run, for the newest one. Else empty."""
-        return self.round.config if self.round is not None else self.diloco.config if self.diloco is not None else {}
+        source = self.round if self.round is not None else self.diloco
+        return source.config if source is not None else RoundConfig({}, is_alone=True)
 
     def forget(self) -> None:
         """Leave the run, and forget it. The next training that uses this driver joins again."""

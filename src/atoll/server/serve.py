@@ -466,7 +466,7 @@ class Server:
             run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
             if failed is not None:
-                run.fail_by(failed, "Taking over the shapes of the first update", "Restart the server to repeat this.")
+                run.fail_by(failed, "Taking over the shapes of the first update", "Start the run again to repeat this.")
             await self._until_end(served)
         finally:
             if schedule is not None:

@@ -1,19 +1,18 @@
 """What a run was begun with, kept as a note beside it, so that an earlier result is never taken for a new one.
 
 The inputs are the settings that decide the result, the code that they name with all that it imports from your own
-folders, the script's arguments, the files that these name, and the sites.
+folders (`used_code`), the script's arguments, the files and folders that these name, and the sites. Of data, names,
+sizes and times of change are compared, of `MOST_FILES` files in a folder at most; their bytes are not read.
 """
 
 from __future__ import annotations
 
-import ast
+import itertools
 import logging
 import os
 import shlex
-import sys
-import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from atoll.config.run_file import CODE, FILTERS, FUNCTIONS, moved
 from atoll.errors import AtollError, ConfigError, StoreError, UsageError
 from atoll.format_text import duration
 from atoll.json_files import NoteDamaged, peek_note, write_note
-from atoll.simulate.script import label_of, source_of
+from atoll.simulate.used_code import GivenCode, digests
 from atoll.store.reader import has_run, open_state
 from atoll.store.store import lock_directory
 
@@ -36,6 +35,10 @@ FILE = "begun-with.json"
 """Name of the note in the folder of a run."""
 PLACES = ("network.", "disk.", "swarm.", "rounds.sites")
 """Beginnings of the settings that do not decide a result, or that `sites` has already."""
+MOST_FILES = 20_000
+"""Number of files of a folder of which sizes and times are compared."""
+PASSED_OVER = ("__pycache__", "site-packages", "node_modules")
+"""Folders that are no data, and change by themselves; so are hidden ones."""
 SHOWN = 4
 """Number of differences that a message names."""
 
@@ -46,8 +49,8 @@ class Inputs:
 
     Attributes:
         settings: `group.key` → value as TOML.
-        code: file → digest of its bytes.
-        data: file or folder that the arguments or `model.source` name → sizes and times of change.
+        code: file or function → digest; value that a function of the program uses → its text.
+        data: file or folder that the arguments, `model.source` or such values name → sizes and times of change.
         arguments: the arguments of the script.
         sites: the names of all sites.
     """
@@ -65,21 +68,32 @@ class Inputs:
         script: str | Callable[..., Any],
         arguments: Sequence[str],
         sites: Sequence[str],
+        given: Sequence[object] = (),
     ) -> Inputs:
-        """Return what a run would be begun with now. A `script` that is a function is known by its source alone."""
-        own = {} if isinstance(script, str) else {label_of(script): blake3(source_of(script).encode()).hexdigest()}
+        """Return what a run would be begun with now.
+
+        Args:
+            settings: the run's settings.
+            script: the training code: its name, or a function that no name leads to.
+            arguments: the arguments of the script.
+            sites: the names of all sites.
+            given: further code that a program passes: functions, filters, or lists of them.
+        """
+        objects = GivenCode(*given, *([] if isinstance(script, str) else [script]))
         named = [
             script if isinstance(script, str) else "",
             *(settings.at(key) for key in FUNCTIONS),
             *(settings.at(key).path for key in CODE),
+            *objects.places,
         ]
         named += [table.get("path") for key in FILTERS for table in settings.at(key)]
         values = {key: value for key, value in settings.by_key().items() if not key.startswith(PLACES)}
-        paths = [settings.model.source or "", *(each.rpartition("=")[2] for each in arguments)]
+        paths = [settings.model.source or "", *(each.rpartition("=")[2] for each in arguments), *objects.named_texts]
+        own = {settings.disk.state_dir.resolve(), settings.exports.resolve()}
         return cls(
             settings={key: _text(key, value) for key, value in values.items() if value is not None},
-            code=_digests([str(each) for each in named if each]) | own,
-            data={path: state for path in paths if path and (state := _state(Path(path)))},
+            code=digests([str(each) for each in named if each]) | objects.parts,
+            data={path: state for path in paths if path and (state := _state(Path(path), own))},
             arguments=list(arguments),
             sites=list(sites),
         )
@@ -135,65 +149,41 @@ def _short(path: str) -> str:
     return path
 
 
-def _state(path: Path) -> str:
-    """Return a text that changes with a file, or with the files directly in a folder; empty if there is neither."""
-    try:
-        entries = sorted(path.iterdir()) if path.is_dir() else [path]
-        found = [f"{each.name} {(at := each.stat()).st_size} {at.st_mtime_ns}" for each in entries]
-    except (OSError, ValueError):
-        return ""
-    return blake3("\n".join(found).encode(errors="replace")).hexdigest()
-
-
-# -- code, and what it imports
-
-
-def _digests(names: Sequence[str]) -> dict[str, str]:
-    """Return the digest of each file that the names lead to, and of those of the user's that these import.
+def _state(path: Path, own: Collection[Path]) -> str:
+    """Return a text that changes with a file, or with the files in a folder and its subfolders; empty without either.
 
     Args:
-        names: code by its file, `train.py:train` or `train.py`, or by its module, `package.module:train`.
+        path: the file or folder.
+        own: folders that the run itself writes to, which do not count.
     """
-    folders = [Path.cwd(), *(Path(each) for each in sys.path if not _is_installed(each))]
-    found, todo = dict[str, str](), list[Path]()
-    for name in names:
-        place = name if name.endswith(".py") else name.rpartition(":")[0]
-        todo += [Path(place).resolve()] if place.endswith(".py") else _module(place, folders)
-    while todo:
-        file = todo.pop()
-        if str(file) in found:
+    try:
+        files = list(itertools.islice(_files(path, own), MOST_FILES + 1)) if path.is_dir() else [path]
+        found = [f"{each} {_stat(each)}" for each in files[:MOST_FILES]] if files != [path] or path.exists() else []
+    except (OSError, ValueError):
+        return ""
+    if len(files) > MOST_FILES:
+        LOG.info("%s: of the files in it, the first %d tell whether the data have changed", path, MOST_FILES)
+    return blake3("\n".join(found).encode(errors="replace")).hexdigest() if found else ""
+
+
+def _stat(file: Path) -> str:
+    with suppress(OSError):
+        at = file.stat()
+        return f"{at.st_size} {at.st_mtime_ns}"
+    return "cannot be read"
+
+
+def _files(folder: Path, own: Collection[Path]) -> Iterator[Path]:
+    """Yield the files below a folder, in the order of their names; a link is followed, but no folder is read twice."""
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen or Path(real) in own or FILE in names or has_run(Path(place)) or len(seen) > MOST_FILES:
+            folders.clear()  # a run's own folder, or one that was read already
             continue
-        with suppress(OSError, SyntaxError, ValueError, RecursionError):
-            source = file.read_bytes()
-            found[str(file)] = blake3(source).hexdigest()
-            for node in ast.walk(ast.parse(source)):
-                todo += _imported(node, file, folders)
-    return found
-
-
-def _is_installed(folder: str) -> bool:
-    return "site-packages" in folder or folder.startswith(sysconfig.get_paths()["stdlib"])
-
-
-def _imported(node: ast.AST, file: Path, folders: Sequence[Path]) -> list[Path]:
-    """Return the user's files that a statement of a file imports."""
-    if isinstance(node, ast.Import):
-        names, near = [each.name for each in node.names], [file.parent, *folders]
-    elif isinstance(node, ast.ImportFrom):
-        above = f"{node.module}." if node.module else ""
-        names = [above[:-1], *(above + each.name for each in node.names)]
-        near = [file.parents[node.level - 1]] if node.level else [file.parent, *folders]
-    else:
-        return []
-    return [found for name in names for found in _module(name, near)]
-
-
-def _module(name: str, folders: Sequence[Path]) -> list[Path]:
-    stem = name.replace(".", "/")
-    if not name or name.partition(".")[0] == "atoll":
-        return []
-    files = (file for folder in folders for file in (folder / f"{stem}.py", folder / stem / "__init__.py"))
-    return [file.resolve() for file in files if file.is_file()][:1]
+        seen.add(real)
+        folders[:] = sorted(each for each in folders if each not in PASSED_OVER and not each.startswith("."))
+        yield from (Path(place, each) for each in sorted(names) if not each.startswith("."))
 
 
 # -- a run that is there already
@@ -272,8 +262,8 @@ def begin(state_dir: Path, inputs: Inputs, *, fresh: bool, resume: bool) -> None
     rest = "returns its result" if earlier.finished else "continues it"
     raise UsageError(
         f"{earlier.described(state_dir)}.",
-        f"`--fresh` begins a new one and keeps this one beside it, `--resume` {rest}; in a program: fresh=True, "
-        "resume=True.",
+        "fresh=True, as a command --fresh, begins a new one and keeps this one beside it; resume=True, as a command "
+        f"--resume, {rest}.",
     )
 
 

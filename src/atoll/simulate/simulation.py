@@ -178,6 +178,7 @@ class Simulation:
         self._engine = _engine(engine, self._processes, address, function)
         self._filters = TaskFilters(self.settings, (), filters)
         self._filters.require_rounds()
+        self._given = [each for each in (outer_optimizer, filters, config, evaluate) if not isinstance(each, str)]
         self._config = config_function(self.settings, None if isinstance(config, str) else config)
         self._on_round, self._progress = on_round, Progress(self.settings)
         self._thread = LoopThread("atoll-simulation", self._main)
@@ -222,7 +223,9 @@ class Simulation:
         """
         if self._started:
             raise UsageError("This Simulation object was already started.", "Create a new Simulation for each start.")
-        self._inputs = Inputs.of(self.settings, self._function or self._script, self._arguments, self.sites)
+        self._inputs = Inputs.of(
+            self.settings, self._function or self._script, self._arguments, self.sites, self._given
+        )
         begin(self.settings.disk.state_dir, self._inputs, fresh=self._fresh, resume=self._resume)
         self._started = True
         if self._evaluator is not None:

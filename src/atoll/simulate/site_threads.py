@@ -21,6 +21,8 @@ from atoll.config import Settings
 from atoll.errors import ConfigError, RunFailed, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.protocol import run_events, status_messages
+from atoll.server.coordinator.round_configs import ConfigFunction
+from atoll.server.evaluation_process import Evaluate
 from atoll.server.serve import Server
 from atoll.simulate import cores
 from atoll.simulate.embedded_site import local_worker
@@ -48,6 +50,8 @@ def run(  # noqa: PLR0913 (options, by keyword)
     sites: int | Sequence[str] = 2,
     settings: Settings | Mapping[str, Any] | None = None,
     filters: Sequence[Filter] = (),
+    config: ConfigFunction | str | None = None,
+    evaluate: Evaluate | str | None = None,
     on_round: Callable[[status_messages.RoundSummary], object] | None = None,
     fresh: bool = False,
     resume: bool = False,
@@ -69,6 +73,8 @@ def run(  # noqa: PLR0913 (options, by keyword)
         sites: the number of sites, with names `site-0000` and so on; or a list of names.
         settings: settings of the run, as for `atoll.Server`.
         filters: filters of the updates, at each site.
+        config: a function of a round and a site that returns a dict for them, as for `atoll.Server`.
+        evaluate: a function that evaluates versions, or its import path, as for `atoll.Server`.
         on_round: called with the summary of every finished round, in another thread; it must not block.
         fresh: begin a new run; the state directory of an earlier one is renamed.
         resume: continue the earlier run, or return its result, whatever it was begun with.
@@ -77,16 +83,30 @@ def run(  # noqa: PLR0913 (options, by keyword)
         UsageError: the state directory has a run that has finished, or was begun with other code, settings or sites,
             and neither `fresh` nor `resume` is set.
         AtollError: the run cannot start or continue. The message has the remedy.
-        ConfigError: the run has fragments, ranks, a number of local steps between synchronisations, tasks or a swarm.
+        ConfigError: the run has fragments, ranks, a number of local steps between synchronisations, tasks or a swarm;
+            or it would wait for more sites than there are, or has no number of rounds.
         RunFailed: so many sites have failed that a round cannot end.
     """
     names = names_of(sites)
     if not isinstance(settings, Settings):
         settings = {"network.port": 0, "rounds.sites": len(names), **(settings or {})}
-    server = Server(model, settings)
-    inputs = Inputs.of(server.settings, given_function(script, "local") or name_of(script), (), names)
+    server = Server(model, settings, config=config, evaluate=evaluate)
+    _require_end(server.settings, len(names))
+    given = [filters, *(each for each in (config, evaluate) if not isinstance(each, str))]
+    inputs = Inputs.of(server.settings, given_function(script, "local") or name_of(script), (), names, given)
     begin(server.settings.disk.state_dir, inputs, fresh=fresh, resume=resume)
     return _Threads(server, script, names, filters, on_round, inputs).run()
+
+
+def _require_end(settings: Settings, sites: int) -> None:
+    """Raise a `ConfigError` if the run could not begin with so many sites, or would never end."""
+    if settings.rounds.sites > sites:
+        raise ConfigError(
+            f"rounds.sites is {settings.rounds.sites}, but sites gives {sites}, so round 1 would wait for ever.",
+            "Leave rounds.sites out of the settings, or give more sites.",
+        )
+    if not settings.rounds.total:
+        raise ConfigError("rounds.total is 0, so the run would never end.", "Set it to a number of rounds.")
 
 
 class _Threads:
@@ -198,6 +218,7 @@ class _Threads:
             failed=self._failed,
             late=0,
             refused=dict(self._refused),
+            global_metrics=dict(status.history[-1].global_metrics) if status.history else {},
         )
 
 

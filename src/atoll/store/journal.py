@@ -26,7 +26,7 @@ from atoll.store.journal_tables import CHECKED, CHECKED_LATER, SCHEMA, SCHEMA_VE
 
 Durability = Literal["process", "power"]
 Row = TypeVar("Row")
-UNUSABLE = "Check the disk, and that this user may write the file and its folder; then start the server again."
+UNUSABLE = "Check the disk, and that this user may write the file and its folder; then start the run again."
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -312,7 +312,7 @@ class Journal:
         """
         self._broken = SyncFailed(
             f"fsync of {what} failed: {error.strerror}; what was written last may be lost.",
-            "Check the disk, then start the server again: it falls back to the newest data that it can verify.",
+            "Check the disk, then start the run again: it falls back to the newest data that it can verify.",
         )
         return self._broken
 

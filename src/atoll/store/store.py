@@ -341,7 +341,7 @@ def directory_gone(state_dir: Path) -> StoreError | None:
                 f"The state directory {state_dir} was removed while the server was running."
                 if path == state_dir
                 else f"{path} was removed while the server was running.",
-                "Mount its disk again, or restore a copy; then start the server again, and the workers continue. "
+                "Mount its disk again, or restore a copy; then start the run again, and the workers continue. "
                 "If you cannot do that, start a new run from the last exported model.",
             )
     return None

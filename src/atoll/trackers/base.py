@@ -56,6 +56,11 @@ class Tracker:
     def __init__(self, run: TrackedRun) -> None:
         self.run = run
 
+    @classmethod
+    def needs(cls, options: Mapping[str, object]) -> dict[str, str]:
+        """Return the modules that have to be installed for these options: module → what to give `pip install`."""
+        return {cls.module: cls.package or cls.module} if cls.module else {}
+
     def on_event(self, event: run_events.Happened) -> None:
         """Follow an event of the run."""
 

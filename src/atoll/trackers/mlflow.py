@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from atoll.trackers.base import PointTracker, TrackedRun, require_reachable
 
 MOST_PARAMS, PARAM_CHARS, MOST_METRICS = 100, 500, 1000
 """MLflow's limits of a request: number of parameters, length of a value, number of points."""
+DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
+"""Beginnings of the addresses of stores that MLflow opens itself, with packages that its client does not bring."""
 LAST = "atoll/round"
 """The last point of a round in each MLflow run: a round that has it is complete there."""
 
@@ -23,6 +26,13 @@ class MLflow(PointTracker):
     """
 
     module, package = "mlflow", "atoll[mlflow]"
+
+    @classmethod
+    def needs(cls, options: Mapping[str, object]) -> dict[str, str]:
+        """Return the modules for these options: MLflow's client alone opens no database."""
+        uri = str(options.get("uri") or os.environ.get("MLFLOW_TRACKING_URI", ""))
+        database = {"sqlalchemy": "mlflow", "alembic": "mlflow"} if uri.startswith(DATABASES) else {}
+        return super().needs(options) | database
 
     def __init__(self, run: TrackedRun, uri: str = "", experiment: str = "") -> None:
         super().__init__(run)

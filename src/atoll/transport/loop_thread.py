@@ -46,10 +46,17 @@ class LoopThread:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread, and wait until the coroutine calls `ready`. Re-raise an exception of the coroutine."""
+        """Start the thread, and wait until the coroutine calls `ready`. Re-raise an exception of the coroutine.
+
+        If this thread is interrupted meanwhile, the coroutine is stopped, so that nothing is left running.
+        """
         self._loop = asyncio.new_event_loop()
         self._thread.start()
-        self._ready.wait()
+        try:
+            self._ready.wait()
+        except BaseException:
+            self.stop()
+            raise
         if self.error is not None:
             self._finished.wait()
             raise self.error

@@ -296,7 +296,7 @@ def test_a_version_damaged_in_use_ends_the_server(
         assert server.process.wait() == 7
         last = server.process.now.output().splitlines()[-1]
         assert last.startswith("atoll: Version 2 was damaged on disk while the server was running: The ")
-        assert "start the server again: it continues from the newest undamaged version" in last
+        assert "start the run again: it continues from the newest undamaged version" in last
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
 

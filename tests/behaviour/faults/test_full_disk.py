@@ -388,7 +388,7 @@ def test_a_failed_fsync_ends_the_server(
         assert server.process.wait() == 7
         last = server.process.now.output().splitlines()[-1]
     assert last.startswith("atoll: fsync of ")
-    assert "what was written last may be lost. Check the disk, then start the server again" in last
+    assert "what was written last may be lost. Check the disk, then start the run again" in last
     with ServerProcess(nursery, tmp_path, **{"disk.durability": durability}, port=server.port) as again:
         sites.join()
         assert again.process.wait() == 0

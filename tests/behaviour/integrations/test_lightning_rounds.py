@@ -30,7 +30,7 @@ from torch import Tensor
 
 import atoll
 import atoll.integrations.lightning
-from atoll.errors import UsageError
+from atoll.errors import NotTold, UsageError
 from atoll.filters import NormClip
 
 pytestmark = pytest.mark.usefixtures("each_package")
@@ -234,6 +234,18 @@ def test_a_module_has_the_rounds_configuration(tmp_path: Path) -> None:
     assert module.w.item() == pytest.approx(1 - 0.9**3, abs=1e-6)
 
 
+@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
+def test_a_fit_says_once_that_frozen_parameters_travel(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str
+) -> None:
+    """With their bytes: 2 of 3 floats; at the site, and at the server, to which the site reports it."""
+    with serve(tmp_path, algorithm) as server:
+        fit_rounds(patched(server, tmp_path), Tiny())
+    said = [line for line in caplog.messages if "8 B of the 12 B that travel each way in a round" in line]
+    assert [line.partition("8 B")[0] for line in said] == ["a: ", "a reports: "]
+    assert "give Atoll only the trained ones" in said[0]
+
+
 @both_packages
 @pytest.mark.covers("S1")
 def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> None:
@@ -246,6 +258,8 @@ def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> Non
     assert fits == 1
     assert torch.equal(plain.w, module.w)
     assert (module.atoll_round, module.atoll_rounds, module.atoll_config) == (1, 1, {})
+    with pytest.raises(NotTold, match=r"has no 'lr': without a server.* config.get\('lr', …\)"):
+        patched(None, tmp_path / "told").fit(Told(), data())
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,19 @@ def opened(folder: Path) -> Any:
         return peft.PeftModel.from_pretrained(Base(), folder)
 
 
+def test_a_peft_model_given_whole_says_what_travels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The base has 51 floats, the adapter 20: the base travels in vain, which is said once, with the remedy."""
+    with plain_server(tmp_path, with_adapter(), rounds=2, sites=1) as server:
+        model = with_adapter()
+        with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                fl_round.submit(model)
+    said = [line for line in caplog.messages if "204 B of the 284 B that travel each way in a round" in line]
+    assert [line.partition("204 B")[0] for line in said] == ["a: ", "a reports: "]
+    assert "as atoll.integrations.peft does with adapters" in said[0]
+
+
 @pytest.mark.covers("S17")
 def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
     """Two sites train only an adapter, and PEFT can open what the server saves.

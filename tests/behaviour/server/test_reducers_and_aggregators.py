@@ -469,7 +469,7 @@ def test_a_repaired_aggregator_continues_the_run(tmp_path: Path) -> None:
         f"The aggregator '{tmp_path / 'mine.py'}:mean' failed in round 1: ValueError: no such luck "
         f"({tmp_path / 'mine.py'}, line {line})."
     )
-    assert "start the server again" in raised.value.remedy
+    assert "start the run again" in raised.value.remedy
     world.stop()  # before its sites are told: else they would end, too
     assert world.version == 0
     write(tmp_path, MEAN)
@@ -535,7 +535,7 @@ def test_an_aggregator_out_of_memory_ends_the_server(tmp_path: Path, end: str, t
     assert not raised.value.is_final
     assert "mine.py:once' failed" in raised.value.message
     assert (tmp_path / "begun").read_text() == times * "x"
-    assert "Start the server again: it continues with the same updates." in raised.value.remedy
+    assert "Start the run again: it continues with the same updates." in raised.value.remedy
     with world:
         world.finish()
         world.server.run()

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll.config import Settings
-from atoll.errors import ConfigError, RunFailed, ServerFailed
+from atoll.errors import ConfigError, NotTold, RunFailed, ServerFailed
 from atoll.server.coordinator import round_configs
 from atoll.testing.run import local_worker
+from atoll.worker.training import functional_loop
 
 START = {"w": torch.zeros(2)}
 TABLE = {"epochs": 2, "lr": {"1": 0.5, "3": 0.25}, "layers": ["head", "norm"], "augment": {"flip": True}}
@@ -50,6 +51,65 @@ def test_a_run_without_configuration_tells_nothing(tmp_path: Path) -> None:
         for fl_round in worker:
             assert fl_round.config == {}
             fl_round.skip()
+
+
+def missing(config: dict[str, Any], name: str = "lr") -> str:
+    """What the error of a name that is not told says."""
+    with pytest.raises(NotTold) as raised:
+        config[name]
+    assert isinstance(raised.value, KeyError)
+    assert config.get(name, 0.1) == 0.1
+    return str(raised.value)
+
+
+def test_a_name_without_a_server_needs_a_default(tmp_path: Path) -> None:
+    """The loop, the functions and DiLoCo say so, with the name and the remedy."""
+    said = []
+    with atoll.join() as worker:
+        for fl_round in worker:
+            said.append(missing(fl_round.config))
+            fl_round.skip()
+    atoll.functional.init()
+    fl_round = atoll.functional.receive(into=Weights(w=torch.zeros(2)))
+    assert fl_round is not None
+    said.append(missing(fl_round.config))
+    atoll.functional.skip()
+    functional_loop.forget()
+    model = Weights(w=torch.zeros(2))
+    diloco = atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), sync_every=2)
+    said.append(missing(diloco.config))
+    with diloco:
+        said.append(missing(diloco.config))
+    assert {*said} == {
+        "The configuration of the round has no 'lr': without a server, or before the first round, a script is told "
+        "nothing. For a script that also runs alone, give a default: config.get('lr', …)."
+    }
+
+
+def train_by_a_missing_name(worker: Any) -> None:
+    for fl_round in worker:
+        assert fl_round.config["epochs"] == 2
+        fl_round.config["rate"]
+
+
+def test_a_name_that_a_run_does_not_set_is_named(tmp_path: Path) -> None:
+    """At a site, in a simulation and in `atoll.run`, with the names that the run sets."""
+    wanted = (
+        "The configuration of the round has no 'rate'; it has 'epochs', 'lr', 'layers', 'augment'. Set it at the "
+        "server, in rounds.config or by the configuration function, or give a default: config.get('rate', …)."
+    )
+    with World(tmp_path / "served", START, "a", rounds=1, **{"rounds.config": TABLE}) as world:
+        world.pull("a")
+        assert missing(world.sites["a"].round.config, "rate") == wanted
+    settings = {"rounds.total": 1, "rounds.config": TABLE, "algorithm.name": "fedavg", "disk.min_free_bytes": 0}
+    for name, run in {
+        "threads": lambda given: atoll.run(START, train_by_a_missing_name, sites=["a"], settings=given),
+        "processes": lambda given: atoll.Simulation(
+            START, given, script=train_by_a_missing_name, sites=["a"], processes=1, arguments=()
+        ).run(),
+    }.items():
+        with pytest.raises(RunFailed, match=r"has no 'rate'; it has 'epochs'"):
+            run({**settings, "disk.state_dir": tmp_path / name})
 
 
 def test_what_a_script_changes_is_its_own(tmp_path: Path) -> None:

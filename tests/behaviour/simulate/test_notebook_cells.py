@@ -145,7 +145,29 @@ def test_an_interrupted_cell_can_be_run_again(kernel: Kernel, folder: Path, how:
     assert kernel.run(cell).startswith("KeyboardInterrupt")
     interrupting.join()
     (folder / f"{how}-go").touch()
+    left = "import subprocess, threading\nprint([each.name for each in threading.enumerate() if each.name in LEFT], "
+    left += "subprocess.run(['pgrep', '-P', str(os.getpid())], capture_output=True, text=True).stdout.split()[:-1])"
+    assert kernel.run(f"LEFT = ('a', 'b', 'atoll-server', 'atoll-simulation')\n{left}") == "[] []\n"
     assert kernel.run(cell) == "2 [3.0]\n"
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_a_cell_interrupted_as_it_starts_can_be_run_again(kernel: Kernel, folder: Path, how: str) -> None:
+    """Before the server or the simulation is ready: its thread ends, and frees the state directory."""
+    kernel.run(
+        "import signal, threading\n"
+        "from atoll.transport.loop_thread import LoopThread\n"
+        "ready = LoopThread.ready\n"
+        "def interrupts(self):\n"
+        "    LoopThread.ready = ready\n"
+        "    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)\n"
+        "    threading.Event().wait(0.5)\n"
+        "    ready(self)\n"
+        "LoopThread.ready = interrupts\n"
+    )
+    cell = f"done = {RUNS[how].format(f'{how}-begun', 'train')}; print(done.version, weight_of(done))"
+    assert kernel.run(cell).startswith("KeyboardInterrupt")
+    assert kernel.run(cell) == "3 [6.0]\n"
 
 
 def test_names_of_sites_are_text_in_the_table(kernel: Kernel) -> None:

@@ -104,6 +104,43 @@ def test_threads_have_the_bits_of_a_simulation(tmp_path: Path) -> None:
     assert model_of(tmp_path / "threads") == model_of(tmp_path / "forks")
 
 
+def move_as_told(worker: Any) -> None:
+    for fl_round in worker:
+        weights = fl_round.state_dict()["w"] + fl_round.config["move"]
+        fl_round.submit({"w": weights}, weight=1.0)
+
+
+def test_a_run_tells_its_sites_and_is_evaluated(tmp_path: Path) -> None:
+    """The function tells a 1 and b 3 in round 1, and twice that in round 2: 2, then 2 + 4."""
+    done = run(
+        tmp_path,
+        move_as_told,
+        config=lambda number, site: {"move": number * MOVES[site]},
+        evaluate=lambda model: {"size": float(model["w"].sum())},
+    )
+    assert weights_of(done) == [6.0] * 3
+    assert done.global_metrics == {"size": 18.0}
+    assert [each["global_metrics"] for each in done.history] == [{"size": 6.0}, {"size": 18.0}]
+
+
+def test_another_config_function_is_another_run(tmp_path: Path) -> None:
+    """What it tells decides the result, so an interrupted run is not continued with another one."""
+
+    def told(rate: float) -> Any:
+        def config(number: int, site: str) -> dict[str, float]:
+            if number == 2 and rate == 1.0:
+                raise ValueError("no rate")
+            return {"move": rate}
+
+        return config
+
+    with pytest.raises(RunFailed, match=r"no rate.*Correct the function, and start the run again"):
+        run(tmp_path, move_as_told, config=told(1.0))
+    with pytest.raises(UsageError, match=r"begun otherwise: rate of .*config has changed"):
+        run(tmp_path, move_as_told, config=told(2.0))
+    assert weights_of(run(tmp_path, move_as_told, config=told(2.0), resume=True)) == [3.0] * 3
+
+
 def test_a_finished_run_is_no_new_result(tmp_path: Path) -> None:
     """A finished run, or one of other code, is refused; `resume` returns its result, and `fresh` begins anew."""
     first = run(tmp_path)
@@ -216,9 +253,11 @@ def test_an_interrupted_run_goes_on_in_the_same_program(nursery: Nursery, tmp_pa
         ({"script": "train.py:train"}, UsageError, "Give a function"),
         ({"sites": ["a", "a"]}, ConfigError, "each with its own name"),
         ({"sites": ["a b"]}, ConfigError, "not a site name"),
+        ({"rounds.sites": 5}, ConfigError, "rounds.sites is 5, but sites gives 2"),
+        ({"rounds.total": 0}, ConfigError, "the run would never end"),
         ({"diloco.sync_every": 5, "algorithm": "diloco"}, ConfigError, "cannot take part in the run"),
     ],
-    ids=["a name", "one name twice", "no name", "diloco"],
+    ids=["a name", "one name twice", "no name", "more sites", "no end", "diloco"],
 )
 def test_what_threads_cannot_do_is_refused(tmp_path: Path, given: dict[str, Any], kind: Any, said: str) -> None:
     with pytest.raises(kind, match=said):

@@ -185,7 +185,7 @@ def test_scripts_find_the_programs_arguments(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({}, r"The run in .* finished at version 3, .* ago\. `--fresh` begins a new one and keeps this one"),
+        ({}, r"The run in .* finished at version 3, .* ago\. fresh=True, .* begins a new one and keeps"),
         ({"client": CLIENT + "\n"}, "was begun otherwise: .*client.py has changed"),
         ({"sites": 3}, "was begun otherwise: the sites are 3, were 4"),
         ({"algorithm.name": "fedprox"}, 'was begun otherwise: algorithm.name is "fedprox", was "fedavg"'),

@@ -143,6 +143,20 @@ def test_says_that_mlflow_cannot_be_reached(tmp_path: Path) -> None:
         world.finish()
 
 
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_refuses_a_database_that_mlflow_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """MLflow's client alone opens none; the start says what to install, and leaves no run behind."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setattr(trackers, "_is_installed", lambda module: module != "sqlalchemy")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    options = {"uri": uri} if by == "option" else {}
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    said = "server.trackers names 'mlflow', but sqlalchemy is not installed. Run: pip install 'mlflow'"
+    with pytest.raises(ConfigError, match=said):
+        World(tmp_path, START, "a", rounds=1, **{"server.trackers": {"mlflow": options}}).start()
+    assert not (tmp_path / "state" / "journal.sqlite").exists()
+
+
 WRONG: dict[str, tuple[str, object, str]] = {
     "unknown": (DIARY, ("dairy",), r"'dairy' is not one of the trackers: .*tensorboard.* Did you mean 'diary'\?"),
     "not installed": (

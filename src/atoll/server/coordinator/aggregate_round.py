@@ -242,7 +242,7 @@ class LocalRounds:
                     raise StateCorrupt(
                         f"Version {base_version}{store.journal.of(fragment)} was damaged on disk while the server "
                         f"was running: {error.message}",
-                        f"Check the disk of {store.slots.folder}, then start the server again: it continues from "
+                        f"Check the disk of {store.slots.folder}, then start the run again: it continues from "
                         "the newest undamaged version.",
                     ) from error
                 if isinstance(error, OSError):

@@ -319,7 +319,7 @@ def require_files(folder: Path, *, best: bool) -> None:
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.exists() and not path.is_file():
-            raise StoreError(f"{path} exists, but is not a plain file.", "Move it away, then restart the server.")
+            raise StoreError(f"{path} exists, but is not a plain file.", "Move it away, then start the run again.")
 
 
 def require_no_results(folder: Path) -> None:

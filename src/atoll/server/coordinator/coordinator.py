@@ -188,7 +188,7 @@ class Coordinator:
                 functools.partial(operator.setitem, self._run.trouble, closed.fragment),
             )
         except Exception as error:
-            self._run.fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
+            self._run.fail_by(error, f"Round {number}", "Start the run again to repeat this step.")
 
     async def _make_version(self, closed: events.RoundClosed, number: int) -> None:
         """Make and commit the version of a closed round. If the round is open again, do nothing."""

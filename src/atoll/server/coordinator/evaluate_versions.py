@@ -190,7 +190,7 @@ class VersionEvaluation:
         if not self._status.problem:
             return []
         then = (
-            "No further version is evaluated: correct it, or raise server.evaluate_timeout_s, and restart the server"
+            "No further version is evaluated: correct it, or raise server.evaluate_timeout_s, and start the run again"
             if self._stopped_in_a_row >= MOST_STOPPED
             else "Training goes on, and the next version is evaluated again"
         )

@@ -408,7 +408,7 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     if fit:
         some = f"{floor - present} of " if len(fit) > floor - present else ""
         again = f"Start {some}{listed(fit)} again under the same name"
-    lower = f", or restart the server with {name} = {present}" if present else ""
+    lower = f", or start the run again with {name} = {present}" if present else ""
     return (
         f"{present} {'site takes' if present == 1 else 'sites take'} part{ended}, but a round needs at least "
         f"{floor} ({name}): the run waits. {again}{lower}"
@@ -421,7 +421,7 @@ def _short_of_samples(state: State) -> str:
     for fragment, round_ in enumerate(state.rounds):
         if round_.phase == "open" and round_.sat_out and state.lacks_sites(fragment):
             here, sites = len(round_.expected), listed(round_.sat_out)
-            lower = f", or restart the server with {name} = {here}" if here else ""
+            lower = f", or start the run again with {name} = {here}" if here else ""
             return (
                 f"round {round_.number} needs at least {number_of(floor, 'update')} ({name}), but {sites} sat out: "
                 f"the run waits. Start another site, or start {sites} again with samples{lower}"

@@ -137,5 +137,5 @@ class RoundConfigs:
             how = repr(error)
         raise RunFailed(
             f"{what} failed in round {number} for site {at[0]}: {how}.",
-            f"Correct the function, and start the server again: the run goes on with round {number}.",
+            f"Correct the function, and start the run again: the run goes on with round {number}.",
         )

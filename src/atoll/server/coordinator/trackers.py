@@ -74,11 +74,12 @@ def makers_of(settings: Settings) -> dict[str, MakeTracker]:
                 f"The tracker {name!r} is {kind!r}, which is no tracker.",
                 "Let its entry point lead to a subclass of atoll.trackers.Tracker.",
             )
-        if kind.module and not _is_installed(kind.module):
-            raise ConfigError(
-                f"server.trackers names {name!r}, but {kind.module} is not installed.",
-                f"Run: pip install '{kind.package or kind.module}'",
-            )
+        for module, package in kind.needs(options).items():
+            if not _is_installed(module):
+                raise ConfigError(
+                    f"server.trackers names {name!r}, but {module} is not installed.",
+                    f"Run: pip install '{package}'",
+                )
         try:
             inspect.signature(kind).bind(None, **options)
         except TypeError as error:

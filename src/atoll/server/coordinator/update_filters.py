@@ -130,7 +130,7 @@ class Filtering:
             except FilterRefused as error:
                 raise RunFailed(
                     f"The accepted update of {row.site} for round {number} cannot be used: {error}.",
-                    "Correct the filter, and start the server again: it continues with the same updates.",
+                    "Correct the filter, and start the run again: it continues with the same updates.",
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:

@@ -377,9 +377,9 @@ class Aggregator:
         when = f" in round {number}" if number else ""
         error = RunFailed(
             f"The aggregator {self.name!r} failed{when}: {what}.",
-            "Correct the aggregator, and start the server again: it continues with the same updates."
+            "Correct the aggregator, and start the run again: it continues with the same updates."
             if is_final
-            else "Start the server again: it continues with the same updates. If memory ran out (the log of the Linux "
+            else "Start the run again: it continues with the same updates. If memory ran out (the log of the Linux "
             "kernel, dmesg, shows it), give the server more memory first.",
         )
         error.is_final = is_final

@@ -37,6 +37,7 @@ from atoll.algorithms.optimizer_hooks import (
     require_trains,
 )
 from atoll.algorithms.weight_copies import WeightCopies
+from atoll.config.round_config import RoundConfig
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.format_text import number_of, of_fragment
@@ -725,9 +726,11 @@ class DiLoCo:
     def config(self) -> dict[str, Any]:
         """What the run tells this site for the newest round: names and plain values, from the setting `rounds.config`.
 
-        It may change with each synchronisation. Empty without a server, and before the start.
+        It may change with each synchronisation. Empty without a server, and before the start. A missing name raises
+        `NotTold`, a `KeyError`.
         """
-        return copy.deepcopy(self._place[0])
+        is_alone = self._sync is None and self._progress is None
+        return RoundConfig(copy.deepcopy(self._place[0]), is_alone=is_alone)
 
     @property
     def version(self) -> int:

@@ -31,6 +31,7 @@ from atoll.algorithms.optimizer_hooks import (
     require_trains,
 )
 from atoll.algorithms.weight_copies import WeightCopies
+from atoll.config.round_config import RoundConfig
 from atoll.errors import NotSimulated, UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
@@ -125,9 +126,10 @@ class Round:
     def config(self) -> dict[str, Any]:
         """What the run tells this site for this round: names and plain values, such as `{"lr": 0.1, "epochs": 2}`.
 
-        They come from the setting `rounds.config` and from the run's configuration function. Empty without a server.
+        They come from the setting `rounds.config` and from the run's configuration function. Empty without a server:
+        `config.get("lr", 0.1)` serves a script that also runs alone. A missing name raises `NotTold`, a `KeyError`.
         """
-        return copy.deepcopy(self._ticket.config)
+        return RoundConfig(copy.deepcopy(self._ticket.config), is_alone=isinstance(self._backend, ScriptAlone))
 
     @property
     def base(self) -> VersionRef:
