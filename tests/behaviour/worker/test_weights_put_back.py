@@ -107,7 +107,7 @@ class SwappedAverage(Script):
 
 
 class Average(Script):
-    """Goes on with an average of the weights."""
+    """Goes on with an average of the weights after each step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -119,8 +119,10 @@ class Average(Script):
     def loaded(self) -> None:
         self.model.load_state_dict(self.averaged.module.state_dict())
 
-    def ends(self) -> None:
+    def step(self) -> float:
+        loss = super().step()
         self.averaged.update_parameters(self.model)
+        return loss
 
 
 class StochasticAverage(Average):
@@ -128,17 +130,27 @@ class StochasticAverage(Average):
         return AveragedModel(self.model)
 
 
-PUT_BACK = [StateDict, Copy, Data, Best, SwappedAverage, Average, StochasticAverage]
+class AverageOfRounds(Average):
+    """Takes the average once a round."""
+
+    def step(self) -> float:
+        return Script.step(self)
+
+    def ends(self) -> None:
+        self.averaged.update_parameters(self.model)
 
 
-def two_sites(world: World, model: Any, train: Callable[[Any, Any], None]) -> list[str]:
+PUT_BACK = [StateDict, Copy, Data, Best, SwappedAverage, AverageOfRounds]
+
+
+def two_sites(world: World, model: Any, train: Callable[[Any], None]) -> list[str]:
     """A run of the site a, which trains, and the site b, which adds 1; what the server warns of."""
     with world:
         world.join("b")
         with world.worker("a") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
-                train(worker, fl_round)
+                train(fl_round)
                 world.move("b", fl_round.number, 1.0)
         world.finish()
         return [text for text in world.status.warnings if "the result is wrong" in text]
@@ -148,7 +160,7 @@ def in_rounds(folder: Path, kind: Callable[[nn.Module], Script], rounds: int = 4
     model = small()
     script = kind(model)
 
-    def train(_: Any, fl_round: Any) -> None:
+    def train(fl_round: Any) -> None:
         script.loaded()
         for _ in range(3):
             script.step()
@@ -164,7 +176,7 @@ def require_told_once(told: list[str]) -> None:
     assert REMEDY in text
 
 
-@pytest.mark.parametrize("kind", PUT_BACK)
+@pytest.mark.parametrize("kind", [*PUT_BACK, Average, StochasticAverage])
 def test_weights_put_back_in_rounds_are_told_once(tmp_path: Path, kind: Any) -> None:
     """If a script puts weights from before the load back in every round, the status says so once, with a remedy."""
     require_told_once(in_rounds(tmp_path, kind))
@@ -192,10 +204,10 @@ def test_weights_put_back_in_diloco_are_told_once(tmp_path: Path, caplog: pytest
 
 
 def test_weights_put_back_between_functions_are_told(tmp_path: Path) -> None:
-    """If a script puts weights back between `receive` and `send`, the status says so once."""
+    """If a script puts weights back between `receive` and `send`, the status says so in that round."""
     model = small()
     script = StateDict(model)
-    with World(tmp_path, small(), rounds=3) as world:
+    with World(tmp_path, small(), rounds=2) as world:
         world.join("b")
         atoll.functional.init(world.url, "a", folder=tmp_path / "a")
         while (fl_round := atoll.functional.receive(into=model)) is not None:
@@ -281,10 +293,10 @@ def test_weights_of_the_same_round_are_no_earlier_ones(tmp_path: Path) -> None:
     model = small()
     script = Script(model)
 
-    def train(worker: Any, fl_round: Any) -> None:
+    def train(fl_round: Any) -> None:
         script.step()
         mine = script.now()
-        worker.load_into(model)
+        fl_round.load_into(model)
         model.load_state_dict(mine)
         script.step()
         script.ends()
