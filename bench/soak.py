@@ -263,6 +263,8 @@ def judge(folder: Path, mode: Mode, undisturbed: str, tally: Tally) -> None:
 
 def soak(nursery: Nursery, names: list[str], minutes: float, seed: int, kept: Path | None) -> dict[str, Tally]:
     """Run the modes in turn until the time is over."""
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
     tallies, chance = {name: Tally() for name in names}, random.Random(seed)
     undisturbed: dict[str, str] = {}
     for name in names:

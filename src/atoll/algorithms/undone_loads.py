@@ -1,11 +1,14 @@
 """Signs in the steps after a load of other weights that a copy, which was not loaded, undoes it.
 
 `Load` compares the first step with the second: it may lead back to the weights before the load. Or it compares a whole
-round with the last one. `Companion` finds other weights towards which each step draws the model's.
+round with the last one. `Companion` finds other weights towards which each step draws the model's. `EarlierWeights`
+knows for certain if a script puts weights of earlier rounds back: before the first step, they are those bit for bit.
 """
 
 from __future__ import annotations
 
+import gc
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +16,17 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from atoll.algorithms.copies_in_optimizers import Pair, Place, Sample, Weights, are_equal, gathered, points_of
+from atoll.algorithms.copies_in_optimizers import (
+    Pair,
+    Place,
+    Sample,
+    Weights,
+    are_equal,
+    gathered,
+    local_part,
+    points_of,
+)
+from atoll.tensors.module_tensors import PLAIN
 
 TIMES_THE_NOISE = 6
 """A tensor is on its way back if the way is so many times the noise that is expected in it by chance."""
@@ -33,6 +46,10 @@ LEAST_SHARE_OF_WAY = 0.1
 """A round's change that is a smaller share of the way back is no proof: training may end at the site's own optimum."""
 LEAST_DIFFERENCE = 0.5
 """Share of a round's change by which it must differ from that of the last round if the load was not undone."""
+MOST_EARLIER = 1024
+"""Digests of earlier weights that are kept, three for each round."""
+MOST_SEARCHES = 8
+"""Loads before which all tensors of the process are looked at, which takes as long as a collection of garbage."""
 HALF_WAY = 0.5
 """Cosine of the angle from which on a change leads towards the weights, as that of an average does."""
 
@@ -149,6 +166,92 @@ def _is_return(change: Tensor, back: Tensor) -> bool:
     share = change @ back / (back @ back)
     noise = vector_norm(change - share * back) / (change.numel() - 1) ** 0.5
     return bool(abs(share - 1) < 0.5 and share * vector_norm(back) > TIMES_THE_NOISE * noise)
+
+
+class EarlierWeights:
+    """Tells whether a script puts weights from before the last load back into the model, after it.
+
+    Only bits are compared, and of weights that no step has changed since the load. So it is no chance if they are equal
+    to weights that the model had earlier, or to tensors that there were before the load, such as an average. Weights
+    that a script changes on purpose, by noise, a mask, or a mixture with its own, are equal to neither.
+
+    Attributes:
+        are_back: whether the weights before the first step since the load were earlier ones, and have not been replaced
+            by the loaded ones since then: a script may train its own model for a while, too.
+    """
+
+    def __init__(self) -> None:
+        self._earlier: deque[int] = deque(maxlen=MOST_EARLIER)
+        self._recent: list[int] = []  # digests of the version loaded last, and of what was trained from it
+        self._loaded: int | None = None
+        self._before = self._after = Sample(Weights())
+        self._tensors: set[int] = set()  # digests of tensors that there were before the load
+        self._searches_left, self._are_others = MOST_SEARCHES, False
+        self._awaits_step = self.are_back = False
+
+    def look_around(self, weights: Weights) -> None:
+        """Before a load, find tensors that may be put back, if the weights were others than those loaded last time."""
+        self._tensors = set()
+        if self._are_others and self._searches_left:
+            self._searches_left -= 1
+            self._tensors = _digests_of_tensors_like(weights)
+
+    def note_load(self, before: Sample, after: Sample) -> None:
+        """Record a load. If it repeats the last one, weights that were trained in between are not earlier ones."""
+        loaded = _digest(after.values)
+        self._recent.append(_digest(before.values))
+        if loaded != self._loaded:
+            self._earlier += self._recent
+            self._recent = [loaded]
+        self._before, self._after = before, after
+        self._loaded, self._awaits_step, self.are_back = loaded, True, False
+
+    def note_end(self, now: Tensor) -> None:
+        """Record the weights at the end of a round. What the script does then is not looked at."""
+        self._recent.append(_digest(now))
+        self._awaits_step = self.are_back = False
+
+    def look(self, now: Tensor) -> None:
+        """Compare elements of the weights before a step, at every step while `are_back`."""
+        digest = _digest(now) if self._awaits_step or self.are_back else None
+        if self._awaits_step:
+            self._awaits_step = False
+            changed = self._changed(now) if digest != self._loaded else []
+            self._are_others = bool(changed) and not any(torch.equal(loaded, new) for loaded, new in changed)
+            are_old = self._are_others and self._tensors.issuperset(_digest(new) for _, new in changed)
+            self.are_back = are_old or (digest != self._loaded and digest in self._earlier)
+        elif self.are_back:
+            self.are_back = digest != self._loaded
+
+    def _changed(self, now: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return what was loaded and what is there now, of each tensor that the load changed."""
+        before, loaded = self._before.values, self._after.values
+        parts = self._after.parts.values() if before.shape == loaded.shape == now.shape else ()
+        return [(loaded[part], now[part]) for part in parts if not torch.equal(before[part], loaded[part])]
+
+
+def _digest(values: Tensor) -> int:
+    return hash(values.numpy().tobytes())
+
+
+def _digests_of_tensors_like(weights: Weights) -> set[int]:
+    """Return digests of some elements of all tensors of this process that have the shape of one of the weights."""
+    dtypes = {each.shape: each.dtype for each in map(local_part, weights.sampled.values())}
+    devices = {each.device for each in weights.sampled.values()}
+    alike = [
+        each.detach()
+        for each in gc.get_objects()
+        if type(each) in PLAIN
+        and each.shape in dtypes
+        and each.is_floating_point()
+        and each.device in devices
+        and each.layout == torch.strided
+        and each.data_ptr()
+    ]
+    pieces = [piece.to(dtypes[each.shape]) for piece, each in zip(points_of(alike), alike, strict=True)]
+    return (
+        {_digest(each) for each in torch.split(gathered(pieces), list(map(Tensor.numel, pieces)))} if pieces else set()
+    )
 
 
 class Companion:

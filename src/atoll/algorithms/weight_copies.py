@@ -57,7 +57,7 @@ from atoll.algorithms.copies_in_optimizers import (
     wrappers_of,
 )
 from atoll.algorithms.every_step import before_every_step
-from atoll.algorithms.undone_loads import DRAWN_STEPS, Changes, Companion, Load
+from atoll.algorithms.undone_loads import DRAWN_STEPS, Changes, Companion, EarlierWeights, Load
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import PLAIN, Tensors
 
@@ -77,6 +77,14 @@ MOST_NOTED_STEPS = 8
 """Steps that are noted of each copy, for messages, at which it equalled the weights."""
 JUMP = "the next step started from a copy of the weights that the optimizer or the script keeps"
 """What undid a load, if the copy is not known."""
+PUT_BACK = "the script put weights from before the load back into the model before the next step"
+KEEP_IN_STATE = (
+    "Keep the copy in the state of a torch.optim.Optimizer, one tensor for each parameter, or use another optimizer."
+)
+LOAD_LAST = (
+    "Put earlier weights, such as the best ones or those that an average was swapped for, back before the global model "
+    "is loaded, or into another model."
+)
 
 
 class _Watched:
@@ -150,6 +158,7 @@ class WeightCopies:
         self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference, of the last load
         self._returned: set[Place] = set()  # of the last load: `Load.returned`
         self._steps_left, self._load = 0, Load(Sample(Weights()), Sample(Weights()))
+        self._earlier = EarlierWeights()
         self._changes: Changes | None = None  # of the last federated round
         self._backward: Any = None  # the handle of the hook on a parameter
 
@@ -180,8 +189,8 @@ class WeightCopies:
         for wrapper in wrappers_of(optimizer) if not made else ():
             self.watch(wrapper)
         self._steps_begun += 1
-        if self._steps_left:
-            self._steps_left -= 1
+        if self._steps_left or self._earlier.are_back:
+            self._steps_left = max(0, self._steps_left - 1)
             self._look(made)
 
     def discover(self, optimizer: Optimizer, *_: Any) -> None:
@@ -226,7 +235,7 @@ class WeightCopies:
         Args:
             model: the model. If it is a module, its buffers have no copies.
             tensors: the tensors of the model, by name.
-            refuses: whether to raise an error if a copy cannot be loaded.
+            refuses: whether to raise an error if a copy cannot be loaded. If not, the script only looks at the weights.
 
         Raises:
             UsageError: a copy cannot be loaded, because it differs from the weights now.
@@ -250,12 +259,16 @@ class WeightCopies:
         if refuses:
             _require_loadable(found.keys() - copies.keys())
         before = Sample(self._weights)
+        self._earlier.look_around(self._weights)
         try:
             yield
         finally:
             for pairs in copies.values():
                 fill(pairs)
-            load = Load(before, Sample(self._weights))
+            after = Sample(self._weights)
+            load = Load(before, after)
+            if refuses:
+                self._earlier.note_load(before, after)
             self._steps_left = WATCHED_STEPS
             if load.changed or not self._load.is_of(self._weights):
                 self._load = load
@@ -270,6 +283,7 @@ class WeightCopies:
         """Look, at the end of a federated round, whether the last load was undone."""
         self._look_for_jump(is_end=True)
         now, last = Sample(self._weights).values, self._changes
+        self._earlier.note_end(now)
         if last is not None and not self._load.is_decided and self._load.is_continued(now, last):
             self._undone(JUMP)
         self._changes = self._load.changes(now) if self._load.is_of(self._weights) else None
@@ -360,9 +374,18 @@ class WeightCopies:
 
     def _look_for_jump(self, *, is_end: bool = False) -> None:
         """Report a load that the next step undid by a jump back to the weights before the load."""
+        if self._load.is_decided and not self._earlier.are_back:
+            return
+        now = Sample(self._weights).values
+        if not is_end or self._earlier.are_back:  # without a step, weights that were put back harm nothing
+            self._earlier.look(now)
+        if self._earlier.are_back:
+            if is_end:
+                self._undone(PUT_BACK, LOAD_LAST)
+            return
         if self._load.is_decided:
             return
-        has_jumped = self._load.jumps_back(Sample(self._weights).values, is_end=is_end)
+        has_jumped = self._load.jumps_back(now, is_end=is_end)
         if self._load.is_decided:
             has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
             self._returned = self._load.returned
@@ -377,13 +400,11 @@ class WeightCopies:
         alive = [each.optimizer for each in self._watched if each.optimizer is not None]
         return bool(alive) and all(type(each).__module__.startswith("torch.optim.") for each in alive)
 
-    def _undone(self, why: str) -> None:
+    def _undone(self, why: str, remedy: str = KEEP_IN_STATE) -> None:
         if why not in self._reported:
             self._reported.add(why)
             self._report(
-                f"the global model was loaded, but {why}. So the load was undone, and the result is wrong. "
-                "Keep the copy in the state of a torch.optim.Optimizer, one tensor for each parameter, or use another "
-                "optimizer."
+                f"the global model was loaded, but {why}. So the load was undone, and the result is wrong. {remedy}"
             )
 
 

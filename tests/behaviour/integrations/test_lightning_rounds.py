@@ -395,3 +395,22 @@ def test_no_module_is_deep_copied(
     for value in (value for state in taken for value in state.values()):
         assert type(value) is Tensor
         assert (value.device.type, value.requires_grad, value.grad_fn) == ("cpu", False, None)
+
+
+class Forgetful(Tiny):
+    """Begins each fit with its own last weights."""
+
+    def on_train_start(self) -> None:
+        self.load_state_dict(getattr(self, "old", self.state_dict()))
+
+    def on_train_end(self) -> None:
+        self.old = {name: value.clone() for name, value in self.state_dict().items()}
+
+
+@pytest.mark.covers("X11")
+def test_a_module_that_puts_weights_back_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a module puts its own weights back before each fit's first step, the log says so once."""
+    with serve(tmp_path, "fedadam", rounds=3) as server:
+        fit_rounds(patched(server, tmp_path), Forgetful())
+    told = [each for each in caplog.records if "put weights from before the load back" in each.getMessage()]
+    assert [each.name for each in told if each.name == "atoll"] == ["atoll"]

@@ -91,3 +91,16 @@ def test_warns_of_fragments_without_overlap(
         delay_ms = int(line.split(" ms")[0].rsplit(" ", 1)[1])
         assert 60 <= delay_ms < 1000
         assert "training waits for two of them every 2 steps, because diloco.num_fragments is 2 without overlap" in line
+
+
+def test_the_status_has_seconds_that_a_link_costs(tmp_path: Path) -> None:
+    """A round waits at least for one exchange with the server, which takes two delays of 30 ms."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    world = World(tmp_path, model, "a", algorithm="diloco", rounds=0, H=2)
+    with world, Proxy(world.server.port, Pace(delay_s=0.03, bytes_per_s=1e9)) as link:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with diloco(link.url, tmp_path, "a", model, optimizer):
+            for _ in range(6):
+                optimizer.step()
+            (site,) = world.status.workers
+            assert site.waited_s >= 2 * 0.06  # the third round's wait is told with the next update
