@@ -132,7 +132,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1585,
+    ".": 1588,
     "aggregation": 1339,
     "algorithms": 2017,
     "blobs": 466,

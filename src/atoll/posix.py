@@ -504,11 +504,14 @@ LOOKS, LOOK_S = 5, 0.02
 
 
 def _lock_unless_held(fd: int) -> None:
-    for _ in range(LOOKS - 1):
-        with suppress(BlockingIOError):
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for tries_left in reversed(range(LOOKS)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not tries_left:
+                raise
         time.sleep(LOOK_S)
-    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _named_in(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -9,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from atoll import child_processes
+from atoll import child_processes, posix
 from atoll import runtime as module
 from atoll.child_processes import Children, ProcessPipe
 from atoll.runtime import Latch
@@ -238,3 +240,15 @@ def test_an_unknown_failpoint_action_is_refused() -> None:
     outcome = run("here=explode")
     assert outcome.returncode == 1
     assert "unknown action 'explode' at 'here'; use kill, stop, enospc, emfile, eio or pause:PATH" in outcome.stderr
+
+
+def test_a_brief_look_at_a_lock_refuses_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that looks whether a folder is locked holds a lock for a moment. A server that starts just then tries
+    again, and gets the folder. As long as it has the folder, a look finds it locked.
+    """
+    look = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(look, fcntl.LOCK_SH)
+    monkeypatch.setattr("atoll.posix.time.sleep", lambda _: os.close(look))
+    with closing(posix.take_folder(tmp_path)):
+        assert posix.is_locked(tmp_path)
+    assert not posix.is_locked(tmp_path)
