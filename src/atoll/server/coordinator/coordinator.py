@@ -77,6 +77,7 @@ class Coordinator:
         self._warnings.say_advice()
         self._warnings.say_own_code()
         run.ledger.restore(snapshot, self._act)
+        run.events.publish()  # what recovery has written
         self._warnings.say_moved()
         if snapshot.finished and not run.state.finished:
             run.store.run_log.finish(False)  # rounds.total is larger than when the run finished
@@ -101,12 +102,16 @@ class Coordinator:
         else:
             self._background.save_initial()
 
-    async def stop(self) -> None:
-        """End all tasks, and close the store. The next start continues from the files on disk."""
+    async def stop(self, *, begins_again: bool = False) -> None:
+        """End all tasks, and close the store. The next start continues from the files on disk.
+
+        Args:
+            begins_again: whether this server goes on with the run, so that its followers stay.
+        """
         self._place.cancel()
         await self._run.end_tasks()
         self._evaluation.stop()
-        await self._extensions.close()
+        await (self._extensions.rest() if begins_again else self._extensions.close())
         self._place.close()
         self._background.persistor.close()  # before the store, because the persistor reads from it
         self._run.store.close()
