@@ -91,8 +91,7 @@ class Coordinator:
                 run.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
         run.spawn(self._tick())
         self._background.complete_metrics()
-        if (resumed := self._evaluation.resume()) is not None:
-            self._last_write = run.spawn(self._written_after(resumed[1], resumed[0], ""))
+        self._resume_evaluation()
         if run.state.finished:
             if not run.has_workflows:
                 how = "run `atoll resume` with --dir" if run.state.stopping else "raise rounds.total"
@@ -134,9 +133,14 @@ class Coordinator:
             case events.RoundOpened(fragment) if not self._run.plan.fits(self._run.state.rounds[fragment].number):
                 self._run.begins_again.set()  # with files for the codec of this round
             case events.RunFinished():
+                self._resume_evaluation()  # if this event makes the newest version the last one
                 self._run.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
             self._run.wake()
+
+    def _resume_evaluation(self) -> None:
+        if (resumed := self._evaluation.resume()) is not None:
+            self._last_write = self._run.spawn(self._written_after(resumed[1], resumed[0], ""))
 
     def _on_event(self, event: run_events.Happened) -> None:
         self._place.on_event(event)
