@@ -99,6 +99,8 @@ class Coordinator:
             if snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
                 run.spawn(self._finish())
         else:
+            if self._place.is_here and address:  # a simulation has no admin
+                self._warnings.say_versions_kept()
             self._background.save_initial()
 
     async def stop(self, *, begins_again: bool = False) -> None:
