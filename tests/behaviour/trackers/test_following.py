@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,24 @@ def test_a_rollback_does_not_wait_for_a_tracker(tmp_path: Path, monkeypatch: pyt
     assert [event.summary.version for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2, 3, 4]
     assert (len(diary_plugin.RUNS), diary_plugin.CLOSED) == (1, [True])
     assert "tracker diary" not in world.text
+
+
+def test_a_resting_tracker_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run begins again, its journal is closed: a tracker reads no event there. Then it gets all of them."""
+    with diary(monkeypatch, tmp_path) as world:
+        import diary_plugin
+
+        world.rounds(1.0, 1)
+        wait_until(lambda: any(event.what == "round ended" for event in diary_plugin.EVENTS), "the first round")
+        tracking = world.server._require_served().extensions.trackers
+        asyncio.run(tracking.rest())
+        world.rounds(1.0, 2)
+        world.wait(2)
+        (follower,) = tracking._followers
+        assert follower._next_events() == []
+        follower.read_on()
+        world.finish()
+    assert diary_plugin.EVENTS[-1].what in ("run finished", "site left")
 
 
 def test_another_codec_begins_no_tracker_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,12 @@ class Trackers(Extension):
 
     async def rest(self) -> None:
         """Read no events until `follow`: the journal is closed. What a tracker does at this moment goes on."""
-        await asyncio.to_thread(lambda: [each.rest() for each in self._followers])
+
+        def rest() -> None:
+            for each in self._followers:
+                each.rest()
+
+        await asyncio.to_thread(rest)
 
     def warnings(self) -> Iterable[str]:
         """Return the problems with trackers."""
@@ -158,7 +163,12 @@ class Trackers(Extension):
         for each in self._followers:
             each.end()
         until_s = time.monotonic() + CLOSE_S
-        await asyncio.to_thread(lambda: [each.join(until_s) for each in self._followers])
+
+        def join() -> None:
+            for each in self._followers:
+                each.join(until_s)
+
+        await asyncio.to_thread(join)
 
 
 SHOWN = ("run", "model", "algorithm", "diloco", "rounds", "async", "swarm", "aggregation")
