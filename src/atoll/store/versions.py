@@ -529,14 +529,15 @@ class Versions:
     # -- keep and drop
 
     def _needed(self, fragment: int) -> set[int | None]:
-        kept_versions = {*self._newest(fragment, self._keep_versions), self.durable(fragment), self._back_to}
+        kept_versions = {*self._newest(fragment, self._keep_versions), self.durable(fragment), *self._back_to}
         wanted = sorted(set(self.wanted(fragment)) - kept_versions, reverse=True)
         return {*kept_versions, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept_versions))]}
 
     @property
-    def _back_to(self) -> int | None:
-        """The version that the admin wants to go back to, until recovery has done it."""
-        return self._run_log.controls.back_to
+    def _back_to(self) -> set[int]:
+        """The version that the admin wants to go back to, until recovery has done it; empty if there is none."""
+        back_to = self._run_log.controls.back_to
+        return set() if back_to is None else {back_to}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
         """Return the numbers of the newest `count` versions on disk. The numbers have gaps if versions were lost."""
@@ -556,7 +557,7 @@ class Versions:
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
             return
-        stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment), self._back_to}
+        stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment), *self._back_to}
         for row in self.kept(fragment):
             pins = self._pins_of(fragment, [row])
             with_state = row.version in stateful or any(pin.state_fd is not None for pin in pins)
