@@ -106,7 +106,10 @@ def rollback(
 ) -> None:
     """Let a run go back to an earlier version that its server still has, with the whole state of its optimizer.
 
-    Updates since then no longer count. The numbers of the versions since then are not used again.
+    Rounds and updates since then no longer count. The numbers of the versions since then are not used again.
+
+    A server keeps the newest disk.keep_versions versions: 2 by default, so a run can go back by one. To be able to go
+    back further, set it higher before. The server's log says at the beginning what each further version takes on disk.
     """
     target = _Target(run, state_dir, server, token_file)
     answer = target.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))

@@ -619,7 +619,10 @@ class Disk(Group):
         "process", description="What an acknowledged update survives: a kill of the server, or a power loss."
     )
     keep_versions: int = Field(
-        2, ge=1, description="Number of newest versions that the server keeps; `atoll rollback` can go back to them."
+        2,
+        ge=1,
+        description="Number of newest versions that the server keeps; `atoll rollback` can go back to them. The log of "
+        "the server says what each takes on disk.",
     )
     max_pinned_versions: int = Field(
         4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."

@@ -395,12 +395,11 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
             is_of_round = ticket.is_live or (ticket.state == "sat out" and is_of_round)
         if is_of_round:
             tickets[ticket.fragment][ticket.site] = ticket
-    stopped = rules.tracking.stops(journal.progress)
+    # an evaluation may say so while a round is open, which then is the last one, or while the run is paused
+    stopped = rules.tracking.stops(journal.progress) and (journal.finished or not journal.paused)
     rounds = tuple(
         replace(
-            CurrentRound("finished", fragment.head, tickets=mine)
-            if stopped
-            else _restored(rules, fragment, mine, now_s, stopping=journal.stopping),
+            _restored(rules, fragment, mine, now_s, ends=stopped or journal.stopping),
             lost=fragment.lost,
             sat_out_rounds=fragment.sat_out_rounds,
             sat_out_in_a_row=fragment.sat_out_in_a_row,
@@ -436,7 +435,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
 
 
 def _restored(
-    rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float, *, stopping: bool
+    rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float, *, ends: bool
 ) -> CurrentRound:
     head = journal.head
     if rules.rounds and journal.done >= rules.rounds:
@@ -447,7 +446,7 @@ def _restored(
         expected = dict.fromkeys(journal.expected, now_s)
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
         return CurrentRound("open", head, now_s, expected, tickets, first_s=first_s)
-    phase = "finished" if stopping else "closing" if journal.started else "gathering"
+    phase = "finished" if ends else "closing" if journal.started else "gathering"
     return CurrentRound(phase, head, tickets=tickets)
 
 

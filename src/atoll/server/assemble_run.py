@@ -67,6 +67,7 @@ def assemble(
     *,
     simulated: bool = False,
     clock: Callable[[], float] = time.monotonic,
+    before: ServedRun | None = None,
 ) -> ServedRun:
     """Return a run that was opened, with all parts that serve it. `Coordinator.start` starts it.
 
@@ -75,9 +76,11 @@ def assemble(
         code: the user's code.
         simulated: whether the sites are those of a simulation.
         clock: returns the time in seconds, as `time.monotonic` does.
+        before: the run before it began again within this server: its followers stay. None: the server starts now.
     """
     (plan, store, lost), filters, workflows = opened, code.filters, code.workflows
-    run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock)
+    events_before = None if before is None else before.run.events
+    run = RunCore(plan, store, has_workflows=workflows is not None, clock=clock, before=events_before)
     background = BackgroundWriter(plan, store, run.io, code.persistor)
     history, shapes = RoundHistory(run, simulated=simulated), FirstShapes(run)
     evaluation = VersionEvaluation(run, history, code.evaluator)
@@ -91,9 +94,9 @@ def assemble(
     if filters.results and workflows is not None and workflows.sends_tasks:  # else no answer needs a thread
         answer_filter = functools.partial(filters.received_in_thread, run.user_threads)
     tasks = TaskQueue(run, leases, objects.store, workflows, answer_filter)
-    webhook, makers = run.settings.server.webhook, makers_of(run.settings)
-    trackers = Trackers(run, makers, {"webhook": functools.partial(Webhook, address=webhook)} if webhook else {})
-    extensions = Extensions(run, [tasks, objects, trackers, Stalls(run)])
+    extensions_before = None if before is None else before.extensions
+    trackers = _trackers(run) if extensions_before is None else extensions_before.trackers
+    extensions = Extensions(run, [tasks, objects, Stalls(run)], trackers, extensions_before)
 
     warnings = RunWarnings(
         run,
@@ -128,3 +131,9 @@ def assemble(
         warnings=warnings,
         failure=FailureNotices(run, leases),
     )
+
+
+def _trackers(run: RunCore) -> Trackers:
+    webhook = run.settings.server.webhook
+    live = {"webhook": functools.partial(Webhook, address=webhook)} if webhook else {}
+    return Trackers(run, makers_of(run.settings), live)

@@ -402,10 +402,10 @@ class Server:
             failed: Exception | None = None
             is_again = False
             try:
-                while (served := await self._serve_run(accept, failed)).begins_again:
-                    if self._thread.stopping.is_set():
-                        break  # the next start does it
-                    is_again = True
+                while True:
+                    served, is_again = await self._serve_run(accept, failed)
+                    if not is_again:
+                        break
                     if (shapes := served.shapes.to_take_over) is None:
                         continue  # the run goes back, or has another codec now: opening it does that
                     try:
@@ -416,6 +416,8 @@ class Server:
                 await self._refuse(error, accept, is_again=is_again)
                 raise
             finally:
+                if self._served is not None:
+                    await self._served.extensions.close()  # if the run could not begin again; else they are closed
                 if self._evaluator is not None:
                     self._evaluator.close()
         if served.run.failed is not None:
@@ -433,13 +435,15 @@ class Server:
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
             code = UserCode(persistor, self._filters, self._workflows, self._config, self._evaluator)
-            return assemble(opened, code)
+            return assemble(opened, code, before=self._served)
         except BaseException:
             opened[1].close()
             raise
 
-    async def _serve_run(self, accept: Accept, failed: Exception | None = None) -> ServedRun:
+    async def _serve_run(self, accept: Accept, failed: Exception | None = None) -> tuple[ServedRun, bool]:
         """Serve the run of the state directory until it ends, or until it has to begin again with other shapes.
+
+        Return the run, and whether this server lets it begin again now; at its end it leaves that to the next start.
 
         Args:
             accept: starts to accept connections.
@@ -449,6 +453,7 @@ class Server:
         run, schedule, app = served.run, self._workflows, make_app(served, self._gate, version("atoll"))
         runner = runner_of(app, HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
+        is_again = False
         try:
             await runner.setup()
             before = address_before(self.settings.disk.state_dir)
@@ -468,6 +473,7 @@ class Server:
             if failed is not None:
                 run.fail_by(failed, "Taking over the shapes of the first update", "Start the run again to repeat this.")
             await self._until_end(served)
+            is_again = served.begins_again and not self._thread.stopping.is_set()
         finally:
             if schedule is not None:
                 schedule.stop()
@@ -479,8 +485,8 @@ class Server:
                 if self._served is served and served.shapes.to_take_over is None:
                     self._last_status = keep_status(served)  # else the start failed, or the run begins again
             finally:
-                await served.coordinator.stop()
-        return served
+                await served.coordinator.stop(begins_again=is_again)
+        return served, is_again and served.begins_again  # unless it has failed meanwhile
 
     async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:
         """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.

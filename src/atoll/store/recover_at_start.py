@@ -86,6 +86,9 @@ class Recovery:
                 if not is_whole:
                     return [f"Version {back_to} is damaged or missing, so the run does not go back to it."]
                 said = [self._fall_back(fragment, head, back_to, asked=True) for fragment, head in later.items()]
+                for fragment in range(len(heads) if later else 0):
+                    if heads[fragment] == back_to:  # its rounds since then no longer count, either
+                        self._fall_back(fragment, back_to, back_to, asked=True)
                 if said:
                     self._run_log.begin_generation(
                         back_to, f"The run went back to version {back_to}, as its admin asked"
@@ -153,6 +156,9 @@ class Recovery:
     def _fall_back(self, fragment: int, head: int, version: int, *, asked: bool = False) -> str:
         """Return to an older version in one transaction: expire later updates, delete later rounds and versions.
 
+        Rounds that all sites sat out have ended all the same if a version was lost; if the admin goes back, those
+        after the version no longer count.
+
         Args:
             fragment: the fragment.
             head: number of the lost newest version.
@@ -167,12 +173,17 @@ class Recovery:
         if asked:
             reason = f"the run went back from version {head}{of} to version {version}, as its admin asked"
         with self._journal.transaction():
-            lost = self._tickets.select(
-                "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND state IN ('open', 'accepted', 'counted')",
+            # in a round that is trained again, also sites that sat out or were refused get new tickets
+            again = 0 if asked else self._run_log.last_sat_out_round(fragment).first_ticket
+            later = self._tickets.select(
+                "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND (state IN ('open', 'accepted', 'counted') "
+                "OR (state IN ('refused', 'sat out') AND ticket >= ?3))",
                 fragment,
                 version,
+                again,
             )
-            for ticket in lost:
+            lost = [ticket for ticket in later if ticket.is_live or ticket.is_in]
+            for ticket in later:
                 if ticket.state == "counted":
                     self._journal.count("counted", -1)
                     self._journal.execute(
@@ -187,8 +198,11 @@ class Recovery:
                 "UPDATE heads SET version = ?2, durable_version = min(durable_version, ?2) WHERE fragment = ?1",
             ):
                 self._journal.execute(sql, fragment, version)
-            if asked:  # what sites were told may be why the run goes back: they are told anew
-                self._journal.execute("DELETE FROM configs")
+            if asked:
+                self._journal.execute("DELETE FROM configs")  # they may be why the run goes back: sites are told anew
+                self._journal.execute(
+                    "DELETE FROM sat_out_rounds WHERE fragment = ? AND base_version >= ?", fragment, version
+                )
             generation = self._run_log.generation
             anew = ""
             if generation.version > version and not asked:  # sites have no state of earlier generations any more
@@ -200,7 +214,8 @@ class Recovery:
                 fragment=fragment,
                 lost=head,
                 version=version,
-                tickets=[ticket.ticket for ticket in lost],
+                tickets=[ticket.ticket for ticket in later],
+                sat_out_by_all=self._run_log.last_sat_out_round(fragment).total,
             )
         then = f"{number_of(len(lost), 'update')} must be submitted again"
         if asked:

@@ -225,12 +225,15 @@ class _Comparison:
             case "sat out":
                 return self._sat_out(entry.seq, detail["ticket"])
             case "sat out by all":
-                return self._sat_out_by_all(entry.seq, detail)
+                return self._sat_out_by_all(entry.seq, detail["fragment"], detail["total"])
             case "reopened":
                 self._decided(detail["tickets"], "reopened")
             case "fell back":
                 self._decided(detail["tickets"], "expired")
-                return self._head(detail, entry.seq)
+                found = self._head(detail, entry.seq)
+                if not found and "sat_out_by_all" in detail:
+                    found = self._sat_out_by_all(entry.seq, detail["fragment"], detail["sat_out_by_all"])
+                return found
             case "reshaped":
                 self._reshaped.add(detail["fragment"])
                 return self._head(detail, entry.seq) or self._committed(detail, entry.seq)
@@ -253,9 +256,8 @@ class _Comparison:
             return ""
         return f"ticket {ticket} is not marked as sat out, but entry {seq} of the audit log records it"
 
-    def _sat_out_by_all(self, seq: int, detail: Mapping[str, Any]) -> str:
-        """Compare the number of a fragment's rounds that all sites sat out with the newest entry about one."""
-        fragment, total = detail["fragment"], detail["total"]
+    def _sat_out_by_all(self, seq: int, fragment: int, total: int) -> str:
+        """Compare the number of a fragment's rounds that all sites sat out with the newest entry about it."""
         if fragment in self._sat_out_fragments:
             return ""
         self._sat_out_fragments.add(fragment)

@@ -424,10 +424,11 @@ class Versions:
             and all(each in found or each >= head for found, head in zip(whole, heads, strict=True))
         ]
         if version not in earlier:
-            kept = ", ".join(map(str, earlier)) or "none"
+            kept = f"It can go back to: {', '.join(map(str, earlier))}." if earlier else "No earlier version is kept."
+            why = "no longer has it with the state of the optimizer" if version < max(heads) else "has no such version"
             raise Gone(
-                f"The run cannot go back to version {version}: the server does not have it with the state after it.",
-                f"Versions that it has so: {kept}. To have more of them later, raise disk.keep_versions.",
+                f"The run cannot go back to version {version}: its server {why}.",
+                f"{kept} To keep more versions from now on, restart the server with a larger disk.keep_versions.",
             )
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
@@ -528,9 +529,15 @@ class Versions:
     # -- keep and drop
 
     def _needed(self, fragment: int) -> set[int | None]:
-        kept_versions = {*self._newest(fragment, self._keep_versions), self.durable(fragment)}
+        kept_versions = {*self._newest(fragment, self._keep_versions), self.durable(fragment), *self._back_to}
         wanted = sorted(set(self.wanted(fragment)) - kept_versions, reverse=True)
         return {*kept_versions, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept_versions))]}
+
+    @property
+    def _back_to(self) -> set[int]:
+        """The version that the admin wants to go back to, until recovery has done it; empty if there is none."""
+        back_to = self._run_log.controls.back_to
+        return set() if back_to is None else {back_to}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
         """Return the numbers of the newest `count` versions on disk. The numbers have gaps if versions were lost."""
@@ -544,12 +551,13 @@ class Versions:
 
         States of the outer optimizer are kept for the newest `keep_versions` versions (the run may go back to one of
         them), at least for the newest and the one before, in case the newest turns out to be damaged; for the newest
-        version that survives a power loss, and for versions that are being read with their state.
+        version that survives a power loss, for versions that are being read with their state, and for one that the
+        admin wants to go back to.
         """
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
             return
-        stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment)}
+        stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment), *self._back_to}
         for row in self.kept(fragment):
             pins = self._pins_of(fragment, [row])
             with_state = row.version in stateful or any(pin.state_fd is not None for pin in pins)

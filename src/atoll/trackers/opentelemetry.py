@@ -52,6 +52,7 @@ class OpenTelemetry(Tracker):
         at_ns = int(seconds_of(event) * 1e9)
         match event:
             case run_events.RoundOpened():
+                self._end(event.fragment, at_ns, {})  # a round that has no end: the run has gone back
                 about: dict[str, Any] = {"atoll.run": self.run.id, "atoll.version": event.version}
                 about |= {"atoll.round": event.round, "atoll.fragment": event.fragment}
                 span = self._tracer.start_span(f"round {event.round}", start_time=at_ns, attributes=about)
@@ -68,6 +69,9 @@ class OpenTelemetry(Tracker):
                 self._next(fragment, "collect", at_ns)
             case run_events.RoundEnded(fragment=fragment, summary=summary):
                 self._end(fragment, at_ns, {f"atoll.{name}": value for name, value in of_run(summary).items()})
+            case run_events.RunFinished():
+                for fragment in list(self._open):  # rounds that the admin has stopped
+                    self._end(fragment, at_ns, {})
             case run_events.RunFailed(reason=reason):
                 for fragment, (span, _) in list(self._open.items()):
                     span.set_status(self._trace.StatusCode.ERROR, reason)

@@ -145,7 +145,7 @@ def test_a_run_goes_back_while_its_sites_train(
 ) -> None:
     _, sites = paused
     wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
-    assert "Versions that it has so: 0, 1." in refused("rollback", "7", "--dir", "state")
+    assert "It can go back to: 0, 1." in refused("rollback", "7", "--dir", "state")
     said = ask("rollback", "1", "--dir", "state")
     assert said.startswith("the run has gone back to version 1; its sites take it with their next round.")
     assert fragment_of(ask("status", "--dir", "state", "--json"))["version"] == 1
@@ -166,7 +166,7 @@ def test_without_a_server_the_next_start_obeys(
         "no server runs; the run is paused from the next start of its server on."
     )
     assert json.loads(ask("status", "--dir", "state", "--json", folder=killed))["paused"]
-    assert "Versions that it has so: 0." in refused("rollback", "5", "--dir", "state", folder=killed)
+    assert "It can go back to: 0." in refused("rollback", "5", "--dir", "state", folder=killed)
     assert "goes back to version 0 with the next start" in ask("rollback", "0", "--dir", "state", folder=killed)
     assert ask("resume", "--dir", "state", folder=killed).startswith("no server runs; the run goes on")
     sites = halfway.go_on(killed)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from harness.processes import Nursery, wait_until
 from kit import write_run_file
+from kit.admin import stop
 from kit.processes import command, url_of
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation, plain_server
 from kit.sites import logged
@@ -112,6 +113,32 @@ def test_numbers_belong_to_the_version_made(tmp_path: Path) -> None:
 def test_evaluates_each_nth_version_and_the_last(tmp_path: Path) -> None:
     status = finished(evaluating_server(tmp_path, **{"server.evaluate_every": 2, "rounds.total": 5}), tmp_path)
     assert [each.version for each in status.history if each.global_metrics] == [2, 4, 5]
+
+
+def test_a_stopped_run_evaluates_its_last_version(tmp_path: Path) -> None:
+    """Every second version is evaluated, and the last one: version 1, once the admin has stopped the run."""
+    settings = {"server.evaluate_every": 2, "rounds.total": 5, "rounds.best_metric": "global.value"}
+    with evaluating_server(tmp_path, **settings) as server:
+        run_rounds(server, tmp_path, 1)
+        stop(server, now=True)
+        assert server.wait(60)
+    status = server.status()
+    assert [(each.version, each.global_metrics) for each in status.history] == [(1, {"value": 1.0})]
+    assert [line["global_metrics"] for line in lines_of(tmp_path)] == [{"value": 1.0}]
+    assert status.best is not None
+    assert (status.best.version, status.best.value) == (1, 1.0)
+
+
+def test_evaluates_the_version_before_a_round_without_one(tmp_path: Path) -> None:
+    """All sites sit out the last round, so version 1 turns out to be the last one. It is evaluated once."""
+    events: list[Any] = []
+    server = evaluating_server(tmp_path, **{"server.evaluate_every": 2, "rounds.total": 2})
+    server.follow("the test", events.append)
+    with server, atoll.join(server.url, site="a", folder=tmp_path / "site") as worker:
+        for number, fl_round in enumerate(worker, 1):
+            fl_round.submit({"w": fl_round.state_dict()["w"] + 1}, weight=2 - number)
+    assert [line["global_metrics"] for line in lines_of(tmp_path)] == [{"value": 1.0}, {}]
+    assert [each.version for each in events if each.what == "version evaluated"] == [1]
 
 
 def test_best_version_by_a_global_metric(tmp_path: Path) -> None:
@@ -267,7 +294,7 @@ def test_a_killed_server_evaluates_again(nursery: Nursery, tmp_path: Path) -> No
             wait_until((tmp_path / "held").exists, "the evaluation of version 1")
             server.kill()
     assert server.wait() == 0, server.output()
-    assert "version 1 was not evaluated before the restart" in server.output()
+    assert "version 1 was not evaluated yet" in server.output()
     lines = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [line["global_metrics"]["value"] for line in lines] == [1.0, 2.0]
     found = lines[-1]["global_metrics"]

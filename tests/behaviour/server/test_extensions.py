@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from kit.admin import roll_back
 from kit.packages import install
 from kit.requests import get, post
 from kit.world import World
 
 from atoll.errors import ConfigError
+from atoll.server.coordinator import extension
 from atoll.testing.run import wait_until
 
 pytestmark = pytest.mark.covers("X44")
@@ -96,6 +98,65 @@ def test_an_operation_name_may_end_with_head(tmp_path: Path, monkeypatch: pytest
         assert status in (401, 403), problem
         world.rounds(1.0, 1)
         world.finish()
+
+
+FOLLOWS = """
+from atoll.server.coordinator.extension import Extension
+
+MADE, HEARD, CLOSED = [], [], []
+
+
+class Counts(Extension):
+    name = "counts"
+
+    def __init__(self, run):
+        super().__init__(run)
+        MADE.append(self)
+
+    def on_event(self, event):
+        HEARD.append((event.number, event.what, self.run.state.rounds[0].head))
+
+    async def close(self):
+        CLOSED.append(self)
+"""
+
+
+def test_an_extension_outlives_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once and closed once, and hears each event once, in order, with the run's state of that time."""
+    with counting(monkeypatch, tmp_path, FOLLOWS, rounds=2, **{"disk.keep_versions": 3}) as world:
+        import counts_plugin
+
+        world.rounds(1.0, 1)
+        world.wait(1)
+        roll_back(world, 0)
+        world.rounds(1.0, 1, 2)
+        world.finish()
+    numbers = [number for number, _, _ in counts_plugin.HEARD]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert [head for _, what, head in counts_plugin.HEARD if what in ("went back", "round ended")] == [1, 0, 2, 3]
+    assert len(counts_plugin.MADE) == 1
+    assert counts_plugin.CLOSED == counts_plugin.MADE
+
+
+def test_extensions_close_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never closes delays the end of the server by `CLOSE_S` seconds, and keeps no other from closing."""
+    monkeypatch.setattr(extension, "CLOSE_S", 0.5)
+    more = """
+class Hangs(Counts):
+    name = "hangs"
+
+    async def close(self):
+        import asyncio
+        await asyncio.Event().wait()
+"""
+    names = ("counts_plugin:Hangs", "counts")
+    with counting(monkeypatch, tmp_path, FOLLOWS + more, **{"server.extensions": names}) as world:
+        world.rounds(1.0, 1)
+        world.finish()
+    import counts_plugin
+
+    assert [each.name for each in counts_plugin.CLOSED] == ["counts"]
+    assert "the extension hangs could not be closed: TimeoutError()" in world.text
 
 
 NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x' * 2**17", "no value": "object()"}

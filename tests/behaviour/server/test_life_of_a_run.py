@@ -18,7 +18,7 @@ from atoll.errors import Conflict, Gone
 from atoll.protocol import routes
 from atoll.protocol.admin_messages import RollBack
 from atoll.protocol.values import Wait
-from atoll.store.reader import open_state
+from atoll.store.reader import checked_audit, open_state
 from atoll.testing.run import wait_until
 
 START = {"w": torch.zeros(4)}
@@ -213,16 +213,60 @@ def test_a_run_goes_back_with_its_outer_state(tmp_path: Path) -> None:
         assert world.status.warnings == []
 
 
+def test_sat_out_rounds_after_the_version_do_not_count(tmp_path: Path) -> None:
+    """Round 1 is sat out, round 2 makes version 1, round 3 is sat out, round 4 makes version 2. Then the run goes back
+    to version 1, after which round 3 comes again.
+
+    Momentum 0.5: m is 1 after version 1, then 1.5, 1.75 and 1.875.
+    """
+    with World(tmp_path, START, "a", rounds=5, **momentum()) as world:
+        for number, weight in enumerate((0, 1, 0, 1), 1):
+            world.move("a", number, 1.0, weight=weight)
+        world.pull("a", number=5)
+        roll_back(world, 1)
+        world.restart()
+        world.rounds(1.0, 3)
+        world.wait(3)
+        world.restart()  # it does not go back again
+        world.rounds(1.0, 4, 5)
+        assert world.finish()["w"].tolist() == [1 + 1.5 + 1.75 + 1.875] * 4
+        rounds = [(row.round, row.version) for row in world.status.history]
+        assert rounds == [(1, None), (2, 1), (3, 3), (4, 4), (5, 5)]
+    checked_audit(tmp_path / "state", 1)
+
+
+def test_a_site_that_sat_out_is_asked_again(tmp_path: Path) -> None:
+    """Site b sits round 2 out. After the run has gone back, round 2 waits for b, also after a restart within it."""
+    with World(tmp_path, START, "ab", rounds=3, **momentum()) as world:
+        world.rounds(1.0, 1)
+        world.pull(number=2)
+        world.submit("b", 0.0, weight=0)
+        world.submit("a", 1.0)
+        world.wait(2)
+        roll_back(world, 1)
+        world.pull("a", number=2)
+        world.restart()
+        assert world.status.fragments[0].sat_out == []
+        world.submit("a", 1.0)
+        world.move("b", 2, 1.0)
+        world.rounds(1.0, 3)
+        world.finish()
+        assert world.status.history[1].workers == ["a", "b"]
+
+
 def test_names_the_versions_that_are_kept(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=5, **momentum()) as world:
         world.rounds(1.0, 1, 2, 3, 4)
         world.wait(4)
         wait_until(lambda: world.status.durable_version == 4, "version 4 to be durable")
-        with pytest.raises(Gone, match=r"cannot go back to version 1.*Versions that it has so: 2, 3\."):
+        with pytest.raises(Gone, match=r"no longer has it with the state of the optimizer.* It can go back to: 2, 3\."):
             roll_back(world, 1)
-        with pytest.raises(Gone, match="cannot go back to version 9"):
+        with pytest.raises(Gone, match="cannot go back to version 9: its server has no such version"):
             roll_back(world, 9)
         assert asked(world, routes.ROLLBACK, RollBack(version=4)).text == "version 4 is the newest already"
+        assert (
+            "the newest 3 versions stay on disk for `atoll rollback` (disk.keep_versions); each further" in world.text
+        )
         world.rounds(1.0, 5)
         world.finish()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kit.admin import roll_back
 from kit.packages import install
 from kit.servers import new_simulation
 from kit.world import World
@@ -92,6 +94,85 @@ def test_a_slow_tracker_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     with world:
         wait_until(lambda: any(event.what == "run finished" for event in diary_plugin.EVENTS), "all events")
     assert [event.round for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2]
+
+
+HANGS = {
+    "as it is made": ("RUNS.append((run, title))", "MAY_GO_ON.wait()"),
+    "at an event": ("EVENTS.append(event)", "MAY_GO_ON.wait()"),
+    "as it is closed": ("CLOSED.append(True)", "MAY_GO_ON.wait()"),
+}
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_a_hanging_tracker_delays_no_round_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Wherever it hangs: all rounds end, and the server ends `CLOSE_S` seconds later, with one line in the log."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    code = DIARY.replace("        MAY_GO_ON.wait()\n", "").replace(*HANGS[case]).replace("ON.set()", "ON.clear()")
+    with diary(monkeypatch, tmp_path, code) as world:
+        import diary_plugin
+
+        world.rounds(1.0, 1, 2)
+        assert world.finish()["w"].tolist() == [2.0, 2.0]
+    assert world.text.count("the tracker diary had not written everything 0.2 s after the end") == 1
+    diary_plugin.MAY_GO_ON.set()
+
+
+def test_a_rollback_does_not_wait_for_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker hangs while the run goes back and on. It is not begun again, and then gets each event once."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 60.0)  # a server that waited for it would be too late for `roll_back`
+    with diary(monkeypatch, tmp_path, rounds=3, **{"disk.keep_versions": 3}) as world:
+        import diary_plugin
+
+        world.rounds(1.0, 1)
+        wait_until(lambda: any(event.what == "round ended" for event in diary_plugin.EVENTS), "the first round")
+        diary_plugin.MAY_GO_ON.clear()
+        world.rounds(1.0, 2)
+        world.wait(2)
+        roll_back(world, 1)
+        world.rounds(1.0, 2, 3)
+        world.wait(4)
+        assert diary_plugin.CLOSED == []
+        diary_plugin.MAY_GO_ON.set()
+        world.finish()
+    numbers = [event.number for event in diary_plugin.EVENTS]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert [event.version for event in diary_plugin.EVENTS if event.what == "went back"] == [1]
+    assert [event.summary.version for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2, 3, 4]
+    assert (len(diary_plugin.RUNS), diary_plugin.CLOSED) == (1, [True])
+    assert "tracker diary" not in world.text
+
+
+def test_a_resting_tracker_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run begins again, its journal is closed: a tracker reads no event there. Then it gets all of them."""
+    with diary(monkeypatch, tmp_path) as world:
+        import diary_plugin
+
+        world.rounds(1.0, 1)
+        wait_until(lambda: any(event.what == "round ended" for event in diary_plugin.EVENTS), "the first round")
+        tracking = world.server._require_served().extensions.trackers
+        asyncio.run(tracking.rest())
+        world.rounds(1.0, 2)
+        world.wait(2)
+        (follower,) = tracking._followers
+        assert follower._next_events() == []
+        follower.read_on()
+        world.finish()
+    assert diary_plugin.EVENTS[-1].what in ("run finished", "site left")
+
+
+def test_another_codec_begins_no_tracker_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server opens its files anew for round 2; the tracker gets each event of the open round once."""
+    changes = {"rounds.changes": [{"from_round": 2, "aggregation.upload_codec": {"name": "int8"}}]}
+    with diary(monkeypatch, tmp_path, **changes) as world:
+        world.rounds(1.0, 1, 2)
+        world.finish()
+    import diary_plugin
+
+    numbers = [event.number for event in diary_plugin.EVENTS]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert (len(diary_plugin.RUNS), diary_plugin.CLOSED) == (1, [True])
 
 
 FAILS = {

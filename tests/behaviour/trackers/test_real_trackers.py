@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.admin import roll_back
 from kit.world import World
 from tracked import Points, of_mlflow, of_tensorboard, of_trackio, of_wandb, runs_of_mlflow
 
@@ -143,9 +144,8 @@ def test_mlflow_takes_odd_names_of_metrics(tmp_path: Path, monkeypatch: pytest.M
     }
 
 
-@needs("opentelemetry.sdk")
-def test_opentelemetry_has_a_span_a_round(tmp_path: Path) -> None:
-    """Each round is a span whose children are its phases, without a gap between them."""
+def spans_of_this_process() -> Any:
+    """Collects the spans that end from now on."""
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -156,6 +156,27 @@ def test_opentelemetry_has_a_span_a_round(tmp_path: Path) -> None:
         provider = TracerProvider()
         trace.set_tracer_provider(provider)
     provider.add_span_processor(SimpleSpanProcessor(spans))
+    return spans
+
+
+@needs("opentelemetry.sdk")
+def test_the_span_of_a_dropped_round_ends(tmp_path: Path) -> None:
+    """Round 2 is open when the run goes back to version 0; then come rounds 1 and 2 again."""
+    spans = spans_of_this_process()
+    with World(tmp_path, START, "a", rounds=2, **{"server.trackers": ("opentelemetry",)}) as world:
+        world.rounds(1.0, 1)
+        world.pull(number=2)
+        roll_back(world, 0)
+        world.rounds(1.0, 1, 2)
+        world.finish()
+    names = [each.name for each in spans.get_finished_spans() if each.parent is None]
+    assert names == ["round 1", "round 2", "round 1", "round 2"]
+
+
+@needs("opentelemetry.sdk")
+def test_opentelemetry_has_a_span_a_round(tmp_path: Path) -> None:
+    """Each round is a span whose children are its phases, without a gap between them."""
+    spans = spans_of_this_process()
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": ("opentelemetry",)})
     with world:
         three_rounds(world, world.restart)

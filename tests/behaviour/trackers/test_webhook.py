@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from kit.world import World
 
 from atoll.config import Settings
 from atoll.errors import ConfigError
+from atoll.server.coordinator import trackers
 from atoll.server.http import webhook
 from atoll.testing.run import free_port, wait_until
 
@@ -166,6 +169,28 @@ def test_a_hanging_webhook_holds_up_no_round(tmp_path: Path, monkeypatch: pytest
         assert "cannot be told (timed out)" in world.text
     world = run_with(tmp_path / "closed", f"http://127.0.0.1:{free_port()}/x")
     assert "Connection refused" in world.text
+    assert world.result["w"].tolist() == [1.0, 1.0]
+
+
+def test_an_endless_answer_delays_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A webhook whose answer never ends, byte after byte: the server ends `CLOSE_S` seconds after the run."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ended = threading.Event()
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 204 ")
+                while not ended.wait(0.05):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        world = run_with(tmp_path, f"http://127.0.0.1:{listening.getsockname()[1]}")
+        ended.set()
+        thread.join()
+    assert "the webhook had not written everything 0.2 s after the end" in world.text
     assert world.result["w"].tolist() == [1.0, 1.0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.sim_journal import SimJournal, initial, snapshot
 
 from atoll.rounds import events, machine
+from atoll.rounds.early_stopping import Measurement
 from atoll.rounds.state import Rules
 
 
@@ -30,6 +31,8 @@ class Story:
                 self.journal.sit_out(ticket)
             case events.VersionCommitted(fragment, version, value):
                 self.journal.move_head(fragment, version, value)
+            case events.VersionEvaluated(version, number, float(value)):
+                self.journal.measured.append(Measurement(version, number, value))
         for effect in effects:
             self.journal.apply(effect)
         restored, undone = machine.restore(self.rules, self.journal.snapshot(), self.now_s)

@@ -13,7 +13,15 @@ from atoll import Settings
 from atoll.rounds import machine
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
 from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
-from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
+from atoll.rounds.events import (
+    BestFound,
+    RoundOpened,
+    RunFinished,
+    RunPaused,
+    RunResumed,
+    VersionCommitted,
+    VersionEvaluated,
+)
 from atoll.rounds.sampling import Sampling, aggregator_of, choose_holders, ranking
 from atoll.rounds.state import Rules
 from atoll.rounds.transitions import IssuedTicket
@@ -358,6 +366,25 @@ def test_small_improvements_do_not_prevent_an_early_stop():
         round_of(run, value)
         assert run.state.progress.stale == stale
         assert run.state.progress.best.value == value
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_restart_ends_an_evaluated_run_no_earlier(paused):
+    """An evaluation shows, while round 4 is open or the run is paused before it, that the run is to end. So round 4 is
+    the last one, with a restart and without.
+    """
+    run = story(patience=2)
+    for number in (1, 2, 3):
+        ticket = run.ticket("a")
+        if paused and number == 3:
+            run.send(RunPaused())
+        run.accept(ticket)
+        run.commit()
+        run.send(VersionEvaluated(number, number, 0.5))  # `Story` compares with a restart after each event
+    assert run.state.rounds[0].phase == ("paused" if paused else "open")
+    if paused:
+        run.send(RunResumed())
+    assert RunFinished() in round_of(run, None)
 
 
 def test_a_restart_judges_metrics_by_new_settings():

@@ -239,6 +239,21 @@ def test_outer_state_is_kept_for_two_versions(store: Store) -> None:
         # Version 3 is being read, but nothing would ever go on from it.
         kept = [(row.version, row.state_slot is not None) for row in store.versions.kept()]
         assert kept == [(3, False), (4, True), (5, True)]
+        with pytest.raises(Gone, match=r"cannot go back to version 3: .* It can go back to: 4\."):
+            store.versions.require_whole(3)
+    assert [row.version for row in store.versions.kept()] == [4, 5]
+
+
+def test_a_version_to_go_back_to_is_kept(store: Store) -> None:
+    """Version 2 is there because it survives a power loss. The admin asks for it; then version 4 survives one, too."""
+    run_rounds(store, range(2), durable=True)
+    run_rounds(store, [2, 3])
+    store.versions.require_whole(2)
+    store.run_log.ask_back_to(2)
+    store.versions.write_durable()
+    store.versions.require_whole(2)
+    store.run_log.ask_back_to(None)
+    run_round(store, 4)
     assert [row.version for row in store.versions.kept()] == [4, 5]
 
 

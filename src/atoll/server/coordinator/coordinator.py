@@ -77,6 +77,7 @@ class Coordinator:
         self._warnings.say_advice()
         self._warnings.say_own_code()
         run.ledger.restore(snapshot, self._act)
+        run.events.publish()  # what recovery has written
         self._warnings.say_moved()
         if snapshot.finished and not run.state.finished:
             run.store.run_log.finish(False)  # rounds.total is larger than when the run finished
@@ -90,8 +91,7 @@ class Coordinator:
                 run.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
         run.spawn(self._tick())
         self._background.complete_metrics()
-        if (resumed := self._evaluation.resume()) is not None:
-            self._last_write = run.spawn(self._written_after(resumed[1], resumed[0], ""))
+        self._resume_evaluation()
         if run.state.finished:
             if not run.has_workflows:
                 how = "run `atoll resume`" if run.state.stopping else "raise rounds.total"
@@ -99,14 +99,20 @@ class Coordinator:
             if snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
                 run.spawn(self._finish())
         else:
+            if self._place.is_here and address:  # a simulation has no admin
+                self._warnings.say_versions_kept()
             self._background.save_initial()
 
-    async def stop(self) -> None:
-        """End all tasks, and close the store. The next start continues from the files on disk."""
+    async def stop(self, *, begins_again: bool = False) -> None:
+        """End all tasks, and close the store. The next start continues from the files on disk.
+
+        Args:
+            begins_again: whether this server goes on with the run, so that its followers stay.
+        """
         self._place.cancel()
         await self._run.end_tasks()
         self._evaluation.stop()
-        await self._extensions.close()
+        await (self._extensions.rest() if begins_again else self._extensions.close())
         self._place.close()
         self._background.persistor.close()  # before the store, because the persistor reads from it
         self._run.store.close()
@@ -129,9 +135,14 @@ class Coordinator:
             case events.RoundOpened(fragment) if not self._run.plan.fits(self._run.state.rounds[fragment].number):
                 self._run.begins_again.set()  # with files for the codec of this round
             case events.RunFinished():
+                self._resume_evaluation()  # if this event makes the newest version the last one
                 self._run.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
             self._run.wake()
+
+    def _resume_evaluation(self) -> None:
+        if (resumed := self._evaluation.resume()) is not None:
+            self._last_write = self._run.spawn(self._written_after(resumed[1], resumed[0], ""))
 
     def _on_event(self, event: run_events.Happened) -> None:
         self._place.on_event(event)

@@ -1,5 +1,7 @@
 """Evaluates every n-th version of a run and the last one, at the server: `server.evaluate`.
 
+Which version is the last one may be known only later: if the admin stops the run, or all sites sit out its last round.
+
 The evaluation runs while the sites train the next round. The next version is not made before it has ended, so no
 evaluation is left out, and the best version does not depend on how fast the function is. If the server is killed
 meanwhile, its next start evaluates the version again.
@@ -83,6 +85,7 @@ class VersionEvaluation:
     def __init__(self, run: RunCore, history: RoundHistory, process: Evaluates | None) -> None:
         self._run, self._history, self._process = run, history, process
         self.task: asyncio.Task[None] | None = None
+        self._begun: Sequence[int] = ()  # the version of each fragment that was evaluated last, or is now
         self._stopped_in_a_row, self._is_said = 0, False
         self._status = status_messages.EvaluationStatus(function="", every=1)
         if process is not None:
@@ -99,6 +102,9 @@ class VersionEvaluation:
         is_due = self._process is not None and (min(heads) % self._process.every == 0 or self._run.state.finished)
         if not is_due or summary.global_metrics or self._stopped_in_a_row >= MOST_STOPPED:
             return None
+        if tuple(heads) == self._begun:
+            return None
+        self._begun = tuple(heads)
         self.task = self._run.spawn(self._evaluate(summary, tuple(heads)))
         return self.task
 
@@ -164,14 +170,14 @@ class VersionEvaluation:
         self._is_said = bool(problem)
 
     def resume(self) -> tuple[status_messages.RoundSummary, asyncio.Task[None]] | None:
-        """Begin to evaluate the newest version if an earlier server has not, as the port `Evaluation` says."""
+        """Begin to evaluate the newest version if that is due and was not begun, as the port `Evaluation` says."""
         rounds = self._run.state.rounds
         made = [each for each in self._history.summaries if each.version is not None]
         if not made or len({each.done for each in rounds}) > 1:
             return None
         task = self.begin(made[-1], [each.head for each in rounds])
         if task is not None:
-            LOG.info("version %s was not evaluated before the restart: evaluating it now", made[-1].version)
+            LOG.info("version %s was not evaluated yet: evaluating it now", made[-1].version)
         return (made[-1], task) if task is not None else None
 
     def stop(self) -> None:

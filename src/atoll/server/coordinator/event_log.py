@@ -38,13 +38,21 @@ class EventLog:
     An event is written in the transaction of what it tells. Subscribers get it after the commit, in order. If one
     raises, the others and the run go on; the error is logged once for each subscriber.
 
+    Args:
+        store: store of the run.
+        after: number of the last event that subscribers got before the run began again; None: the server starts now.
+
     Attributes:
+        passed: number of the last event that subscribers have got.
         problems: subscriber → the first error that it raised, as a warning for the status.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, after: int | None = None) -> None:
         self._store, self._rows = store, store.events
-        self._told: list[run_events.Happened] = []  # written, but not yet passed to the subscribers
+        self.passed = newest_event(store.journal.rows) if after is None else after
+        query = run_events.EventQuery(after=self.passed)
+        # written, but not yet passed to the subscribers: at first what recovery has written, such as `WentBack`
+        self._told: list[run_events.Happened] = [*event_page(store.journal.rows, query).events]
         self._subscribers: dict[str, tuple[OnEvent, Callable[[Exception], None] | None]] = {}
         self._news, self._has_ended, self._is_publishing = FairEvent(), False, False
         self.problems: dict[str, str] = {}
@@ -109,6 +117,7 @@ class EventLog:
         told, self._told, self._is_publishing = self._told, [], True
         try:
             for event in told:
+                self.passed = max(self.passed, event.number)
                 for name, (on_event, on_error) in list(self._subscribers.items()):
                     self._pass(event, name, on_event, on_error)
         finally:

@@ -55,6 +55,9 @@ class RunView(Protocol):
 class Extension:
     """Base class of extensions. All methods run on the server's event loop, so none may block.
 
+    An extension that a package brings lives as long as the server. If the run begins again within it, as after a
+    rollback, `follow` hands over the run, and the events go on: each comes once, in order.
+
     Each operation is carried out by the method of the same name: `async def NAME(self, message)` if the operation has
     a message, with `query` and the parameters of the path as further arguments. Its path begins with
     `/v1/extensions/EXTENSION/`; parameters of the path are numbers. If the reply is `bytes`, the method also gets
@@ -71,6 +74,13 @@ class Extension:
     def __init__(self, run: RunView) -> None:
         self.run = run
 
+    def follow(self, run: RunView) -> None:
+        """Go on with the run, which begins again within this server: `run` is another object from now on."""
+        self.run = run
+
+    async def rest(self) -> None:
+        """Read nothing of the run until `follow`: its files are closed, because it begins again."""
+
     def on_event(self, event: Happened) -> None:
         """Follow the events of the run. This is called after each event is in the journal."""
 
@@ -86,26 +96,46 @@ class Extension:
         """Do what is due at a time of `time.monotonic`. This is called about once a second."""
 
     async def close(self) -> None:
-        """End what the extension has begun; the server is about to end."""
+        """End what the extension has begun, within `CLOSE_S` seconds; the server is about to end."""
 
 
 class Extensions:
     """The extensions of a run.
 
+    Args:
+        run: the run.
+        parts: the extensions that Atoll makes for each run anew, even if it begins again within the server.
+        trackers: the one that Atoll makes once for a server.
+        before: the extensions before the run has begun again; None: the server starts now.
+
     Attributes:
         own: the extensions that Atoll brings, which carry out operations of `OPERATIONS`. If one raises, the run fails,
             as with any part of the server.
+        trackers: as above.
         problems: other extension → the first error that it raised, as a warning for the status.
     """
 
-    def __init__(self, run: RunView, own: Sequence[Extension]) -> None:
-        """Make the extensions that the settings name.
+    def __init__(
+        self, run: RunView, parts: Sequence[Extension], trackers: Extension, before: Extensions | None = None
+    ) -> None:
+        """Make the extensions that the settings name; or let those of `before` go on.
 
         Raises:
             ConfigError: there is no such extension, it cannot be made, or an operation of it is not possible.
         """
-        self.own, self._all = own, dict[str, Extension]()
-        self.problems: dict[str, str] = {}
+        self._parts, self.trackers, self.own = parts, trackers, (*parts, trackers)
+        self._all: dict[str, Extension] = {} if before is None else before._all
+        self.problems: dict[str, str] = {} if before is None else before.problems
+        if before is None:
+            self._make(run)
+        else:
+            trackers.follow(run)
+            for name, each in self._all.items():
+                self._try(name, partial(each.follow, run))
+        for each in self._all.values():
+            run.events.subscribe(f"the extension {each.name}", each.on_event)
+
+    def _make(self, run: RunView) -> None:
         for name in run.settings.server.names:
             kind = registry.load("extensions", name)
             if not (isinstance(kind, type) and issubclass(kind, Extension)):
@@ -119,8 +149,6 @@ class Extensions:
                 raise
             except Exception as error:
                 raise ConfigError(f"The extension {name!r} cannot be made: {error!r}.", "Correct its code.") from error
-        for each in self._all.values():
-            run.events.subscribe(f"the extension {each.name}", each.on_event)
 
     def _add(self, extension: Extension) -> None:
         if extension.name in self._all:  # the second would silently replace the first
@@ -196,16 +224,27 @@ class Extensions:
                 LOG.exception("the extension %s failed; the run goes on", name)
             return None
 
+    async def rest(self) -> None:
+        """Close the parts of the run, which begins again. The other extensions go on with it."""
+        await asyncio.gather(self._close_parts(), self.trackers.rest())
+
     async def close(self) -> None:
-        """Close all extensions; those that packages bring, within `CLOSE_S` seconds each."""
-        for own in self.own:
-            await own.close()
-        for name, each in self._all.items():
-            try:
-                async with asyncio.timeout(CLOSE_S):
-                    await each.close()
-            except Exception as error:
-                LOG.error("the extension %s could not be closed: %r", name, error)
+        """Close all extensions, at the same time; those that packages bring, within `CLOSE_S` seconds. Idempotent."""
+        brought = [_closed(name, self._all.pop(name)) for name in list(self._all)]
+        await asyncio.gather(self._close_parts(), self.trackers.close(), *brought)
+
+    async def _close_parts(self) -> None:
+        parts, self._parts = self._parts, ()
+        for each in parts:
+            await each.close()
+
+
+async def _closed(name: str, extension: Extension) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await extension.close()
+    except Exception as error:
+        LOG.error("the extension %s could not be closed: %r", name, error)
 
 
 def _warnings(extension: Extension) -> list[str]:

@@ -97,7 +97,7 @@ class Evaluation(Protocol):
         """
 
     def resume(self) -> tuple[status_messages.RoundSummary, asyncio.Task[None]] | None:
-        """If an earlier server ended before the newest version was evaluated, begin to evaluate it.
+        """If the newest version is to be evaluated and was not, begin that: at a server's start, and at the run's end.
 
         Return the summary of the version's round, and the evaluation as a task.
         """

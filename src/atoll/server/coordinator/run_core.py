@@ -37,6 +37,7 @@ class RunCore:
         store: store of the run, which the coordinator closes.
         has_workflows: whether the run has workflows, of which training may be one; if not, it only trains.
         clock: returns the time in seconds, as `time.monotonic` does: for leases, deadlines and estimates.
+        before: the events before the run has begun again within this server; None: the server starts now.
 
     Attributes:
         roster: site → what the server knows about its worker.
@@ -57,14 +58,20 @@ class RunCore:
     """
 
     def __init__(
-        self, plan: Plan, store: Store, *, has_workflows: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        has_workflows: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        before: EventLog | None = None,
     ) -> None:
         self.plan, self.store, self.settings, self.clock = plan, store, plan.settings, clock
         self.has_workflows = has_workflows
         self.roster = roster_of(
             store.run_log.members(), [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
-        self.events = EventLog(store)
+        self.events = EventLog(store, None if before is None else before.passed)
         rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=has_workflows, needs_all=plan.algorithm.needs_all
         )

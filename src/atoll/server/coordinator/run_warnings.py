@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from atoll.format_text import number_of, size
 from atoll.protocol import run_events
 from atoll.rounds.closing_policy import listed
 from atoll.server.coordinator.run_core import RunCore
@@ -64,6 +65,17 @@ class RunWarnings:
                 name,
                 kind,
                 name,
+            )
+
+    def say_versions_kept(self) -> None:
+        """As a run begins, log how many versions it can go back to, and what a further one takes on disk."""
+        settings, shapes = self._run.settings.disk, [each.shapes() for each in self._run.plan.fragments]
+        nbytes = sum(file.nbytes for each in shapes for file in (each.version, each.state) if file is not None)
+        if settings.in_files and not any(each.done for each in self._run.state.rounds):
+            LOG.info(
+                "the newest %s stay on disk for `atoll rollback` (disk.keep_versions); each further one takes %s",
+                number_of(settings.keep_versions, "version"),
+                size(nbytes),
             )
 
     def say_moved(self) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from atoll.errors import AtollError, ConfigError
 from atoll.format_text import visible, without_credentials
 from atoll.json_files import read_note, write_note
 from atoll.protocol import run_events
-from atoll.server.coordinator.extension import Extension
+from atoll.server.coordinator.extension import Extension, RunView
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.kept_events import newest_event
 from atoll.store.reader import open_state
@@ -100,6 +101,8 @@ def _is_installed(module: str) -> bool:
 class Trackers(Extension):
     """The trackers of a run, each with its thread. It is one of the extensions that Atoll brings.
 
+    They live as long as the server: if the run begins again within it, nothing waits for a tracker.
+
     Args:
         run: the run.
         makers: name → function that begins the tracker. It goes on behind its note; without one, it gets all events.
@@ -125,8 +128,27 @@ class Trackers(Extension):
             self._followers.append(follower)
             if position.event < newest:  # also if the run is finished, and nothing more happens
                 follower.begin()
+        self._subscribe(run)
+
+    def _subscribe(self, run: RunView) -> None:
         for each in self._followers:
             run.events.subscribe(f"the {each.name}", each.notice)
+
+    def follow(self, run: RunView) -> None:
+        """Go on with the run, which begins again, behind the events that each tracker has got."""
+        super().follow(run)
+        self._subscribe(run)
+        for each in self._followers:
+            each.read_on()
+
+    async def rest(self) -> None:
+        """Read no events until `follow`: the journal is closed. What a tracker does at this moment goes on."""
+
+        def rest() -> None:
+            for each in self._followers:
+                each.rest()
+
+        await asyncio.to_thread(rest)
 
     def warnings(self) -> Iterable[str]:
         """Return the problems with trackers."""
@@ -138,8 +160,16 @@ class Trackers(Extension):
             each.begin()
 
     async def close(self) -> None:
-        """Let the trackers write what is left, for at most `CLOSE_S` seconds."""
-        await asyncio.gather(*(asyncio.to_thread(each.close) for each in self._followers))
+        """Let the trackers write what is left, for at most `CLOSE_S` seconds in all. Idempotent."""
+        for each in self._followers:
+            each.end()
+        until_s = time.monotonic() + CLOSE_S
+
+        def join() -> None:
+            for each in self._followers:
+                each.join(until_s)
+
+        await asyncio.to_thread(join)
 
 
 SHOWN = ("run", "model", "algorithm", "diloco", "rounds", "async", "swarm", "aggregation")
@@ -176,6 +206,7 @@ class _Follower:
         self.name, self.problem = name, ""
         self._make, self._position, self._note, self._state_dir = make, position, note, state_dir
         self._news, self._ending = threading.Event(), threading.Event()
+        self._reading, self._may_read = threading.Lock(), True  # whether the journal is open; it changes under the lock
         self._has_failed = self._is_late = self._is_over = False
         self._has_all = True  # whether the tracker took the last event
         self._unwritten = deque[run_events.Happened](maxlen=MOST_LOST)  # events that are not in the journal
@@ -196,12 +227,27 @@ class _Follower:
         self._news.set()
         self.begin()
 
-    def close(self) -> None:
-        """Wait until the tracker has got all events, but not for long. This is called in a thread."""
+    def read_on(self) -> None:
+        """Read the journal again, which is open now."""
+        self._may_read = True
+        self._news.set()
+
+    def end(self) -> None:
+        """Let the thread end once the tracker has got all events."""
         self._ending.set()
         self._news.set()
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+
+    # -- in a thread of the server
+
+    def rest(self) -> None:
+        """Read no more in the journal until `read_on`. Wait for the page of events that is being read."""
+        with self._reading:
+            self._may_read = False
+
+    def join(self, until_s: float) -> None:
+        """Wait for the thread's end until a time of `time.monotonic`; then let the tracker get nothing more."""
+        if self._thread is not None and not self._is_late:
+            self._thread.join(max(0.0, until_s - time.monotonic()))
             self._is_late = self._thread.is_alive()
             if self._is_late:
                 LOG.warning("the %s had not written everything %g s after the end", self.name, CLOSE_S)
@@ -262,13 +308,15 @@ class _Follower:
             self._try(partial(write_note, self._note, self._position))
 
     def _next_events(self) -> list[run_events.Happened]:
+        found: list[run_events.Happened] = []
         try:
-            with open_state(self._state_dir, in_server=True) as state:
-                found = state.events_after(self._position.event, PAGE_EVENTS)
+            with self._reading:
+                if self._may_read:
+                    with open_state(self._state_dir, in_server=True) as state:
+                        found = state.events_after(self._position.event, PAGE_EVENTS)
         except AtollError as error:  # such as a damaged row
             if not self._is_late:
                 self._say(error)
-            found = []
         while self._unwritten and not found:
             found.append(self._unwritten.popleft())
         return found
