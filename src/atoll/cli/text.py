@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -150,9 +150,17 @@ def staleness(counts: Mapping[str, int]) -> str:
     return f"staleness {mean:.2g} on average, at most {max(map(int, counts))}"
 
 
-def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say."""
-    shown = [f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for[:MOST_NAMED]]
+def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True) -> str:
+    """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say.
+
+    Args:
+        fragment: the fragment whose round waits.
+        has_times: whether each site is followed by the time for which it is awaited.
+    """
+    shown = [
+        f"{missing.site} ({duration(missing.for_s)})" if has_times else missing.site
+        for missing in fragment.waiting_for[:MOST_NAMED]
+    ]
     more = len(fragment.waiting_for) - len(shown)
     sites = ", ".join([*shown, *([f"and {more} more"] if more else [])])
     reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
@@ -291,14 +299,19 @@ class _LastLine(logging.Handler):
         self.at_s = time.monotonic()
 
 
-@contextmanager
-def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
-    """Within the block, log what is awaited, and for how long, after each `SILENT_S` seconds without a line.
+def _log(line: str) -> None:
+    logging.getLogger("atoll.cli").info("%s", line)
 
-    Call this after `log_lines`.
+
+@contextmanager
+def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Within the block, tell what is awaited, and for how long, after each `SILENT_S` seconds without a line.
+
+    While the same is awaited for longer than `EARLY_S` seconds, the pauses double, up to `LONGEST_S`.
 
     Args:
-        what: returns what is awaited. A thread calls it.
+        what: returns what is awaited; an empty text tells nothing. A thread calls it.
+        tell: prints a line. By default, the line is logged: call this after `log_lines`.
     """
     ended, last, logger = threading.Event(), _LastLine(), logging.getLogger("atoll")
 
@@ -314,8 +327,9 @@ def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
                 text, begin_s, pause_s = new, last.at_s, SILENT_S
             elif now_s - begin_s > EARLY_S:
                 pause_s = min(2 * pause_s, LONGEST_S)
-            if not ended.is_set():
-                logging.getLogger("atoll.cli").info("%s (%s)", text, duration(now_s - begin_s))
+            if text and not ended.is_set():
+                (tell or _log)(f"{text} ({duration(now_s - begin_s)})")
+                last.at_s = time.monotonic()
             own_s = last.at_s
 
     thread = threading.Thread(target=follow, name="atoll-awaited", daemon=True)
@@ -328,6 +342,11 @@ def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
         ended.set()
         thread.join(UNREAD_S)
         logger.removeHandler(last)
+
+
+def still(text: str) -> AbstractContextManager[None]:
+    """Within the block, print on standard error that a command is still at something, from `SILENT_S` seconds on."""
+    return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"))
 
 
 def log_json(wanted: bool) -> None:

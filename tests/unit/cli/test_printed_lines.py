@@ -1,9 +1,8 @@
-"""What commands print: reminders in the server's log, and tables of an evaluation."""
+"""What commands print: what they wait for, and tables of an evaluation."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 
@@ -20,74 +19,39 @@ from atoll.protocol.run_events import VersionEvaluated
 from atoll.protocol.status_messages import FragmentStatus, RoundSummary, Status
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
-# -- reminders of late sites
+# -- what a server waits for
 
 
 def fragment(
     reason: str = "", *, number: int = 0, phase: str = "open", **awaited_s: float
 ) -> status_messages.FragmentStatus:
     missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
-    return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
+    return status_messages.FragmentStatus(
+        fragment=number, version=1, round=1, phase=phase, waiting_for=missing, reason=reason
+    )
 
 
-def test_reminders_name_only_late_sites() -> None:
-    """A reminder in the server's log names only the sites that the round has awaited for at least 15 s."""
-    reminder = server.Reminder(0.0)
-    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
-    assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
-    assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
+def status(*fragments: status_messages.FragmentStatus, **more: object) -> Status:
+    return Status(run="r", protocol=1, fragments=list(fragments)).model_copy(update=more)
 
 
-def test_reminders_combine_the_waiting_fragments() -> None:
-    """If all fragments wait for one reason, a reminder gives this reason once. If the reasons differ, it names the
-    fragment that waits for a late site. A finished fragment is left out.
-    """
+def test_a_server_names_what_each_fragment_waits_for() -> None:
+    """If all fragments wait for one reason, the line gives it once. A finished fragment is left out."""
     joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
-    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
-    one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
-    assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
+    assert server.awaited_by(status(*joins)) == "round 1: waits for 2 sites to join"
+    two = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
+    assert server.awaited_by(status(*two)) == "fragment 0 round 1: waiting for a; fragment 1 round 1: waiting for b"
     last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]
-    assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
+    assert server.awaited_by(status(*last)) == "fragment 1 round 1: waiting for a"
 
 
-def test_reminder_pauses_double_up_to_ten_minutes() -> None:
-    """The pause between two reminders of one site doubles, from 15 s up to ten minutes."""
-    reminder = server.Reminder(0.0)
-    said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
-    # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
-    assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
-    assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
-
-
-def test_reminders_ask_only_when_due() -> None:
-    """A reminder looks at the fragments only at the times when it is due, and rests in between."""
-    reminder, asked = server.Reminder(0.0), list[int]()
-    for second in range(3000):
-        assert (reminder.rest_s(second) == 0.0) == (reminder.due_s <= second)
-        if reminder.due_s <= second:
-            reminder.due_s = math.inf
-            asked.append(second)
-            assert reminder.line([fragment(a=float(second))], float(second)) != ""
-    assert asked == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
-
-
-def test_reminders_look_again_in_time() -> None:
-    """A reminder is due again when the next awaited site becomes late. If no site is awaited, it is due 15 s after the
-    next event.
-    """
-    reminder = server.Reminder(0.0)
-    reminder.due_s = math.inf
-    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
-    assert reminder.due_s == 101.0
-    reminder.due_s = math.inf
-    assert reminder.line([fragment()], 101.0) == ""
-    assert (reminder.due_s, reminder.rest_s(101.0)) == (math.inf, 15.0)
-    before_s = time.monotonic()
-    reminder.on_event(None)
-    assert before_s + 15.0 <= reminder.due_s <= time.monotonic() + 15.0
-    reminder.due_s = 1.0
-    reminder.on_event(None)
-    assert reminder.due_s == 1.0
+def test_a_server_says_why_no_round_is_under_way() -> None:
+    """A paused run, a finished one and a workflow have their own words."""
+    one = fragment("waits for a", a=1.0)
+    assert server.awaited_by(status(one, paused=True)) == "the run is paused; `atoll resume` lets it go on"
+    assert server.awaited_by(status(one, finished=True)) == "the run is finished; its sites and its server end"
+    work = status_messages.WorkflowStatus(name="median", kind="function", state="running", detail="asks a")
+    assert server.awaited_by(status(one, workflows=[work])) == "the workflow median: asks a"
 
 
 # -- tables of an evaluation
