@@ -20,11 +20,15 @@ from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     UNREAD_S,
     LogJson,
+    Quiet,
+    Verbose,
     against_data_parallel,
     awaited,
     best_line,
+    choose_level,
     codecs,
     duration,
+    log_level,
     log_lines_in_background,
     logs_json,
     next_step,
@@ -60,9 +64,12 @@ def command(
     token_file: TokenFile = None,
     rounds: Rounds = None,
     log_json: LogJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a run. Its settings come from a run file and from options; options take precedence."""
     print_json(log_json)
+    choose_level(quiet=quiet, verbose=verbose)
     try:
         settings = read_settings(
             run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
@@ -144,7 +151,7 @@ def _serve(settings: Settings, started: list[Server]) -> None:
 
 
 def _has_table() -> bool:
-    return sys.stdout.isatty() and not logs_json()
+    return sys.stdout.isatty() and not logs_json() and log_level() <= logging.INFO
 
 
 def _announce(server: Server, settings: Settings) -> None:

@@ -15,7 +15,19 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings, site_names
-from atoll.cli.text import duration, log_lines, next_step, number_of, numbers, size, telling_what_is_awaited
+from atoll.cli.text import (
+    Quiet,
+    Verbose,
+    choose_level,
+    duration,
+    log_level,
+    log_lines,
+    next_step,
+    number_of,
+    numbers,
+    size,
+    telling_what_is_awaited,
+)
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
 from atoll.simulate import with_own_folder
@@ -60,14 +72,17 @@ def command(
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; log to standard error.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train with many simulated sites, without a network. The same command continues an interrupted simulation.
 
     One that has finished, or was begun with other code or settings, needs --fresh or --resume.
     """
+    choose_level(quiet=quiet, verbose=verbose)
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
-    server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker
+    server.setLevel(log_level() if verbose else logging.WARNING)  # at INFO, the server logs a line for every worker
     server.addFilter(Seldom())
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import LOG_JSON, JsonLines, VisibleLines, json_line
+from atoll.format_text import LOG_JSON, LOG_LEVEL, JsonLines, VisibleLines, json_line
 from atoll.format_text import duration as duration
+from atoll.format_text import log_level as log_level
 from atoll.format_text import logs_json as logs_json
 from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 LogJson = Annotated[
     bool, typer.Option("--log-json", help="Print each line as a JSON object, for programs that collect logs.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print what helps to find a fault, too.")]
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy for an output file that cannot be written."""
 QUIET_S = 30.0
@@ -286,7 +289,7 @@ def log_lines(stream: TextIO | None = None) -> None:
     handler.setFormatter(JsonLines() if logs_json() else VisibleLines())
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(log_level())
     logger.propagate = False
 
 
@@ -353,6 +356,18 @@ def log_json(wanted: bool) -> None:
     """Let this command, and the processes that it starts, print each line as a JSON object."""
     if wanted:
         os.environ[LOG_JSON] = "1"
+
+
+def choose_level(*, quiet: bool, verbose: bool) -> None:
+    """Let this command, and the processes that it starts, print fewer lines or more.
+
+    Raises:
+        UsageError: both are wanted.
+    """
+    if quiet and verbose:
+        raise UsageError("Both --quiet and --verbose are given.", "Use one of them.")
+    if quiet or verbose:
+        os.environ[LOG_LEVEL] = "warning" if quiet else "debug"
 
 
 _last_line: threading.Thread | None = None

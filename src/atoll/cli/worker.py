@@ -8,6 +8,7 @@ can read a command line.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -27,7 +28,16 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
-from atoll.cli.text import LogJson, next_step, print_line, telling_what_is_awaited
+from atoll.cli.text import (
+    LogJson,
+    Quiet,
+    Verbose,
+    choose_level,
+    log_level,
+    next_step,
+    print_line,
+    telling_what_is_awaited,
+)
 from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
@@ -72,9 +82,12 @@ def command(
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a failed or killed command.")] = 0,
     log_json: LogJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     print_json(log_json)
+    choose_level(quiet=quiet, verbose=verbose)
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:
@@ -138,7 +151,7 @@ def _require_server(address: str, signals: list[int]) -> str:
     def awaited() -> str:
         return f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S){f': {why}' if why else ''}"
 
-    with telling_what_is_awaited(awaited, print_line):
+    with telling_what_is_awaited(awaited, _inform):
         while True:
             try:
                 timeout_s = min(10.0, max(1.0, end - time.monotonic()))
@@ -149,9 +162,14 @@ def _require_server(address: str, signals: list[int]) -> str:
                     raise
                 why = str(error)
             if why != last_reason:
-                print_line(awaited())
+                _inform(awaited())
                 last_reason = why
             _pause(signals, SERVER_PAUSE_S)
+
+
+def _inform(line: str) -> None:
+    if log_level() <= logging.INFO:
+        print_line(line)
 
 
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
@@ -227,7 +245,7 @@ def _run_once(
         return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
-    print_line(f"atoll: {found}; starting {script[0]}")
+    _inform(f"atoll: {found}; starting {script[0]}")
     # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started
