@@ -22,7 +22,7 @@ from atoll.cli.which_run import (
 from atoll.errors import UsageError
 from atoll.protocol.run_events import RoundOpened, RunEvent, RunFinished, SiteLeft
 from atoll.protocol.status_messages import RoundSummary, Status
-from atoll.simulate.inputs import FILE
+from atoll.simulate import INPUTS_FILE
 from atoll.store.journal import JOURNAL
 
 
@@ -64,7 +64,7 @@ def test_a_start_that_failed_is_told_until_the_next(here: Path) -> None:
     """The reason is in a file of the run's folder, which a new start removes; a very long one is cut."""
     folder = Path("runs/a-1")
     folder.mkdir(parents=True)
-    (folder / FILE).touch()
+    (folder / INPUTS_FILE).touch()
     with pytest.raises(UsageError, match=r"The run in runs/a-1 was never started: its server has not begun\."):
         named_run(Path("a-1"))
     note_failure(folder, "The port 1 is in use.")
