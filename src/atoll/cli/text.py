@@ -157,7 +157,7 @@ def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True)
     """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say.
 
     Args:
-        fragment: the fragment whose round waits.
+        fragment: the status of a fragment.
         has_times: whether each site is followed by the time for which it is awaited.
     """
     shown = [
