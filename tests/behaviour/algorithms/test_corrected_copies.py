@@ -238,9 +238,8 @@ def test_scaffold_does_not_correct_averages_or_anchors() -> None:
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
 def test_scaffold_refuses_lookahead_and_schedule_free(kind: Any, named: str) -> None:
-    """SCAFFOLD refuses Lookahead and Schedule-Free, whose copies of the weights follow the weights only at some steps.
-
-    Such a copy would undo a part of a correction.
+    """SCAFFOLD refuses Lookahead and Schedule-Free, because their own copies of the weights would undo a part of each
+    correction.
     """
     model = two(torch.float32)
     optimizer = kind(model.parameters())

@@ -37,7 +37,7 @@ def test_fedprox_pulls_towards_the_received_weights(tmp_path: Path) -> None:
         assert hooks.steps == 2
 
 
-def test_scaffold_needs_a_step() -> None:
+def test_scaffold_needs_at_least_one_step() -> None:
     """SCAFFOLD computes a control difference after one step, and refuses to compute one without any step.
 
     By hand: c = 0.5, c_i = 0.2, η = 0.1, target 1. y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
@@ -71,11 +71,9 @@ def test_scaffold_follows_a_learning_rate_schedule() -> None:
 
 
 def test_scaffold_ignores_a_step_without_gradients() -> None:
-    """SCAFFOLD neither corrects nor counts an optimizer step before which no parameter has a gradient.
-
-    The second step has the gradient 2: w ← w − η·g − η·(c − c_i) = −3. Δc = (0 − w)/η − c = 3/0.5 − 4, so the first
-    step added no rate.
-    """
+    """SCAFFOLD neither corrects nor counts an optimizer step if no parameter has a gradient."""
+    # The second step has the gradient 2: w ← w − η·g − η·(c − c_i) = −3. Δc = (0 − w)/η − c = 3/0.5 − 4, so the first
+    # step added no rate.
     model = One()
     scaffold = Scaffold(model, controls(4.0), controls(0.0))
     with scaffold.attach(optimizer := sgd(model, 0.5)):
@@ -282,13 +280,11 @@ def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("refused", [False, True])
-def test_scaffold_refuses_a_failed_last_step(by_closure: bool, refused: bool) -> None:
-    """SCAFFOLD computes no control difference while the last step is one that failed. A whole step afterwards lifts the
-    refusal.
-
-    After a failed step, it is unknown whether weights have moved. By hand after the whole step: w = 0 + 0.1 − 0.1·4 and
-    Δc = 0.3/0.1 − 4.
+def test_scaffold_refuses_after_a_failed_last_step(by_closure: bool, refused: bool) -> None:
+    """After an optimizer step has failed, SCAFFOLD refuses to compute a control difference until a later step succeeds.
+    The failed step may have moved some weights.
     """
+    # By hand after the whole step: w = 0 + 0.1 − 0.1·4 and Δc = 0.3/0.1 − 4.
     model = One()
     optimizer = BreaksOff(model.parameters(), lr=ETA)
     scaffold = Scaffold(model, controls(4.0), controls(0.0))

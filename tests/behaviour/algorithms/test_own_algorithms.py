@@ -227,7 +227,7 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
     assert seen == [[0.0], [-2.0]]
 
 
-def test_diloco_refuses_an_algorithm_with_groups(tmp_path: Path) -> None:
+def test_diloco_refuses_algorithms_that_send_extra_tensors(tmp_path: Path) -> None:
     """A DiLoCo loop refuses to start if the run's algorithm needs tensors besides the model in each update."""
     with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"

@@ -137,7 +137,7 @@ def one_step(world: World, site: str, weight: float | None = None) -> tuple[floa
     return known
 
 
-def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
+def test_scaffold_converges_to_the_weighted_optimum(tmp_path: Path) -> None:
     """SCAFFOLD converges to the optimum of the weighted objective, though sites make unequal numbers of steps.
 
     The objective Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i. Every five rounds
@@ -266,11 +266,9 @@ def test_the_log_reports_a_changed_weight_once(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_equal_weights_give_the_papers_bits(tmp_path: Path) -> None:
-    """With equal weights of all sites, c equals the paper's formula to the last bit.
-
-    With weight 1, c is Σ Δc_i·(1/N) in the order of the sites' names, with one rounding per site. Δc_i = g_i(0) =
-    −target.
-    """
+    """If all sites have equal weights, the server's control c has the bits of the paper's formula."""
+    # With weight 1, c is Σ Δc_i·(1/N) in the order of the sites' names, with one rounding per site. Δc_i = g_i(0) =
+    # −target.
     with World(tmp_path, point(), "abc", algorithm="scaffold", rounds=2) as world:
         world.ask()
         for site in "abc":
@@ -314,10 +312,9 @@ def test_submit_refuses_a_malformed_control_difference(tmp_path: Path, given: An
 
 
 @pytest.mark.covers("S7")
-def test_submit_refuses_a_difference_without_steps_or_after_correct(tmp_path: Path) -> None:
-    """A site's `submit` refuses a control difference without a number of steps, or after a call of `correct`.
-
-    A second call of `correct` in one round is refused as it would correct each step twice.
+def test_submit_refuses_incomplete_or_repeated_corrections(tmp_path: Path) -> None:
+    """A site's `submit` refuses a control difference without a number of steps, or after a call of `correct`. A second
+    call of `correct` in one round is refused, because it would correct each step twice.
     """
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())

@@ -137,8 +137,9 @@ def restore_to(
 
 
 @pytest.mark.covers("S2")
-def test_controls_begin_anew_when_the_admin_goes_back(world: World) -> None:
-    """Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7."""
+def test_going_back_to_a_version_resets_the_controls(world: World) -> None:
+    """When an administrator takes the run back to an earlier version, SCAFFOLD's controls start at zero again."""
+    # Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7.
     world.set(**{"disk.keep_versions": 9})
     with world:
         take_rounds(world, 4)
@@ -175,11 +176,11 @@ def test_restoring_a_backup_resets_the_controls(
 def test_a_lost_earlier_control_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All controls start at zero again if a site must go back by one update, but has lost its earlier control.
-
-    The restored server is one update behind all sites. At site `a`, one bit of the control from before this update is
-    damaged.
+    """If a site must go back by one update, but its earlier control is damaged, the controls of all sites start at zero
+    again.
     """
+    # The restored server is one update behind all sites. At site `a`, one bit of the control from before this update is
+    # damaged.
     with served():
         take_rounds(world, 2)
     backup = world.backup()
@@ -242,7 +243,7 @@ def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.Lo
 
 
 @pytest.mark.covers("S2", "F42")
-def test_restoring_a_backup_twice_resets_the_controls_twice(world: World, served: Callable[[], Any]) -> None:
+def test_restoring_a_backup_twice_resets_controls_twice(world: World, served: Callable[[], Any]) -> None:
     """Each time the server is restored from the same backup, the controls start at zero again.
 
     At the second time, the sites' controls belong to a generation that the server does not know.
@@ -277,16 +278,13 @@ def test_losing_the_version_of_a_reset_resets_again(world: World, caplog: pytest
 
 @pytest.mark.covers("S2", "F42")
 @pytest.mark.parametrize("same_ticket", [False, True], ids=["next-ticket", "same-ticket"])
-def test_an_update_from_before_the_reset_does_not_count(
+def test_an_update_formed_before_a_reset_never_counts(
     world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool
 ) -> None:
-    """An update that a site formed before the controls were reset does not count after the reset.
-
-    Site `c` is restored together with the server. Its update of round 3 fits version 2, but it does not fit controls of
-    zero.
-
-    In one case, the server gives site `c` a ticket whose number is, by chance, that of the old update's ticket.
-    """
+    """An update that a site formed before SCAFFOLD's controls were reset does not count after the reset."""
+    # Site `c` is restored together with the server. Its update of round 3 fits version 2, but it does not fit controls
+    # of zero. In one case, the server gives site `c` a ticket whose number is, by chance, that of the old update's
+    # ticket.
     with world:
         take_rounds(world, 2)
         if not same_ticket:
@@ -313,10 +311,8 @@ def test_an_update_from_before_the_reset_does_not_count(
 
 @pytest.mark.covers("S2")
 def test_a_site_that_lost_its_control_resets_all_controls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one site has lost its control and may start at zero, all controls of the run start at zero.
-
-    Site `b` has lost its folder and has set ATOLL_NEW_STATE. No share of its old control stays in c.
-    """
+    """If one site has lost its control and its user allows a new start, the controls of all sites start at zero."""
+    # Site `b` has lost its folder and has set ATOLL_NEW_STATE. No share of its old control stays in c.
     with world:
         take_rounds(world, 2)
     shutil.rmtree(world.workers / "b")

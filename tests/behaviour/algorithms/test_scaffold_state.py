@@ -175,7 +175,7 @@ def test_a_site_with_a_lost_or_damaged_control_is_refused(
 
 
 def test_a_sites_folder_may_move_to_another_machine(world: World) -> None:
-    """A site may move to another machine if its folder moves, too. Without its files the site is refused."""
+    """A site may move to another machine together with its folder. Without its files, the site is refused."""
     part(world)
     other = world.folder / "other"
     with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
@@ -215,14 +215,12 @@ def test_a_restarted_server_remembers_accepted_updates(world: World) -> None:
         part(world)
 
 
-def test_a_site_may_start_at_zero_by_variable(
+def test_atoll_new_state_lets_a_site_start_anew(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A site that has lost its state may start with a control of zero if ATOLL_NEW_STATE is 1.
-
-    Only `algorithm.json` is missing, and the site does not take the remaining files for its c_i. From then on the site
-    has a control again, and the variable does no harm.
-    """
+    """A site that has lost its SCAFFOLD state may start with a control of zero if ATOLL_NEW_STATE is 1."""
+    # Only `algorithm.json` is missing, and the site does not take the remaining files for its c_i. From then on the
+    # site has a control again, and the variable does no harm.
     part(world, until=2)
     (run_folder(world) / "algorithm.json").unlink()
     monkeypatch.setenv("ATOLL_NEW_STATE", "perhaps")
@@ -264,9 +262,8 @@ def test_refuses_the_control_of_another_site(pair: World) -> None:
 def test_refuses_a_copy_from_before_an_accepted_update(pair: World) -> None:
     """A site is refused if its folder is a copy from before its last accepted update, even if this update does not
     count yet.
-
-    The copy holds the control of the last counted update, but nothing of the accepted update.
     """
+    # The copy holds the control of the last counted update, but nothing of the accepted update.
     with pair:
         both(pair, 2)
         with ManualSite(pair.url, site="a", folder=pair.workers) as client:
@@ -298,12 +295,12 @@ def test_a_server_restored_to_version_0_resets_controls(pair: World) -> None:
     require_the_mean(seen, 3)
 
 
-def test_a_running_site_goes_back_with_its_server(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A running site takes its control back by one update when the restored server has lost this update.
-
-    The server lost version 3. The site sends its third update again: its c_i is first that after two updates, then that
-    after three.
+def test_a_running_site_takes_its_control_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """When a restored server has lost a site's last update, the running site goes back to its SCAFFOLD control from
+    before this update.
     """
+    # The server lost version 3. The site sends its third update again: its c_i is first that after two updates, then
+    # that after three.
     site, seen = world.sites["a"], list[list[float]]()
 
     def rounds(until: int) -> None:

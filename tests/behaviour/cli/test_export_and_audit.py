@@ -251,7 +251,7 @@ def test_a_damaged_version_is_never_exported(
     assert names(tmp_path) == ["state"]
 
 
-def test_an_export_without_a_server_suggests_the_state_directory(atoll_command) -> None:
+def test_a_failed_export_suggests_the_state_directory(atoll_command) -> None:
     """If no server answers, the error of `atoll export` suggests `--dir` with the state directory."""
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5

@@ -140,8 +140,10 @@ def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_sees_one_moment_while_the_server_goes_on(living) -> None:
-    """An open reader keeps seeing the state from its start while the server goes on. A later reader sees the end."""
+def test_a_reader_sees_one_consistent_state(living) -> None:
+    """A command that reads a state directory sees the state at its start, while the server goes on. A later command
+    sees the end.
+    """
     folder, gate, sites = living
     with open_state(folder / "state") as state:
         before = state.heads()

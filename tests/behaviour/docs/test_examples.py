@@ -39,7 +39,7 @@ def commands_of(folder: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
-def test_the_example_of_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
+def test_the_own_aggregator_example_trains(nursery: Nursery, components: Path) -> None:
     serve, work, *_ = commands_of(components)
     run_commands(nursery, components, [*serve, "--rounds=3"], work)
     rows = history(components / "atoll-run")
@@ -49,7 +49,7 @@ def test_the_example_of_an_own_aggregator_trains(nursery: Nursery, components: P
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_the_example_of_an_own_workflow_trains(nursery: Nursery, components: Path) -> None:
+def test_the_own_workflow_example_trains(nursery: Nursery, components: Path) -> None:
     """The example of an own workflow trains a model in rounds that the workflow itself runs."""
     text = (components / "workflow.py").read_text()
     (components / "workflow.py").write_text(text.replace("ROUNDS = 5", "ROUNDS = 3"))
@@ -145,7 +145,7 @@ def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: obj
 
 @pytest.mark.covers("D7", "X1")
 def test_the_krum_example_takes_the_middle_update(folder: Path) -> None:
-    """The Krum aggregator on the page takes the update in the middle of the three honest ones."""
+    """The Krum aggregator on the page picks the update in the middle of the three honest ones."""
     # with f = 1 of 5 the two nearest count, in units of the number of elements:
     # a: .25² + .375²,  b: .125² + .25²,  c: .125² + .375²; b is the smallest, and d and e are far from all others
     result = run_rounds(folder / "run.toml", 1, SITES)

@@ -80,8 +80,9 @@ def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("of_b", "mean"), [("weight=1", 4.5), ("weight=0", 0.0), ("", 9.0)])
-def test_the_mean_counts_sites_by_weight(of_b: str, mean: float, nursery: Nursery, tmp_path: Path) -> None:
-    """The loss of version 0 is 0 at a, with 3 samples, and 18 at b; the mean of all sites, if one tells no weight."""
+def test_an_evaluations_mean_weighs_the_sites(of_b: str, mean: float, nursery: Nursery, tmp_path: Path) -> None:
+    """The mean of a cross-site evaluation uses the sites' weights; if a site reports none, all sites count equally."""
+    # The loss of version 0 is 0 at a, with 3 samples, and 18 at b.
     settings = ALONE | {"workflow.steps": ({"kind": "cross_site_evaluation", "site_models": False},)}
     words = {"a": ["weight=3"], "b": [of_b]}
     matrix, _ = evaluated(nursery, tmp_path, words, **settings, **{"rounds.sites": 2})
@@ -95,7 +96,7 @@ def test_the_mean_counts_sites_by_weight(of_b: str, mean: float, nursery: Nurser
 
 @pytest.mark.covers("P12")
 def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) -> None:
-    """In a run without a model and without training, sites that only answer tasks give their own models to evaluate."""
+    """Without any training, sites can evaluate the models that they bring themselves."""
     only = ({"kind": "cross_site_evaluation", "name": "own models"},)
     words = dict.fromkeys("abc", ("tasks",))
     matrix, _ = evaluated(nursery, tmp_path, words, **ALONE | {"workflow.steps": only}, has_model=False)
@@ -168,7 +169,7 @@ def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("P12")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_without_progress_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_evaluation_gives_up_a_stuck_site(nursery: Nursery, tmp_path: Path) -> None:
     """If a site makes no progress within the evaluation timeout, its cell says so and the evaluation ends without
     it.
     """
@@ -206,10 +207,8 @@ def test_a_killed_server_repeats_only_the_evaluation(nursery: Nursery, tmp_path:
 
 
 def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
-    """A site that is killed during an evaluation and restarted still has the model that it submitted in training.
-
-    The restarted site cannot submit a new model, because the run has no round for it.
-    """
+    """A site that is killed during an evaluation and restarted still has the model that it submitted in training."""
+    # The restarted site cannot submit a new model, because the run has no round for it.
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -314,12 +313,10 @@ def test_evaluations_take_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_sites_join_again_after_diloco(nursery: Nursery, tmp_path: Path) -> None:
-    """After a DiLoCo run, sites join again for the evaluation and give the model that they hold, the run's result.
-
-    By hand, with one round of two steps and outer SGD of rate 1: w ← (w + t)/2, twice from 0, is 3/4·t. That is 0 at
-    site `a` and 4.5 at site `c`, with the mean 2.25.
-    """
+def test_sites_evaluate_after_a_diloco_run(nursery: Nursery, tmp_path: Path) -> None:
+    """After a DiLoCo run, sites join again for the evaluation and give the run's result as their own model."""
+    # By hand, with one round of two steps and outer SGD of rate 1: w ← (w + t)/2, twice from 0, is 3/4·t. That is 0 at
+    # site `a` and 4.5 at site `c`, with the mean 2.25.
     words = {"a": ["diloco"], "c": ["diloco"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **PLAIN_DILOCO, **{"rounds.sites": 2, "diloco.sync_every": 2})
     assert losses(matrix, "w") == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
@@ -331,7 +328,7 @@ def test_sites_join_again_after_diloco(nursery: Nursery, tmp_path: Path) -> None
     [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
     ids=["scaffold", "async"],
 )
-def test_scaffold_and_async_rounds_can_end_with_an_evaluation(
+def test_evaluations_may_follow_scaffold_and_async_rounds(
     nursery: Nursery, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds.
@@ -343,12 +340,10 @@ def test_scaffold_and_async_rounds_can_end_with_an_evaluation(
 
 
 @pytest.mark.covers("T8")
-def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
-    """A site's filters are applied to its own model before another site evaluates this model.
-
-    The filter of site `b` rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1. The stored model of site `a` is
-    refused, since it was saved before its filters were applied.
-    """
+def test_a_sites_filters_change_its_evaluated_model(nursery: Nursery, tmp_path: Path) -> None:
+    """A site's filters are applied to its own model before another site evaluates it."""
+    # The filter of site `b` rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1. The stored model of site `a` is
+    # refused, since it was saved before its filters were applied.
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}

@@ -210,10 +210,10 @@ TIMEOUT_S = 2.0
 
 @pytest.mark.covers("F21", "L9")
 def test_parallel_connections_speed_up_a_slow_site(tmp_path: Path) -> None:
-    """A site with slow connections sends and fetches parts over several of them at once, and is not given up.
-
-    The busiest connection alone is in use for longer than the timeout after which a silent worker is given up.
+    """A site with slow connections sends and fetches parts over several of them at once, and stays
+    alive to the server.
     """
+    # The busiest connection alone is in use for longer than the timeout after which a silent worker is given up.
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
     network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
     settings = ONE | {f"network.{name}": value for name, value in network.items()}

@@ -285,9 +285,8 @@ def test_falls_back_from_a_damaged_version(
 def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
-    """A server that finds its newest version damaged on disk ends, so that no changed bit enters the next version.
-
-    The next start continues from the version before the damaged one.
+    """A server that finds its newest version damaged on disk ends at once, and the next start continues from the
+    version before it.
     """
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)

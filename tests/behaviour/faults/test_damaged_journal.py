@@ -96,11 +96,11 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
         assert journal.execute(sql, values).rowcount == 1
 
 
-def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
-    """A server does not start if the weight of an accepted update was changed, even if the row's checksum fits.
-
-    The audit log contains the weight, too.
+def test_a_forged_weight_is_refused_at_the_start(tmp_path: Path, audited: Audit) -> None:
+    """A server does not start if the weight of an accepted update was changed in the journal, even if the row's
+    checksum fits.
     """
+    # The audit log contains the weight, too.
     from atoll.store.journal_tables import write_checksums
 
     gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}
@@ -125,10 +125,8 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
 
 
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
-    """A server does not start if its journal has an earlier epoch than `audit.head`.
-
-    A start adds no entry to the audit log, so only the epoch shows that the journal is older.
-    """
+    """A server does not start if its journal is older than `audit.head`, as after copying back an old journal."""
+    # A start adds no entry to the audit log, so only the epoch shows that the journal is older.
     from atoll.store.journal_tables import write_checksums
 
     forge(later, write_checksums, "UPDATE meta SET epoch = epoch - 1")
@@ -236,9 +234,7 @@ def test_starts_no_new_run_over_a_damaged_log(tmp_path: Path) -> None:
 
 
 def test_goes_on_if_the_audit_head_is_behind(halfway: Halfway, later: Path, audited: Audit) -> None:
-    """A run goes on if `audit.head` is older than the journal, as after a kill between the commit and writing the
-    file.
-    """
+    """A run goes on if `audit.head` is older than the journal, as after a kill between the two writes."""
     shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
     assert audited(later) == ""
     halfway.go_on(later)
@@ -254,7 +250,7 @@ def without_end(halfway: Halfway, folder: Path) -> Path:
     return folder
 
 
-def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+def test_refuses_a_journal_that_lost_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
     """A server does not start if the journal has lost its last entries and no power loss explains this.
 
     If the operator deletes `audit.head`, the run goes on to the same bits.
@@ -286,10 +282,8 @@ def test_goes_on_if_power_loss_cut_the_journal(
 
 @pytest.mark.covers("F42")
 def test_logs_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a power loss took the record of the last start, the log says that `audit.head` has a later epoch than the
-    journal.
-
-    Both have the same number of entries.
+    """If a power loss took the record of the server's last start, the log says that `audit.head` has a later epoch than
+    the journal.
     """
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
@@ -322,8 +316,8 @@ def test_a_start_after_power_loss_may_be_killed(
 
 
 def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
-    """With `disk.durability = power`, a power loss does not explain a journal without its end: the server does not
-    start.
+    """With `disk.durability = power`, a server refuses to start if its journal has lost its end, since a power loss
+    cannot explain this.
     """
     folder = without_end(powered, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")

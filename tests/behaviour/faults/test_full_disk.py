@@ -86,9 +86,8 @@ def test_waits_for_disk_space_and_open_files(
 
 @pytest.mark.covers("F25")
 def test_logs_a_version_without_all_its_files(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """If not all files of a version could be exported, the log names the version.
-
-    The log also says that the files of the next version are written again.
+    """If the files of a version could not all be exported, the log names the version, and says when
+    exports work again.
     """
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
         run_to_end(server, Sites(server.url, tmp_path))
@@ -224,7 +223,8 @@ def test_rounds_go_on_without_exports(
 async def test_logs_repeated_attempts_less_and_less_often(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server logs a repeated failure less and less often: of 20 attempts, attempts 1, 2, 4, 8 and 16."""
+    """The server logs a repeated failure less and less often."""
+    # Of 20 attempts, attempts 1, 2, 4, 8 and 16.
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -300,9 +300,8 @@ def test_reports_state_that_was_removed_during_a_round(
 
 @pytest.mark.covers("F25")
 def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the journal can no longer be written, the server ends with an error that says so.
-
-    Otherwise the server would answer each part with 500 and never end.
+    """If the journal can no longer be written, the server ends with an error that says so, instead of failing every
+    upload.
     """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, sites=1) as server:
@@ -319,7 +318,7 @@ def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.covers("F25")
-def test_answers_507_below_min_free_bytes(
+def test_uploads_are_refused_below_min_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
     """With less free disk than `disk.min_free_bytes`, the server answers an upload with 507 before it takes any byte.

@@ -135,11 +135,9 @@ def test_a_round_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned:
     ],
     ids=["three sites", "one site"],
 )
-def test_the_warning_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
-    """If too few sites take part, the warning asks to restart as many of the sites that left as a round needs.
-
-    It asks for a site that failed only if no other site has left.
-    """
+def test_the_warning_asks_for_enough_sites(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
+    """If too few sites take part, the warning asks to restart as many of the sites that left as a round needs."""
+    # It asks for a site that failed only if no other site has left.
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:
@@ -206,10 +204,8 @@ def test_warns_once_of_a_site_that_a_round_lacks(
 
 @pytest.mark.covers("L9")
 def test_warns_only_of_missing_sites_that_were_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """If sites are drawn for each round, the server warns only of a missing site that was drawn.
-
-    Three of six sites are drawn. The first site that trains never submits.
-    """
+    """If sites are drawn for each round, the server warns of a missing site only if it was drawn."""
+    # Three of six sites are drawn. The first site that trains never submits.
     held: list[str] = []
     lock, over = threading.Lock(), threading.Event()
 
@@ -249,7 +245,7 @@ def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
 @pytest.mark.covers("F23", "L10")
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_site_that_pulls_late_joins_the_newest_round(tmp_path: Path) -> None:
-    """If rounds close while a site waits before its pull, the site pulls the newest version and trains the newest
+    """If rounds close between a site's ticket and its pull, the site pulls the newest version and trains the newest
     round.
     """
     late, resumed = Gate(1, "a"), Gate(5, "b")

@@ -93,7 +93,7 @@ def test_a_site_that_missed_the_end_gives_up(nursery: Nursery, tmp_path: Path, l
         assert "only this script's model contains them" in a.output()
 
 
-def test_the_time_of_silence_restarts_with_each_answer() -> None:
+def test_each_answer_restarts_the_give_up_time() -> None:
     """A site gives its server up after 24 hours of silence. Each answer of the server restarts this time."""
     from atoll.worker.session.session import OutageTimer
 

@@ -71,10 +71,8 @@ def test_a_trainer_takes_part_once() -> None:
 
 @pytest.mark.covers("S5", "S7")
 def test_steps_before_training_do_not_count(tmp_path: Path) -> None:
-    """Steps that another Lightning callback tries before the training do not count.
-
-    A LearningRateFinder takes steps with the same optimizer and undoes them. Three steps remain: c = −0.271/0.3.
-    """
+    """Steps that another Lightning callback tries and undoes before the training do not count."""
+    # A LearningRateFinder takes steps with the same optimizer and undoes them. Three steps remain: c = −0.271/0.3.
     finder = callbacks().LearningRateFinder(
         num_training_steps=5, min_lr=0.05, max_lr=0.1, early_stop_threshold=None, update_attr=False
     )
@@ -153,7 +151,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
 )
-def test_averaging_that_would_submit_other_weights_is_refused(
+def test_averaging_with_another_model_is_refused(
     tmp_path: Path, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
     """A fit is refused if an averaging callback would make the site submit the weights of another model.

@@ -127,10 +127,8 @@ def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_error_at_rank_0_ends_both_ranks(tmp_path: Path, package: str) -> None:
-    """If the update is refused at rank 0, rank 1 ends, too, and does not wait for ever.
-
-    The update is refused because the learning rates sum up to 0.
-    """
+    """If the update of rank 0 is refused, rank 1 ends, too, and does not wait for ever."""
+    # The update is refused because the learning rates sum up to 0.
     with serve(tmp_path, "scaffold", rounds=1) as server:
         done = run_ranks(package, server.url, tmp_path, lr=0.0)
         assert done.returncode != 0
@@ -173,11 +171,9 @@ for algorithm in ("fedavg", "scaffold"):
 @pytest.mark.slow
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.long)])
-def test_scaffold_is_imported_only_for_scaffold_runs(tmp_path: Path, package: str) -> None:
-    """With Lightning, the module of SCAFFOLD is imported only if the run uses SCAFFOLD.
-
-    tests/test_architecture.py shows that `atoll.integrations.lightning` itself does not import Lightning.
-    """
+def test_scaffold_is_imported_only_when_used(tmp_path: Path, package: str) -> None:
+    """With Lightning, Atoll imports its SCAFFOLD module only if the run uses SCAFFOLD."""
+    # tests/test_architecture.py shows that `atoll.integrations.lightning` itself does not import Lightning.
     done = run_python("-c", IMPORTS, Path(__file__).parent, package, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -186,10 +182,10 @@ def test_scaffold_is_imported_only_for_scaffold_runs(tmp_path: Path, package: st
 @pytest.mark.covers("S15", "S13")
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
-def test_the_lightning_example_names_its_run_after_the_algorithm(
+def test_the_lightning_example_trains_two_sites(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Lightning example names its run after the algorithm, and trains two sites for two rounds."""
+    """The Lightning example trains two sites for two rounds, and names its run after the algorithm."""
     monkeypatch.chdir(tmp_path)
     done = run_python(EXAMPLE, "--algorithm", algorithm, "--rounds", "2")
     assert done.returncode == 0, done.stderr[-3000:]

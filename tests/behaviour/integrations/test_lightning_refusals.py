@@ -196,7 +196,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 @pytest.mark.covers("T8", "X3")
 def test_an_object_that_is_no_filter_is_refused_at_once(tmp_path: Path) -> None:
-    """An object that is not a filter is refused before the Trainer trains."""
+    """A filter argument that is not a filter is refused before the Trainer trains."""
     with pytest.raises(UsageError, match="'drop' is not a filter"):
         patched(None, tmp_path, filters=["drop"])
 
@@ -225,9 +225,8 @@ def test_malformed_controls_are_refused_in_a_later_round(tmp_path: Path, spoil: 
 @pytest.mark.covers("S14")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
-    """A fit is refused if a batch breaks off after its optimizer step.
-
-    Lightning takes any StopIteration for the end of the epoch, wherever it comes from.
+    """A fit is refused if its data loader raises StopIteration in the middle of a batch. Lightning would take this for
+    the end of the epoch.
     """
 
     class Stops(Tiny):
@@ -322,11 +321,10 @@ def test_fedavg_accepts_manual_optimization(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.covers("S5")
-def test_steps_at_rate_zero_do_not_change_the_controls(tmp_path: Path) -> None:
-    """Warm-up steps at a learning rate of zero move no weight and leave SCAFFOLD's controls correct.
-
-    The rates 0, 0.1, 0.2 from w = 0 lead to e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and c is the same with one site.
-    """
+def test_warm_up_steps_at_rate_zero_count_nothing(tmp_path: Path) -> None:
+    """Warm-up steps at a learning rate of zero move no weight and leave SCAFFOLD's controls correct."""
+    # The rates 0, 0.1, 0.2 from w = 0 lead to e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and c is the same with one
+    # site.
     with serve(tmp_path, "scaffold") as server:
         trainer, module = patched(server, tmp_path), Rate(0.0, 0.1, 0.2)
         trainer.fit(module, data())

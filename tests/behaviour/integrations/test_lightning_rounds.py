@@ -47,10 +47,8 @@ def steps_of_updates(folder: Path) -> list[int]:
 def test_each_lightning_fit_is_a_round_until_the_run_ends(
     tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each Lightning fit trains one round of FedAvg. A fit after the last round trains nothing and has the result.
-
-    By hand, three steps w ← w − 0.1·(w − 1) per round lead to 1 − 0.9³ and then to 1 − 0.9⁶.
-    """
+    """Each Lightning fit trains one round of FedAvg. After the last round, a fit trains nothing and gets the result."""
+    # By hand, three steps w ← w − 0.1·(w − 1) per round lead to 1 − 0.9³ and then to 1 − 0.9⁶.
     with serve(tmp_path) as server:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
         if style == "patch":
