@@ -76,12 +76,10 @@ def test_each_lightning_fit_is_a_round_until_the_run_ends(
     ("algorithm", "settings"),
     [("fedprox", {"algorithm.mu": 0.1}), ("fedadam", {}), ("scaffold", {})],
 )
-def test_a_script_runs_the_algorithm_of_the_server(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """The same Lightning script trains with whichever algorithm the server has chosen.
-
-    FedProx with μ = 0.1 from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1. SCAFFOLD with one site has c = c_1,
-    so that it is plain SGD. FedAdam's first step has the length η·|g|/(|g| + τ) and raises w.
-    """
+def test_lightning_trains_with_the_servers_algorithm(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """The same Lightning script trains with whichever algorithm the server has chosen."""
+    # FedProx with μ = 0.1 from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1. SCAFFOLD with one site has c = c_1,
+    # so that it is plain SGD. FedAdam's first step has the length η·|g|/(|g| + τ) and raises w.
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -147,9 +145,9 @@ def test_scaffold_reaches_the_optimum_that_fedavg_misses(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("S7")
-def test_a_given_weight_and_steps_take_precedence(tmp_path: Path) -> None:
-    """An update carries the weight and the number of steps that the user gives. Batches without tensors need a
-    weight.
+def test_lightning_sends_the_weight_and_steps_given(tmp_path: Path) -> None:
+    """A Lightning site sends the weight and the number of steps that the user gives. If batches have no tensors, the
+    user must give a weight.
     """
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, "scaffold", rounds=1) as server:
@@ -180,11 +178,9 @@ def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: s
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> None:
-    """A DiLoCo run synchronises within Lightning fits and across them.
-
-    Two rounds have H steps each, and an epoch has three steps. The training ends in the fit with the last of these
-    steps, at that step.
-    """
+    """A DiLoCo run synchronises within Lightning fits and across them, and ends in the middle of a fit."""
+    # Two rounds have H steps each, and an epoch has three steps. The training ends in the fit with the last of these
+    # steps, at that step.
     with serve(tmp_path, "diloco", H=sync_every) as server:
         trainer, module, fits = patched(server, tmp_path), Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):
@@ -220,8 +216,9 @@ class Told(Tiny):
         return super().configure_optimizers()
 
 
-def test_a_module_has_the_rounds_configuration(tmp_path: Path) -> None:
-    """Rates 0.1 and 0 of a schedule: the second round changes nothing."""
+def test_a_lightning_module_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """A Lightning module reads its learning rate from the configuration of the round."""
+    # Rates 0.1 and 0 of a schedule: the second round changes nothing.
     rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.0}}}
     with serve(tmp_path, **rates) as server:
         module = Told()
@@ -249,12 +246,11 @@ def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
 )
-def test_each_fit_trains_the_requested_number_of_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
-    """Each Lightning fit trains as many further steps or epochs as `max_steps` or `min_epochs` say.
-
-    A callback asks for the end in every epoch. Nevertheless, each fit with `min_epochs` = 2 has two epochs of three
-    steps.
+def test_each_fit_trains_the_requested_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
+    """Each Lightning fit trains as many further steps or epochs as `max_steps` or `min_epochs` say, even if a callback
+    asks for an early end.
     """
+    # Each fit with `min_epochs` = 2 has two epochs of three steps.
 
     class Stops(package().Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -292,7 +288,7 @@ class ByRound(Restarting):
 @pytest.mark.parametrize(
     ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
 )
-def test_warns_once_of_a_schedule_that_restarts_in_each_fit(
+def test_warns_once_of_a_schedule_restarted_in_each_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
     """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once.
@@ -318,9 +314,8 @@ def test_warns_once_of_a_schedule_that_restarts_in_each_fit(
 
 @pytest.mark.covers("S14", "S3")
 def test_a_script_cannot_change_the_global_snapshot(tmp_path: Path) -> None:
-    """A script that writes into the round's snapshot of the global model changes nothing in the round.
-
-    A script that writes into the module or its state dict changes only its local training.
+    """A Lightning script that writes into its module or the round's copy of the global model changes only its own
+    training, not the update's base.
     """
 
     class Meddles(package().Callback):

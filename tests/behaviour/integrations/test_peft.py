@@ -131,8 +131,8 @@ def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
 
 
 def test_readers_always_see_a_complete_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader sees a complete adapter at any moment of a save. Leftovers of a killed save do not hinder the next
-    one.
+    """While an adapter is saved, readers see a complete one at any moment, and leftovers of a killed
+    save do no harm.
     """
     from atoll.integrations.peft import AdapterFolder
 
@@ -228,10 +228,8 @@ def test_an_adapter_run_refuses_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
-    """An adapter that is merged into its base model can be neither loaded nor sent. Another adapter may be merged.
-
-    Otherwise the base model would train without the received adapter, and zeros would be sent.
-    """
+    """An adapter that is merged into its base model can be neither loaded nor sent; one that is not merged can."""
+    # Otherwise the base model would train without the received adapter, and zeros would be sent.
     model = with_adapter()
     travels = adapter(model)
     model.merge_adapter()

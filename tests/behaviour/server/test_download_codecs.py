@@ -170,13 +170,13 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     ],
     ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
 )
-def test_every_site_holds_the_parameters_of_the_reference(
+def test_sites_hold_the_specified_compressed_parameters(
     tmp_path: Path, up: str, down: str, codec: Any, options: dict[str, float]
 ) -> None:
-    """After every round, every site holds bit for bit what the reference implementation of the specification computes.
-
-    The bytes that each site downloads are one whole version and three differences. The status counts them.
+    """With a download codec, every site holds after every round the parameters that the specification computes, bit for
+    bit.
     """
+    # The bytes that each site downloads are one whole version and three differences. The status counts them.
     codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
@@ -224,11 +224,10 @@ def test_a_download_codec_supports_dtypes_and_outer_optimizers(
 
 
 def test_a_site_two_versions_behind_downloads_two_differences(tmp_path: Path) -> None:
-    """A site that is two versions behind downloads two differences. A site that is further behind downloads the whole
+    """A site that is two versions behind downloads two differences; a site that is further behind downloads the whole
     version.
-
-    By default, the server keeps the differences of two versions.
     """
+    # By default, the server keeps the differences of two versions.
     reference = Reference(start())
     with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
 
@@ -249,12 +248,9 @@ def test_a_site_two_versions_behind_downloads_two_differences(tmp_path: Path) ->
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
-def test_a_site_derives_a_second_base_file(tmp_path: Path) -> None:
-    """A site can apply a downloaded difference to a copy: the new base file lies beside the old one, which stays
-    unchanged.
-
-    DiLoCo does so after it missed a version.
-    """
+def test_applying_a_difference_keeps_the_old_base(tmp_path: Path) -> None:
+    """A site can apply a downloaded difference to a copy of its base file, so that the old one stays unchanged."""
+    # The new base file lies beside the old one. DiLoCo does so after it missed a version.
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
 
@@ -276,8 +272,8 @@ def test_a_site_derives_a_second_base_file(tmp_path: Path) -> None:
 
 
 def test_a_site_repairs_single_parts_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a site's base file is damaged, the digests show it once a difference is added. The site downloads only the
-    damaged part whole.
+    """If a site's base file is damaged, the site notices it after adding a downloaded difference, and downloads only
+    the damaged part again.
     """
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -336,12 +332,11 @@ class Saved:
         Saved.states["best"] = state
 
 
-def test_exports_and_persistors_get_the_full_precision_parameters(tmp_path: Path) -> None:
-    """With a download codec, every export and every state for the persistor has the server's full-precision parameters
-    of its version.
-
-    The less precise parameters that the sites hold are in none of them.
+def test_exports_get_the_full_precision_parameters(tmp_path: Path) -> None:
+    """With a download codec, every export and every state for the persistor has the server's
+    full-precision parameters.
     """
+    # The less precise parameters that the sites hold are in none of them.
     theta = [mixed()]
     Saved.states.clear()
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
@@ -390,7 +385,7 @@ def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog
 
 
 def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
-    """When a site joins another run, it deletes its folder of the earlier run, with the difference in it."""
+    """When a site joins another run, it deletes the folder of its earlier run, with the downloaded difference in it."""
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1, 2, 3)
@@ -444,7 +439,7 @@ def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_differences_and_whole_downloads_give_equal_parameters(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_downloads_give_equal_models(tmp_path: Path, options: dict[str, Any]) -> None:
     """Sites that downloaded differences hold the same parameters as a new site that downloads the whole version."""
     with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
         world.rounds(trained, 1, 2, 3)

@@ -145,9 +145,8 @@ def test_a_site_cannot_overwrite_another_sites_part(server: atoll.Server, update
 def test_a_superseded_process_stores_no_part(server: atoll.Server, update: WireUpdate) -> None:
     """If a newer process of the site joins while the older one uploads a part, the server refuses this part and stores
     nothing.
-
-    Guards against `put_part` without its second `require_open`.
     """
+    # Guards against `put_part` without its second `require_open`.
     raw = begun(server, update)
     newer = WireSite(server.url, "a", process="two")
     raw.sendall(update.body(0)[1000:])
@@ -189,12 +188,9 @@ def test_a_superseded_process_cannot_complete_its_update(server: atoll.Server, u
 
 
 @pytest.mark.covers("F19")
-def test_a_superseded_process_stays_superseded_after_restarts(tmp_path: Path) -> None:
-    """After a restart, the server still refuses the lease of a process that a second process of its site has
-    superseded.
-
-    If the server dies before the answer to a further join arrives, it knows that new lease after its restart.
-    """
+def test_a_superseded_process_stays_refused_after_restarts(tmp_path: Path) -> None:
+    """After a restart, the server still refuses a process that a newer process of its site has replaced."""
+    # If the server dies before the answer to a further join arrives, it knows that new lease after its restart.
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:
@@ -252,8 +248,8 @@ def test_a_restarted_site_causes_no_warning(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_each_superseded_process_is_reported_with_its_host(server: atoll.Server) -> None:
-    """If two processes of one site have been superseded and one sends a heartbeat, the status warns of that process's
+def test_each_replaced_process_is_reported_with_its_host(server: atoll.Server) -> None:
+    """If two processes of one site have been replaced and one still sends heartbeats, the status names that process's
     own host.
     """
     first, second, _ = (WireSite(server.url, host=f"ward-{each}", process=each) for each in ("one", "two", "three"))

@@ -56,10 +56,8 @@ def test_threads_of_a_server_train_as_sites(tmp_path: Path) -> None:
     ids=["scaffold and int8", "async"],
 )
 def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A run with a worker in the server's process gives the same bits as one with a worker that joins by HTTP.
-
-    The state that a site keeps between its rounds, as SCAFFOLD's controls, also continues.
-    """
+    """A worker in the server's own process gives the same bits as one that joins over HTTP."""
+    # The state that a site keeps between its rounds, as SCAFFOLD's controls, also continues.
 
     def build() -> torch.nn.Linear:
         torch.manual_seed(0)
@@ -89,7 +87,7 @@ def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[st
     require_equal(*results)
 
 
-def test_local_workers_sit_out_and_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_local_workers_can_sit_out_and_be_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A local worker can sit out a round and be refused like any other site.
 
     Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
@@ -136,8 +134,8 @@ def test_an_error_ends_a_local_worker(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_ends_local_waits(tmp_path: Path) -> None:
-    """When its server stops, a waiting local worker gets an error. A new server on the same folder continues the run
-    with new workers.
+    """When its server stops, a waiting local worker gets an error. A new server on the same folder
+    continues the run.
     """
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []

@@ -47,11 +47,10 @@ def outcomes(folder: Path) -> list[tuple[str, int, str]]:
 
 
 def test_a_round_averages_only_sites_that_train(tmp_path: Path) -> None:
-    """If a site sits out a round, the version is made from the other sites' updates. The status and the log say who sat
-    out.
-
-    In round 1, `a` moves by 2 and `b` sits out, so the model is 2. In round 2, they move by 1 and 3: the model is 4.
+    """If a site sits out a round, the version is made from the other sites' updates, and status and log
+    name the site.
     """
+    # In round 1, `a` moves by 2 and `b` sits out, so the model is 2. In round 2, they move by 1 and 3: the model is 4.
     with World(tmp_path, START, rounds=2) as world:
         up = world.sites["b"].worker.bytes_up
         sit_out(world, "b", 1, metrics={"loss": 7.0})
