@@ -114,12 +114,9 @@ def test_a_round_without_updates_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> None:
-    """If the newest version is damaged, the next round gets a new number and begins from the version before it.
-
-    Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1.
-
-    The site submits its update of round 2 again. The model is 2 after round 4, and 3 after round 5.
-    """
+    """If the newest version is damaged, the next round gets a new number and starts from the version before."""
+    # Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1. The site
+    # submits its update of round 2 again. The model is 2 after round 4, and 3 after round 5.
     with World(tmp_path, START, "a", rounds=5) as world:
         world.move("a", 1, 1.0)
         world.move("a", 2, 1.0)
@@ -200,8 +197,8 @@ def test_a_quorum_counts_updates_not_sites(tmp_path: Path) -> None:
         assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_sampled_site_that_sits_out_is_replaced(tmp_path: Path) -> None:
-    """If a site sampled for a round sits out, another site is sampled in its place, until one trains."""
+def test_a_drawn_site_that_sits_out_is_replaced(tmp_path: Path) -> None:
+    """If a site drawn for a round sits out, another site is drawn in its place, until one trains."""
     rules = {"rounds.sample_fraction": 0.3, "rounds.sample_min": 1}
     with World(tmp_path, START, "abc", rounds=1, **rules) as world:
         world.join()
@@ -257,12 +254,10 @@ def test_an_audit_notices_deleted_sat_out_entries(tmp_path: Path, change: str, t
         checked_audit(state, 1)
 
 
-def test_a_restart_ends_no_round_twice(tmp_path: Path) -> None:
-    """After a restart, the count of rounds and the warning about rounds in a row that were sat out continue as before.
-
-    Three of five rounds are sat out before the restart. The fourth is still open after it, and its update ends the
-    warning.
-    """
+def test_a_restart_keeps_the_count_of_rounds(tmp_path: Path) -> None:
+    """After a restart, the number of rounds and the warning about rounds that all sites sat out continue as before."""
+    # Three of five rounds are sat out before the restart. The fourth is still open after it, and its update ends the
+    # warning.
     with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
             sit_out(world, "a", number)
@@ -423,7 +418,7 @@ with atoll.join() as worker:
 
 
 @pytest.mark.slow
-def test_simulated_sites_can_sit_out_rounds(tmp_path: Path) -> None:
+def test_simulated_sites_can_sit_out_with_weight_0(tmp_path: Path) -> None:
     """In a simulation of two sites, one never trains and the other sits out round 2. Three rounds give two versions,
     each with + 1.
     """

@@ -254,9 +254,7 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
 
 
 def test_a_loaded_runs_audit_log_passes(tmp_path: Path) -> None:
-    """If version 2 was damaged and the run fell back to version 1, the audit log of a run loaded from it passes the
-    check.
-    """
+    """A run that once lost a damaged version can be saved and loaded, and its audit log still passes the check."""
     one = {"rounds.sites": 1, "rounds.total": 4}
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **one) as server:
         (site,) = manual_sites(server, tmp_path, "a").values()
@@ -275,8 +273,8 @@ def test_a_loaded_runs_audit_log_passes(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S2")
 def test_a_loaded_run_remembers_lost_algorithm_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a site has lost its SCAFFOLD control, the warning that it begins at zero is in the saved state. The loaded
-    server does not add another.
+    """If a site has lost its SCAFFOLD control, the warning about it is in the saved state, and the loaded server does
+    not add another.
     """
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with plain_server(tmp_path, Net(), **TWO, **CASES["scaffold"]) as server:
@@ -521,11 +519,9 @@ def test_refuses_files_without_state(tmp_path: Path, saved: Path, change: Callab
         assert server.status().version == 1
 
 
-def test_every_damaged_byte_of_a_state_is_noticed(tmp_path: Path, saved: Path) -> None:
-    """If one bit of a saved state is flipped anywhere, the start refuses the file and makes no folder.
-
-    The only bytes without a meaning are spaces at the end of the header, and they are compared too.
-    """
+def test_every_damaged_bit_of_a_state_is_noticed(tmp_path: Path, saved: Path) -> None:
+    """If any bit of a saved state is flipped, the start refuses the file and makes no folder."""
+    # The only bytes without a meaning are spaces at the end of the header, and they are compared too.
     size = saved.stat().st_size
     for offset in [3, 9, *range(40, size, size // 40), size - 1]:
         shutil.copy(saved, path := tmp_path / "state.safetensors")

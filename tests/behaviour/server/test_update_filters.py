@@ -633,12 +633,9 @@ def test_a_hanging_filter_excludes_its_site_from_rounds(
 
 @pytest.mark.covers("X3")
 async def test_a_failed_thread_start_frees_its_place(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a call is given up while it waits for a thread, or its thread cannot start, its place becomes free for the
-    next call.
-
-    There is one place, and `a` has it. Site `b` is given up once while it waits, then no thread can start, then it
-    succeeds.
-    """
+    """If a call is given up while it waits for a thread, or its thread cannot start, the next call gets its place."""
+    # There is one place, and `a` has it. Site `b` is given up once while it waits, then no thread can start, then it
+    # succeeds.
     from atoll.server.coordinator import user_code
 
     monkeypatch.setattr(user_code, "AT_ONCE", 1)

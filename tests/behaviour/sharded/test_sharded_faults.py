@@ -47,8 +47,8 @@ def test_ranks_survive_a_killed_server(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_worker(nursery: Nursery, tmp_path: Path, rank: int) -> None:
-    """If one rank is killed, the other one ends and says why. A restarted worker goes on, and each update counts
-    once.
+    """If one rank is killed, the other ranks of its worker end and say why. A restarted worker goes on, and each update
+    counts once.
     """
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         points = ["", ""]
@@ -62,11 +62,9 @@ def test_a_killed_rank_ends_the_worker(nursery: Nursery, tmp_path: Path, rank: i
 
 
 @pytest.mark.covers("F2")
-def test_a_restarted_site_sends_its_earlier_update(nursery: Nursery, tmp_path: Path) -> None:
-    """If all ranks of a site die with an update in their outboxes, the restarted ranks send it.
-
-    Rank 1 dies with its share of round 2 in its outbox, before the message that all parts are sent.
-    """
+def test_restarted_ranks_send_their_stored_update(nursery: Nursery, tmp_path: Path) -> None:
+    """If all ranks of a site die with an update that was not sent yet, the restarted ranks send it."""
+    # Rank 1 dies with its share of round 2 in its outbox, before the message that all parts are sent.
     right = expected("a", sync_every=2, rounds=2)["a"]
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1) as served:
         ranks = served.site("a", failpoints=("", "outbox.sealed=kill@2"))
@@ -143,7 +141,9 @@ def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.covers("F41")
-def test_every_rank_sends_its_share_again(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_resends_a_lost_versions_update(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If the server falls back to an earlier version, every rank sends its share of the lost version's update again.
 
     Version 2 is lost while the worker trains from it.

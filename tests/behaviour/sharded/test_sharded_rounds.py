@@ -27,16 +27,11 @@ def update_bytes() -> int:
 
 @pytest.mark.covers("P4")
 def test_sharded_workers_train_like_unsharded_workers(nursery: Nursery, tmp_path: Path) -> None:
-    """Two sites of two ranks each train for three rounds like unsharded workers, to 1e-12. Each rank moves its own
-    parts, and both together move the model.
-
-    The ranks exchange the elements of rank 1's rows in tiles that begin in rank 0's rows.
-
-    These are 4·4096 − 151·97 = 1,737 of wide.weight, 150 of wide.bias, 3·301 = 903 of down.weight and 3 of down.bias.
-
-    These elements go to rank 0 before each of three updates, and back to rank 1 after each of four versions, with 8
-    bytes each.
-    """
+    """Two sites of two ranks each train for three rounds like unsharded workers, to 1e-12."""
+    # Each rank moves its own parts, and both together move the model. The ranks exchange the elements of rank 1's rows
+    # in tiles that begin in rank 0's rows. These are 4·4096 − 151·97 = 1,737 of wide.weight, 150 of wide.bias, 3·301 =
+    # 903 of down.weight and 3 of down.bias. These elements go to rank 0 before each of three updates, and back to rank
+    # 1 after each of four versions, with 8 bytes each.
     with ShardedRun(nursery, tmp_path, H=3, rounds=3, sites=2) as served:
         served.ended(served.site("a"), served.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
@@ -73,8 +68,8 @@ def test_each_run_may_have_another_number_of_ranks(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("P4")
 def test_all_ranks_sit_out_together(nursery: Nursery, tmp_path: Path) -> None:
-    """A site with weight 0 sits out with all its ranks. It sends no tensor, and both sites train on from the version of
-    the other one alone.
+    """A sharded site with weight 0 sits out with all its ranks, and gets the versions made from the other site's
+    updates.
     """
     with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
         served.ended(served.site("a"), served.site("b", weight=0))

@@ -222,10 +222,8 @@ def test_the_number_of_files_stays_constant(tmp_path: Path, client: str) -> None
 
 
 def test_a_site_starts_after_its_ticket_is_stored(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of a simulation gets a site's ticket only after the journal has this ticket and its file.
-
-    If the journal's transaction failed, tickets and files would go to other sites.
-    """
+    """A simulated site starts to train only after its ticket is in the journal."""
+    # If the journal's transaction failed, tickets and files would go to other sites.
     put, missing = Engine.put, list[int]()
 
     def looked_up(engine: Engine, job: Job) -> None:

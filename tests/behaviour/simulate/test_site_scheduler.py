@@ -55,10 +55,8 @@ def test_a_site_that_hangs_three_times_fails(tmp_path: Path, answers: Answers) -
 
 
 @pytest.mark.covers("V2")
-def test_keeps_a_slow_site(tmp_path: Path, answers: Answers) -> None:
-    """A site whose script does not return twice in a row is kept if its next update counts. That update ends the
-    count.
-    """
+def test_a_slow_site_is_kept_if_it_returns(tmp_path: Path, answers: Answers) -> None:
+    """A simulated site whose script times out twice in a row is kept if its next update counts."""
     answers["site-0001"] = [STUCK, STUCK, None, STUCK, STUCK, None, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert done.failed == {}

@@ -38,10 +38,8 @@ from atoll.testing.run import status
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("tau", [0, 2])
 def test_a_step_changes_only_the_due_fragment(tmp_path: Path, tau: int) -> None:
-    """Atoll changes only the fragment that is due at a step, and never the inner optimizer's state.
-
-    Each step compares the state after the optimizer's own work with the state after Atoll's hook.
-    """
+    """At each step, Atoll changes only the fragment whose turn it is, and never the inner optimizer's state."""
+    # Each step compares the state after the optimizer's own work with the state after Atoll's hook.
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
 
     def look(*_: Any) -> None:
@@ -206,11 +204,8 @@ def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
 def test_steps_count_from_the_last_sent_update(
     tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
 ) -> None:
-    """The number of local steps of an update counts from the time its predecessor was taken, not from when it was
-    merged.
-
-    The steps between taking and merging, τ later, belong to the next update.
-    """
+    """An update counts the local steps since the previous update was formed, not since its result was merged."""
+    # The steps between taking and merging, τ later, belong to the next update.
     with new_server(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
         run_to_end(server, Sites(server.url, tmp_path, ["a"], 20))
     counted = (
@@ -354,7 +349,7 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L11", "F12")
-def test_one_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_damaged_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the newest version of one fragment is damaged while the server is down, only this fragment falls back. The
     final model is as without damage.
     """

@@ -77,9 +77,10 @@ def test_a_worker_with_other_fragments_is_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_refuses_updates_that_are_always_in_flight(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """If updates would be in flight all the time and α is 0, the server refuses the settings: no local step would
-    survive.
+    """The server refuses settings with which a site would always replace all its local steps by the
+    received version.
     """
+    # Updates would be in flight all the time and α is 0.
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     for key in ("tau", "H"):

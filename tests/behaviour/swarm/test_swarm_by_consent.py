@@ -97,7 +97,7 @@ def test_no_interface_joins_a_swarm_without_consent(
 
 
 @pytest.mark.covers("X8", "X3")
-def test_the_server_verifies_a_sites_address(tmp_path: Path) -> None:
+def test_the_server_verifies_addresses_of_sites(tmp_path: Path) -> None:
     """The server refuses a site that reports an address which it cannot prove, and tells no other site of it.
 
     The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
@@ -187,8 +187,8 @@ def orders(address: str) -> list[Any]:
 
 @pytest.mark.covers("X9")
 def test_a_site_survives_invalid_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If its server sends orders that do not fit, a worker of a swarm logs no traceback, repeats no line, and goes
-    on.
+    """If the server of a swarm sends orders that make no sense, a worker goes on, without a traceback or repeated log
+    lines.
     """
     said = list[Any]()
 
@@ -215,7 +215,9 @@ def test_a_site_survives_invalid_orders(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.covers("X9")
 def test_a_site_pauses_between_changing_orders(tmp_path: Path) -> None:
-    """If the server answers every time with a new stamp and nothing to do, the worker pauses between its requests."""
+    """If the server of a swarm always answers at once and with nothing to do, the worker pauses between
+    its requests.
+    """
     stamps = itertools.count(1)
 
     def next_orders() -> dict[str, int]:

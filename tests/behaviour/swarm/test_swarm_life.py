@@ -401,8 +401,8 @@ def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_swarm_is_paused_and_stopped(tmp_path: Path) -> None:
-    """Earlier versions are at its sites, so it cannot go back."""
+def test_a_swarm_can_be_paused_and_stopped(tmp_path: Path) -> None:
+    """A swarm can be paused and stopped. It cannot go back to an earlier version, since only its sites have that."""
     gate = Gate(2, "ab")
     with serve_swarm(tmp_path, **QUICK, **{"rounds.sites": 2, "rounds.total": 50}) as server:
         sites = Sites(server.url, tmp_path, "ab", during=gate)

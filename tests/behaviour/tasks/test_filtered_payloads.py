@@ -201,7 +201,7 @@ def test_a_dropped_tensor_is_not_sent(arrived: Answers) -> None:
     assert found["lr"] == np.float32(1)
 
 
-def test_shared_tensors_count_once(arrived: Answers) -> None:
+def test_tensors_in_two_places_count_once(arrived: Answers) -> None:
     """If a tensor is in two places of a payload, it counts once, and a filter can drop it by either name.
 
     Otherwise, a head tied to the body would be sent under the body's name. (3, 4) has the norm 5, not √50.

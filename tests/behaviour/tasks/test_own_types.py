@@ -313,7 +313,8 @@ def test_large_streams_are_not_sent_inline(monkeypatch: pytest.MonkeyPatch, arra
 
 @pytest.mark.covers("T5")
 def test_small_chunks_are_written_in_one_call() -> None:
-    """2,622 chunks of 100 bytes and the head are written with one call, as they fit into one run of 2 MiB."""
+    """Many small chunks of a stream are written to disk with one call."""
+    # 2,622 chunks of 100 bytes and the head fit into one run of 2 MiB.
     with calls_of("pwrite") as writes:
         ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
     (nbytes,) = writes

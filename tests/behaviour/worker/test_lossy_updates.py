@@ -78,11 +78,9 @@ def test_everything_trained_arrives_in_the_end(tmp_path: Path, codec: str) -> No
         torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
 
 
-def test_a_refused_update_leaves_no_rest(tmp_path: Path) -> None:
-    """If an update is refused, the site forgets the rounding error that this update would have left.
-
-    The second update is refused. The third has 0.4 of the first: with 0.4 more, 0.8 is rounded to 1.
-    """
+def test_a_refused_update_leaves_no_rounding_error(tmp_path: Path) -> None:
+    """If an update is refused, the site forgets the rounding error that this update would have left."""
+    # The second update is refused. The third has 0.4 of the first: with 0.4 more, 0.8 is rounded to 1.
     with World(tmp_path, START, "a", **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as world:
         world.move("a", 1, -torch.tensor([127.0, 0.4]))
         world.move("a", 2, -torch.tensor([12700.0, 49.0]))

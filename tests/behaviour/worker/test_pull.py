@@ -73,11 +73,11 @@ class HalfFrozen(nn.Module):
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
 @pytest.mark.usefixtures("pulled_apart")
 def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
-    """A pull loads an unchanged tensor into a new model, even if the download breaks off once.
-
-    The base file has the unchanged part from the version before. Guards against a second attempt that finds this part
-    in the file and does not load it.
+    """A pull into a new model also loads the tensors that have not changed since the last version, even if the download
+    breaks off once.
     """
+    # The base file has the unchanged part from the version before. Guards against a second attempt that finds this part
+    # in the file and does not load it.
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
         fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")
@@ -265,11 +265,9 @@ class Fails(Filter):
 
 
 @pytest.mark.covers("F3")
-def test_forming_an_update_removes_the_old_note(world: World, tmp_path: Path) -> None:
-    """Before a site forms an update, it removes the note file of the update before.
-
-    Guards against a process that is killed half-way and leaves half of a new update beside an old note.
-    """
+def test_a_new_update_first_invalidates_the_old_one(world: World, tmp_path: Path) -> None:
+    """Before a site writes an update over the previous one, it removes the note that describes the previous one."""
+    # Guards against a process that is killed half-way and leaves half of a new update beside an old note.
     with world.worker(filters=[Fails()]) as worker:
         fl_round = worker.next_round()
         fl_round.submit(fl_round.load_into(model()))

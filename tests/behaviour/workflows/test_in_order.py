@@ -351,7 +351,7 @@ def test_an_endless_workflow_can_be_stopped(nursery: Nursery, tmp_path: Path, as
 
 
 @pytest.mark.covers("P12")
-def test_notes_count_as_progress(nursery: Nursery, tmp_path: Path) -> None:
+def test_notes_count_as_a_workflows_progress(nursery: Nursery, tmp_path: Path) -> None:
     """A workflow without progress fails after its limit. A workflow that writes notes does not, because notes count as
     progress.
 

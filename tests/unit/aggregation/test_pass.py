@@ -560,8 +560,8 @@ def close(world: World, own: bool, run_elements: int) -> ClosedRound:
     ids=["sgd", "adam", "on-whole-tensors", "with-controls"],
 )
 def test_a_users_mean_matches_the_built_in_mean(tmp_path: Path, target: object, schema: Schema) -> None:
-    """If a user's aggregator computes the same mean as the built-in reducer, the version and the outer state have the
-    bits that the built-in reducer gives.
+    """If a user's aggregator computes the same mean as the built-in reducer, the resulting version has
+    the same bits.
     """
     worlds = []
     for name in ("own", "built-in"):

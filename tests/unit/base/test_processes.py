@@ -118,7 +118,7 @@ def test_messages_arrive_with_their_files(ends: tuple[ProcessPipe, ProcessPipe],
 
 
 def test_setting_a_latch_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting a latch wakes all waiting threads at once, before they look again by themselves."""
+    """Setting a latch, the process's own event, wakes all waiting threads at once, not only at their next check."""
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     latch = Latch()
     assert not latch.wait(0.0)
@@ -137,10 +137,8 @@ def test_setting_a_latch_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_interrupted_latch_waiter_blocks_no_thread() -> None:
-    """A waiter that Ctrl-C interrupts blocks neither the thread that sets the latch nor other waiters.
-
-    Ctrl-C between two instructions of `wait` leaves its lock taken.
-    """
+    """If Ctrl-C interrupts a thread that waits for a latch, the thread that sets the latch and other waiters go on."""
+    # Ctrl-C between two instructions of `wait` leaves its lock taken.
     latch = Latch()
     for interrupted in ("before it was set", "behind it"):
         setting = threading.Thread(target=latch.set, name=interrupted, daemon=True)

@@ -75,10 +75,9 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", registry.REGISTRABLE)
 @pytest.mark.parametrize("name", ["mine", "my.pack-age_1", "my_module:Mine", "mine.py:Mine"])
 def test_registered_names_are_found_by_both_classes(kind: str, name: str) -> None:
-    """A registered object is found by an `OwnName` and by a `ReceivedName`, and only under its kind.
-
-    A registered name may look like a path. The object is returned, and nothing is imported.
-    """
+    """A registered object is found under its name, whether the name comes from the user or over the wire."""
+    # By an `OwnName` and by a `ReceivedName`, and only under its kind. A registered name may look like a path. The
+    # object is returned, and nothing is imported.
     value = SimpleNamespace(name=name) if kind == "algorithms" else Mine
     atoll.register(kind, name, value)
     assert registry.load(kind, OwnName(name)) is value

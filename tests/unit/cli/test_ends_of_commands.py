@@ -147,7 +147,7 @@ def test_a_command_that_succeeds_is_not_started_again(answered: list[str], tmp_p
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("no-such-command", "-- python train.py"), ("script", "-- python ")])
-def test_a_command_that_cannot_start_is_reported(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
+def test_a_command_that_cannot_start_is_named(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
     """If the command of `atoll worker` does not exist or is not executable, the error names it and has a remedy for
     each case.
     """

@@ -278,7 +278,7 @@ def test_the_grace_starts_after_a_lost_aggregator(story):
 
 @pytest.mark.covers("S2")
 def test_a_lost_algorithm_state_expires_all_tickets(story):
-    """If the state of the algorithm is lost, all tickets of the open round expire, and its sites get new tickets."""
+    """If the algorithm's state is lost, all open tickets expire, and the sites get new ones."""
     run = story("abc")
     accepted, still_open = run.ticket("a"), run.ticket("b")
     run.accept(accepted)
@@ -291,8 +291,8 @@ def test_a_lost_algorithm_state_expires_all_tickets(story):
 
 @pytest.mark.covers("S2")
 def test_a_lost_algorithm_state_waits_for_the_aggregation(story):
-    """While a round is aggregated, the loss of the algorithm's state changes nothing. After the commit, a new
-    generation of the state begins.
+    """If the algorithm's state is lost while a round is aggregated, the round is committed first, and the state then
+    starts at zero.
     """
     run = story("ab")
     run.submit("a", "b")

@@ -27,11 +27,11 @@ def test_no_schedule_breaks_a_guarantee():
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
 
-def test_runs_are_paused_and_stopped_in_every_schedule():
-    """A paused run opens no round and issues no ticket; a stopped run finishes.
-
-    No acknowledged update is lost, except those of a round that is ended at once.
+def test_pausing_and_stopping_hold_in_every_schedule():
+    """In any order of events, a paused run opens no round, a stopped run finishes, and no acknowledged
+    update is lost.
     """
+    # Except those of a round that is ended at once.
     seen = explore(examples=200, admin=True)
     wanted = ("finished", "RoundStopped", "crashes", "versions", *schedules.OF_THE_ADMIN)
     assert all(seen[what] > 10 for what in wanted), seen

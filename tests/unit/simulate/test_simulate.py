@@ -59,9 +59,9 @@ def bases(held: list[int]) -> VersionsInUse:
     return VersionsInUse(versions)
 
 
-def test_a_version_stays_pinned_while_sites_train(bases: VersionsInUse, held: list[int]) -> None:
-    """A version is pinned once for all sites that train from it. When the last site is done, it is released as soon as
-    another version is pinned.
+def test_a_version_stays_while_sites_train_from_it(bases: VersionsInUse, held: list[int]) -> None:
+    """A simulation keeps a version as long as sites train from it, and lets it go once another version
+    takes its place.
     """
     first, again = bases.take(0, 0), bases.take(0, 0)
     assert first is again
@@ -77,7 +77,7 @@ def test_a_version_stays_pinned_while_sites_train(bases: VersionsInUse, held: li
     assert held == [1, 2]
 
 
-def test_all_versions_are_released_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
+def test_a_simulation_releases_all_versions_at_its_end(bases: VersionsInUse, held: list[int]) -> None:
     bases.take(0, 0)
     bases.take(0, 1)
     bases.release()

@@ -45,7 +45,7 @@ def fail_after(journal: Journal, *names: str, seen: list[str]) -> None:
 
 
 def test_nested_transactions_are_committed_together(journal: Journal) -> None:
-    """Transactions inside another one are committed with it. Their callbacks run after this commit."""
+    """A transaction inside another one is committed with the outer one, and its callbacks run after this commit."""
     seen: list[str] = []
     with journal.transaction():
         for name in ("a", "b"):

@@ -130,14 +130,10 @@ def test_a_damaged_head_falls_back(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_lost_versions_number_is_not_reused(tmp_path: Path) -> None:
-    """The number of a lost version is not used again.
-
-    Versions 2 and 3 are lost, one after the other. The run has versions 0, 1 and 4, and keeps 1 and 4 as its newest
-    two.
-
-    Guards against ranges of numbers such as `head − 1` and `head − keep_versions`, which are wrong where numbers are
-    missing.
-    """
+    """The number of a lost version is not used again, so that no site confuses two versions."""
+    # Versions 2 and 3 are lost, one after the other. The run has versions 0, 1 and 4, and keeps 1 and 4 as its newest
+    # two. Guards against ranges of numbers such as `head − 1` and `head − keep_versions`, which are wrong where numbers
+    # are missing.
     store = new_run(tmp_path, 1)
     for lost in (2, 3):
         freeze(store, 1, {10 * lost: "a", 10 * lost + 1: "b"})

@@ -246,7 +246,7 @@ def test_rewriting_a_part_removes_its_record(store: Store) -> None:
     store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
 
 
-def test_a_part_stays_in_its_range(store: Store) -> None:
+def test_a_part_writes_only_its_own_range(store: Store) -> None:
     """A part of an update takes no more bytes than it has, and writes only to its own range of the file."""
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, b"0" * 24)
@@ -320,11 +320,9 @@ def test_a_round_freezes_only_accepted_tickets(store: Store) -> None:
         write_version(store, 1, ())
 
 
-def test_a_frozen_round_keeps_the_given_order(store: Store) -> None:
-    """A frozen round keeps its tickets in the given order.
-
-    The round machine orders updates by site. The numbers of the tickets may have another order, which would give other
-    bits.
+def test_a_round_keeps_the_order_of_its_updates(store: Store) -> None:
+    """When a round closes, its updates are kept in the order of the sites' names, not of the ticket numbers, which
+    would give other bits.
     """
     freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]

@@ -75,8 +75,9 @@ def test_a_commit_moves_the_head(store: Store) -> None:
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
-def test_a_draft_is_invisible_before_its_commit(store: Store) -> None:
-    """Nothing of a draft can be seen before its commit. An abandoned draft frees its slot."""
+def test_a_version_is_invisible_before_its_commit(store: Store) -> None:
+    """Nothing can be seen of a version before its commit, and an abandoned one frees its file."""
+    # Nothing of a draft can be seen; an abandoned draft frees its slot.
     tickets = run_round(store, 0, commit=False)
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
@@ -141,11 +142,8 @@ def test_old_versions_are_dropped(store: Store) -> None:
     assert {path: path.stat().st_ino for path in store.slots.folder.iterdir()} == inodes
 
 
-def test_slow_readers_see_one_version(tmp_path: Path) -> None:
-    """A slow reader never sees bytes of a version other than the one that it has pinned.
-
-    It reads one byte in each round, long after its version would have been dropped without a pin.
-    """
+def test_a_slow_reader_never_sees_another_version(tmp_path: Path) -> None:
+    """A slow reader sees only the version that it began to read, even long after the server would have deleted it."""
     store = new_run(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
     seen = b""
@@ -163,12 +161,11 @@ def test_slow_readers_see_one_version(tmp_path: Path) -> None:
 
 
 def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
-    """If pulls hold too many versions, the pull of the oldest version is revoked. Its bytes stay until the reader
-    releases them.
-
-    One version is kept and two may be pinned. Versions 0, 1 and 2 are pinned and 3 is the newest, so version 4 needs
-    the place of version 0.
+    """If downloads hold too many versions, that of the oldest version is cut off, and its file stays until it is
+    released.
     """
+    # One version is kept and two may be pinned. Versions 0, 1 and 2 are pinned and 3 is the newest, so version 4 needs
+    # the place of version 0.
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):

@@ -94,8 +94,8 @@ def test_packing_a_payload_copies_no_tensor() -> None:
     ],
     ids=lambda skeleton: str(skeleton)[:40],
 )
-def test_an_invalid_skeleton_is_refused(skeleton: Any) -> None:
-    """A payload with an invalid skeleton is refused as a bad request."""
+def test_a_malformed_payload_is_refused(skeleton: Any) -> None:
+    """A payload whose description of its tree is malformed is refused as a bad request."""
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)])
 
@@ -119,8 +119,10 @@ def test_any_object_may_replace_a_tensor() -> None:
     ],
     ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
 )
-def test_a_damaged_skeleton_is_always_refused(skeleton: Any) -> None:
-    """A damaged skeleton of a registered object is refused, even if no object is built."""
+def test_a_damaged_custom_object_is_always_refused(skeleton: Any) -> None:
+    """A payload with a damaged description of a user's own object is refused, even if the receiver does not build the
+    object.
+    """
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)], build=False)
 

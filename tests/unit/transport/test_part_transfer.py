@@ -158,7 +158,7 @@ def test_adding_parts_never_waits(writer: Writer, receiver: Receiver) -> None:
 
 
 def test_an_error_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
-    """If a part fails, the upload ends and no other part is sent. The error is kept and not raised."""
+    """If a part of an upload fails, no further part is sent, and the caller gets the error at the end."""
     receiver.answers = {2: [TicketClosed("The round is over.")]}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts[:4])  # over one connection: 3 is in the queue, or not even that, when 2 fails

@@ -224,9 +224,9 @@ class Plain(asyncio.Transport):
         (head(b"put", PATH, b"Content-Length: 5"), None),
     ],
 )
-def test_only_plain_request_heads_allow_the_bypass(data: bytes, expected: int | None) -> None:
-    """The bypass understands only plain request heads: a part with one length, or a GET without a body. It leaves all
-    other requests to aiohttp.
+def test_only_simple_requests_bypass_the_parser(data: bytes, expected: int | None) -> None:
+    """Only a plain upload of a part, or a GET without a body, is handled past aiohttp's HTTP parser. All other requests
+    go to aiohttp.
     """
     assert request_body._body_bytes(data) == expected
 
@@ -293,11 +293,8 @@ def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
     assert seen == [(3033, 3033, False)]
 
 
-def test_the_end_of_a_part_resumes_no_reading(tmp_path: Path) -> None:
-    """If aiohttp has paused the reading of a connection, the end of a part does not resume it.
-
-    The end of a part says nothing about what aiohttp can take.
-    """
+def test_the_end_of_a_part_respects_aiohttps_pause(tmp_path: Path) -> None:
+    """If aiohttp has paused the reading of a connection, the end of an uploaded part does not resume it."""
     reading: list[bool] = []
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
@@ -314,11 +311,9 @@ def test_the_end_of_a_part_resumes_no_reading(tmp_path: Path) -> None:
     assert reading == [False, True]
 
 
-def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
-    """After any other request, a connection passes all its bytes to aiohttp.
-
-    A body that looks like the head of a part stays a body.
-    """
+def test_another_request_leaves_the_fast_path(tmp_path: Path) -> None:
+    """After any other request, all bytes of a connection go through aiohttp's HTTP parser."""
+    # A body that looks like the head of a part stays a body.
     host = Host(tmp_path, keep, 3001)
 
     smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body

@@ -61,13 +61,10 @@ def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
 
 
 @pytest.mark.covers("L25")
-def test_an_advanced_base_is_not_its_old_version(place: Participation) -> None:
-    """After a site has added its update to its base, the base no longer counts as the version from before. A pull of
-    this version restores its weights.
-
-    Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under the digest of
-    version 0.
-    """
+def test_a_changed_base_is_not_its_old_version(place: Participation) -> None:
+    """After a site has added its update to its base file, a pull of the version from before restores its weights."""
+    # Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under the digest of
+    # version 0.
     ticket = place.exchange.ask().ticket
     tensors = named_tensors(nn.Linear(8, 4))[0]
     place.exchange.pull(ticket.base, tensors)
@@ -188,11 +185,8 @@ def feeding_back(folder: Path) -> atoll.Server:
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) -> None:
-    """If an update has counted and the site goes on from its own weights, the error of encoding is sent once more: 0.4,
-    and not 0.8.
-
-    This holds whether or not the site had heard that the update counted before it lost the server.
-    """
+    """If an update counted but its answer was lost, the site sends the rounding error of the codec only once."""
+    # 0.4, and not 0.8. This holds whether or not the site had heard that the update counted before it lost the server.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
         weights = {"w": torch.zeros(2)}
@@ -214,11 +208,9 @@ def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) 
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
 
 
-def test_an_earlier_updates_residual_is_added_first(tmp_path: Path) -> None:
-    """Before a site forms an update, it adds what encoding has lost of an earlier update that counted.
-
-    The tickets come from `ask`. 0.4 and the 0.4 left before make 0.8, which is rounded to 1.
-    """
+def test_an_earlier_rounding_error_is_added_first(tmp_path: Path) -> None:
+    """Before a site forms an update, it adds what the codec lost in its last update that counted."""
+    # The tickets come from `ask`. 0.4 and the 0.4 left before make 0.8, which is rounded to 1.
 
     def move_(tensors: dict[str, Tensor]) -> None:
         tensors["w"] -= torch.tensor([127.0, 0.4])
@@ -234,12 +226,11 @@ def test_an_earlier_updates_residual_is_added_first(tmp_path: Path) -> None:
 
 
 def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process is killed while an update gets another ticket, the next try gives this ticket to the update and to
-    its residual.
-
-    Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the old
-    one.
+    """If the process is killed while a stored update gets another ticket, the next start gives this ticket to the
+    update and to its rounding error.
     """
+    # Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the
+    # old one.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         formed(place, lambda tensors: tensors["w"].sub_(torch.tensor([127.0, 0.4])))
         residuals, again = place.exchange.local.residuals, replace(note_of(place), ticket=7)

@@ -252,8 +252,8 @@ def test_a_base_that_ends_early_is_reported(tmp_path: Path) -> None:
     base.close()
 
 
-def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
-    """A rebase adds the local steps to the newest version. Buffers take the values of that version."""
+def test_local_steps_are_added_to_the_newest_version(tmp_path: Path) -> None:
+    """When a site moves to a newer version, its local steps are added to it, and buffers take that version's values."""
     base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
     head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
     local = {"w": torch.tensor([1.5, 1.0]), "n": torch.tensor(5)}
@@ -268,11 +268,10 @@ def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
     assert fresh["w"].tolist() == [10.0, 20.0]
 
 
-def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
-    """A rebase rounds only once to a narrow dtype.
-
-    bfloat16 has 256 and 258, but not 257. So 1 + (258 − 1) is 258, and would be 256 if the difference were rounded too.
-    """
+def test_adding_local_steps_rounds_only_once(tmp_path: Path) -> None:
+    """Adding local steps to a newer version rounds only once to the model's dtype."""
+    # bfloat16 has 256 and 258, but not 257. So 1 + (258 − 1) is 258, and would be 256 if the difference were rounded
+    # too.
     base = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()})
     head = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()}, 1, "base-next")
     local = {"w": torch.tensor([258.0]).bfloat16()}
@@ -283,7 +282,7 @@ def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
 @pytest.mark.covers("L25")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_rebase_matches_its_specification(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A rebase gives parameters and buffers the bits of the specification."""
+    """Moving local steps to a newer version gives parameters and buffers the bits of the specification."""
     generator = torch.Generator().manual_seed(3)
     start, head, local = (
         {"w": torch.randn(300, generator=generator).to(dtype), "n": torch.tensor(number)} for number in (4, 6, 5)
@@ -298,12 +297,10 @@ def test_a_rebase_matches_its_specification(tmp_path: Path, dtype: torch.dtype) 
 
 
 @pytest.mark.covers("L25")
-def test_a_submitted_update_is_not_rebased_again(tmp_path: Path) -> None:
-    """If the acknowledgement of an update is lost, a rebase adds only the steps since this update.
-
-    The update of w = 1.5 has counted, the training went on to 1.75, and the newest version is 9. So w is 9 + (1.75 −
-    1.5).
-    """
+def test_sent_steps_are_not_added_again(tmp_path: Path) -> None:
+    """If the acknowledgement of an update is lost, only the steps since this update are added to the newest version."""
+    # The update of w = 1.5 has counted, the training went on to 1.75, and the newest version is 9. So w is 9 + (1.75 −
+    # 1.5).
     start = {"w": torch.tensor([1.0])}
     base = base_with(tmp_path, start)
     outbox = Outbox(tmp_path, layout_of(start))
@@ -348,10 +345,8 @@ def test_a_version_is_not_held_before_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F1")
 def test_wrong_parts_are_found(tmp_path: Path) -> None:
-    """Of the given parts, `differing` finds only the wrong ones.
-
-    The digests are always those of all parts. If two parts are checked, the right one is not taken for wrong.
-    """
+    """The check of a file's parts finds only the wrong ones."""
+    # The digests are always those of all parts. If two parts are checked, the right one is not taken for wrong.
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     first, second, third = base.layout.parts
     digests = digests_of(base)
@@ -363,10 +358,9 @@ def test_wrong_parts_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F3")
-def test_a_sealed_outbox_survives_a_restart(tmp_path: Path) -> None:
-    """A sealed outbox is found again by the next process. An unsealed or cleared one, or one with another layout, is
-    not.
-    """
+def test_a_complete_outbox_survives_a_restart(tmp_path: Path) -> None:
+    """A stored update that is complete is found again by the next process; an incomplete or cleared one is not."""
+    # Or one with another layout.
     start = {"w": torch.ones(4)}
     layout = layout_of(start)
     outbox = Outbox(tmp_path, layout)
