@@ -638,9 +638,8 @@ def test_only_listed_files_import_by_name() -> None:
     ],
 )
 def test_code_that_imports_received_names_is_found(tmp_path: Path, text: str, expected: str) -> None:
-    """The check of the sources reports a call that imports by a received name. The test plants each such call in a
-    file.
-    """
+    """The check of the sources reports a call that imports by a received name."""
+    # The test plants each such call in a file.
     (complaint,) = loading_calls(plant(tmp_path, "worker/x.py", text))
     assert complaint.endswith(f": {expected}")
 

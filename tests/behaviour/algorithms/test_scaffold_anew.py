@@ -155,10 +155,8 @@ def test_going_back_to_a_version_resets_the_controls(world: World) -> None:
 def test_restoring_a_backup_resets_the_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a server is restored from a backup, SCAFFOLD's controls start at zero again at the server and all sites.
-
-    All sites are three rounds ahead of the backup. They go on training, and the server logs the reset once.
-    """
+    """After a server is restored from a backup, SCAFFOLD's controls start at zero again at the server and all sites."""
+    # All sites are three rounds ahead of the backup. They go on training, and the server logs the reset once.
     before, _ = restore_to(world, 2, after=5, served=served)
     with served():
         seen = take_rounds(world, 7)
@@ -203,11 +201,9 @@ def test_a_lost_earlier_control_resets_all_controls(
 def test_a_damaged_newest_version_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All controls start at zero again if the newest version is damaged after sites have trained on it.
-
-    One bit of version 3 is damaged after the sites `a` and `b` have submitted updates against version 3. Site `c` has
-    not, and could still go back.
-    """
+    """All controls start at zero again if the newest version is damaged after sites have trained on it."""
+    # One bit of version 3 is damaged after the sites `a` and `b` have submitted updates against version 3. Site `c` has
+    # not, and could still go back.
     with served():
         before = take_rounds(world, 3)
         take_rounds(world, 4, "ab")
@@ -225,10 +221,8 @@ def test_a_damaged_newest_version_resets_all_controls(
 
 @pytest.mark.covers("S2", "F13")
 def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that restarts after it has reset the controls keeps the reset and does not log it again.
-
-    Only site `a` has asked for a round before the restart. The server reads the reset from its journal.
-    """
+    """A server that restarts after it has reset the controls keeps the reset and does not log it again."""
+    # Only site `a` has asked for a round before the restart. The server reads the reset from its journal.
     restore_to(world, 2, after=5)
     with world:
         world.join("a")
@@ -260,10 +254,8 @@ def test_restoring_a_backup_twice_resets_controls_twice(world: World, served: Ca
 
 @pytest.mark.covers("S2", "F41")
 def test_losing_the_version_of_a_reset_resets_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """The controls start at zero once more if the version at which they were reset is damaged.
-
-    The controls were reset at version 2. The server then goes back to version 1, whose controls no site has any more.
-    """
+    """The controls start at zero once more if the version at which they were reset is damaged."""
+    # The controls were reset at version 2. The server then goes back to version 1, whose controls no site has any more.
     before, _ = restore_to(world, 2, after=5)
     with world:
         world.ask(number=3)

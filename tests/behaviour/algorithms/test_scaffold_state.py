@@ -157,10 +157,8 @@ PENDING = (
 def test_a_site_with_a_lost_or_damaged_control_is_refused(
     world: World, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object], names: list[str], said: str
 ) -> None:
-    """A site cannot take part if its control is lost or damaged, because the run's model depends on this control.
-
-    A second attempt is refused, too: files that the first attempt left do not pass for a control.
-    """
+    """A site cannot take part if its control is lost or damaged, because the run's model depends on this control."""
+    # A second attempt is refused, too: files that the first attempt left do not pass for a control.
     assert part(world, until=2) == [1.0, 2.0]
     world.wait(2)  # the second update is in the controls
     for name in names:
@@ -175,7 +173,8 @@ def test_a_site_with_a_lost_or_damaged_control_is_refused(
 
 
 def test_a_sites_folder_may_move_to_another_machine(world: World) -> None:
-    """A site may move to another machine together with its folder. Without its files, the site is refused."""
+    """A site may move to another machine together with its folder."""
+    # Without its files, the site is refused.
     part(world)
     other = world.folder / "other"
     with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
@@ -194,10 +193,8 @@ def test_sites_without_counted_updates_start_with_zero_controls(world: World) ->
 
 
 def test_a_site_needs_its_control_before_the_round_ends(pair: World) -> None:
-    """A site that loses its control after its update was accepted is refused, even before the round ends.
-
-    The update of site `a` is accepted when `a` loses its files. The round still waits for site `b`.
-    """
+    """A site that loses its control after its update was accepted is refused, even before the round ends."""
+    # The update of site `a` is accepted when `a` loses its files. The round still waits for site `b`.
     with pair:
         pair.join("b")
         part(pair)

@@ -29,10 +29,8 @@ import demo_summary
 
 
 def test_the_demo_transformer_sees_no_later_byte() -> None:
-    """In the demo's transformer, changing a byte changes no output for an earlier byte.
-
-    The model has about a million parameters, and its head shares the weight of the embedding.
-    """
+    """In the demo's transformer, changing a byte changes no output for an earlier byte."""
+    # The model has about a million parameters, and its head shares the weight of the embedding.
     model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight
@@ -67,11 +65,9 @@ def test_the_demo_splits_all_digits_unevenly() -> None:
 
 
 def test_the_demo_compares_traffic_with_a_ring_allreduce(tmp_path) -> None:
-    """The demo's summary compares the bytes sent with those of a ring all-reduce.
-
-    By hand: with 3 workers, 10 MB and 5 steps, a ring sends 2·(2/3)·10 MB·5 = 66.7 MB per worker. The demo's worker
-    sent 1 MB, which is 67 times less.
-    """
+    """The demo's summary compares the bytes sent with those of a ring all-reduce."""
+    # By hand: with 3 workers, 10 MB and 5 steps, a ring sends 2·(2/3)·10 MB·5 = 66.7 MB per worker. The demo's worker
+    # sent 1 MB, which is 67 times less.
     (tmp_path / "a.json").write_text(json.dumps({"steps": 5, "bytes_up": 1_000_000, "bytes_down": 2_000_000}))
     demo = SimpleNamespace(workers=3, result_file=lambda site: tmp_path / f"{site}.json")
     status = SimpleNamespace(

@@ -126,10 +126,8 @@ def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, Feder
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("index", ["usable", "for the server alone"])
 def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
-    """Another user can read the state directory during a round, with or without permission to use SQLite's index.
-
-    Without this permission, the reading command copies the journal and its log.
-    """
+    """Another user can read the state directory during a round, with or without permission to use SQLite's index."""
+    # Without this permission, the reading command copies the journal and its log.
     folder, *_ = living
     if index != "usable":
         (folder / "state" / f"{JOURNAL}-shm").chmod(0)

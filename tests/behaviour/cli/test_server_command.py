@@ -59,10 +59,8 @@ def mine(atoll_command: Callable[..., Any]) -> None:
 def test_a_second_server_on_one_directory_is_refused(
     mine, atoll_command, start: Start, number: signal.Signals, code: int
 ) -> None:
-    """A second server on the same port or the same directory is refused.
-
-    When a signal stops the server, it says how to continue the run. The same command then starts it again.
-    """
+    """A second server on the same port or the same directory is refused."""
+    # When a signal stops the server, it says how to continue the run. The same command then starts it again.
     server = start()
     by_port = ("--port", url_of(server).rsplit(":", 1)[1], "--dir", "other")
     for flags, refused in ((by_port, 3), (("--port", "0"), 4)):
@@ -180,11 +178,9 @@ def test_a_terminal_shows_the_status_table(mine, tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.covers("X4")
 def test_an_unread_standard_output_blocks_no_server(nursery, tmp_path) -> None:
-    """A full pipe at standard output, which no process reads, blocks neither the server's work nor its shutdown.
-
-    A workflow logs more lines than the pipe and the server's queue can hold. The server still answers a request for its
-    status.
-    """
+    """A full pipe at standard output, which no process reads, blocks neither the server's work nor its shutdown."""
+    # A workflow logs more lines than the pipe and the server's queue can hold. The server still answers a request for
+    # its status.
     (tmp_path / "flow.py").write_text(
         "import logging\n"
         "def main(controller):\n"

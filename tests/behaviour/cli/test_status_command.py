@@ -119,11 +119,9 @@ def test_the_status_adds_up_the_steps_of_all_rounds(tmp_path) -> None:
 
 @pytest.mark.covers("L16")
 def test_status_compares_traffic_with_data_parallel_training(known, lines) -> None:
-    """`atoll status` compares the bytes in each direction with those of data-parallel training.
-
-    By hand: two workers would each have moved 2·(1/2) times 5 GB of gradients, 10 GB in all. The updates had 6.8 MB,
-    1471 times less; the versions had 2.4 GB, 4.2 times less.
-    """
+    """`atoll status` compares the bytes in each direction with those of data-parallel training."""
+    # By hand: two workers would each have moved 2·(1/2) times 5 GB of gradients, 10 GB in all. The updates had 6.8 MB,
+    # 1471 times less; the versions had 2.4 GB, 4.2 times less.
     of_diloco = known | {"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}
     shown = lines(of_diloco)
     assert "codec int8 up, int4 down, " in shown[1]
@@ -229,10 +227,8 @@ def test_status_maps_a_servers_error_to_its_exit_code(canned, atoll_command) -> 
 def test_status_accepts_the_reader_token_or_state_directory(
     tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader sees the status with the reader token, and the owner of the state directory sees it by `--dir`.
-
-    Neither needs the token of the sites. The token in the directory takes precedence over a token in the environment.
-    """
+    """A reader sees the status with the reader token, and the owner of the state directory sees it by `--dir`."""
+    # Neither needs the token of the sites. The token in the directory takes precedence over a token in the environment.
     monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
     with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
         copy = tmp_path / "copy"
@@ -330,11 +326,9 @@ def status_of(atoll_command) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.covers("L13")
 def test_status_reads_a_finished_runs_folder(status_of, tmp_path: Path) -> None:
-    """`atoll status` reads the state directory of a finished run.
-
-    If no server answers at the default address, the command reads the default directory, `atoll-run`. At an address
-    that was given, it fails.
-    """
+    """`atoll status` reads the state directory of a finished run."""
+    # If no server answers at the default address, the command reads the default directory, `atoll-run`. At an address
+    # that was given, it fails.
     with serve(tmp_path, **{"run.name": "over", "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path).join()
         server.run()

@@ -33,9 +33,8 @@ print(json.dumps([found, sys.argv[1:]]))
 def test_a_script_gets_its_server_and_arguments(canned, atoll_command, tmp_path) -> None:
     """`atoll worker` gives its script the server's address in the environment, and passes the script's own arguments
     on.
-
-    The command prints neither the arguments nor the token, since both may be secret. No flag takes a token.
     """
+    # The command prints neither the arguments nor the token, since both may be secret. No flag takes a token.
     flags = ("--server", canned.url, "--site", "a", "--dir", "files", "--max-sync-retries", "2")
     script = (sys.executable, "-c", SHOW, "--site", "x", "--help")
     outcome = atoll_command("worker", *flags, *script, ATOLL_TOKEN="secret")
@@ -259,10 +258,8 @@ def test_a_missing_program_is_reported_before_any_request(atoll_command, tmp_pat
 @pytest.mark.slow
 @pytest.mark.covers("X3")
 def test_does_not_restart_a_replaced_worker(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll worker` does not restart its command if another process has taken its site.
-
-    Two such workers would otherwise take the site from each other in turn.
-    """
+    """`atoll worker` does not restart its command if another process has taken its site."""
+    # Two such workers would otherwise take the site from each other in turn.
     script = tmp_path / "train.py"
     script.write_text(
         "import time, atoll\n"

@@ -93,10 +93,8 @@ def test_the_quickstart_example_simulates_partitions(nursery: Nursery, tmp_path:
 
 @pytest.mark.parametrize("example", ["hello_pt/data.py", "quickstart_pytorch/task.py"])
 def test_both_examples_read_the_binary_cifar10(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both examples read CIFAR-10 in its binary version.
-
-    The test writes two pictures by hand, of classes 7 and 3: one byte for the label, then [3, 32, 32] bytes.
-    """
+    """Both examples read CIFAR-10 in its binary version."""
+    # The test writes two pictures by hand, of classes 7 and 3: one byte for the label, then [3, 32, 32] bytes.
     record = bytes([7]) + bytes([255]) * 1024 + bytes(2048)
     other = bytes([3]) + bytes(3072)
     (tmp_path / "data_batch_1.bin").write_bytes(record + other)

@@ -105,10 +105,8 @@ def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) 
 
 
 def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
-    """The cell of a failed evaluation gives the reason.
-
-    Site `a` gives no model, site `b` raises an error, and site `c` measures a value that is not finite.
-    """
+    """The cell of a failed evaluation gives the reason."""
+    # Site `a` gives no model, site `b` raises an error, and site `c` measures a value that is not finite.
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -241,11 +239,9 @@ def evaluate_big(server: atoll.Server, folder: Path, name: str) -> None:
 
 
 def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
-    """Each site sends its model to the server only once, though all sites evaluate it.
-
-    Three models of 8 MB make 3 · 8 MB to the server and 9 · 8 MB from the server. The last transfer may not be counted
-    in full when the run ends.
-    """
+    """Each site sends its model to the server only once, though all sites evaluate it."""
+    # Three models of 8 MB make 3 · 8 MB to the server and 9 · 8 MB from the server. The last transfer may not be
+    # counted in full when the run ends.
     nbytes = 8_000_000
     big_models(tmp_path, nbytes, "abc")
     with evaluation_server(tmp_path, **ALONE, has_model=False) as server:
@@ -283,13 +279,9 @@ def test_an_evaluation_waits_for_writable_exports(
 
 @pytest.mark.covers("D1")
 def test_evaluations_take_little_memory(tmp_path: Path) -> None:
-    """An evaluation needs little memory at the server and at the sites, whatever the size of the models.
-
-    The server and two sites run in this process and evaluate three models of 192 MB. Memory grows by less than 160 MB,
-    so no model is held whole.
-
-    Two models are files of the sites, and one is a file at the server.
-    """
+    """An evaluation needs little memory at the server and at the sites, whatever the size of the models."""
+    # The server and two sites run in this process and evaluate three models of 192 MB. Memory grows by less than 160
+    # MB, so no model is held whole. Two models are files of the sites, and one is a file at the server.
 
     def evaluate(folder: Path, megabytes: int) -> int:
         folder.mkdir()
@@ -331,10 +323,8 @@ def test_sites_evaluate_after_a_diloco_run(nursery: Nursery, tmp_path: Path) -> 
 def test_evaluations_may_follow_scaffold_and_async_rounds(
     nursery: Nursery, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds.
-
-    By hand, one step of rate 1/2 leads from 0 to t/2 = 1.5. This is the model of the only site and that of the run.
-    """
+    """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds."""
+    # By hand, one step of rate 1/2 leads from 0 to t/2 = 1.5. This is the model of the only site and that of the run.
     matrix, _ = evaluated(nursery, tmp_path, {"b": ["sgd"]}, **{"rounds.sites": 1}, **settings)
     assert losses(matrix, "w") == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
@@ -393,11 +383,9 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
 
 
 def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll evaluate` evaluates versions of a finished run and other models. The run's own matrix stays unchanged.
-
-    The weight is n in version n, and 10 in the file. Site `a` has the target 0 and site `b` the target 3. Version 9
-    never existed.
-    """
+    """`atoll evaluate` evaluates versions of a finished run and other models."""
+    # The run's own matrix stays unchanged. The weight is n in version n, and 10 in the file. Site `a` has the target 0
+    # and site `b` the target 3. Version 9 never existed.
     trained(nursery, tmp_path, 5)
     own = tmp_path / "state" / "exports" / "cross_site_evaluation.md"
     own.write_text("the matrix of the run")
@@ -454,10 +442,8 @@ def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tm
 
 
 def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll evaluate --server` shows the matrix of a server while the evaluation is running.
-
-    Site `c` hangs, and the cells of the other sites are already shown.
-    """
+    """`atoll evaluate --server` shows the matrix of a server while the evaluation is running."""
+    # Site `c` hangs, and the cells of the other sites are already shown.
 
     def asked(server: atoll.Server) -> Process:
         return nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)

@@ -162,10 +162,9 @@ def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -
 
 
 def test_reports_a_damaged_row_of_a_site(later: Path) -> None:
-    """A server does not start if a site's row for one of the newest rounds is damaged. The error names the row.
-
-    A start reads these rows only for the newest rounds, so that it takes no longer in a long run.
-    """
+    """A server does not start if a site's row for one of the newest rounds is damaged."""
+    # The error names the row. A start reads these rows only for the newest rounds, so that it takes no longer in a long
+    # run.
     assert flip_column(later / "state" / JOURNAL, CHECKED_LATER, "summary_json")
     row = r"content of site_rounds \(fragment = 0, version = 1, site = 'b'\) does not match its checksum\. Restore"
     with pytest.raises(StateCorrupt, match=row), serve(later):
@@ -175,9 +174,8 @@ def test_reports_a_damaged_row_of_a_site(later: Path) -> None:
 def test_a_changed_bit_of_the_journal_changes_no_model(without_log: Path, tmp_path: Path) -> None:
     """For any changed bit of the journal file, either `atoll audit` reports damage or all values that matter are
     unchanged.
-
-    The test changes 53 bits spread over the pages of the file, one at a time.
     """
+    # The test changes 53 bits spread over the pages of the file, one at a time.
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     path, free = without_log / "state" / JOURNAL, {table for table, _ in FREE}
@@ -198,10 +196,10 @@ def test_a_changed_bit_of_the_journal_changes_no_model(without_log: Path, tmp_pa
 
 
 def test_a_changed_bit_of_the_journals_log_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
-    """If a bit of SQLite's write-ahead log is changed, the server refuses to start or keeps all acknowledged updates.
-
-    SQLite silently drops the frames after a damaged one. The test changes each frame, in its header or in its page.
+    """If a bit of SQLite's write-ahead log is changed, the server refuses to start or keeps all
+    acknowledged updates.
     """
+    # SQLite silently drops the frames after a damaged one. The test changes each frame, in its header or in its page.
     frames = log_frames(halfway.later / "state" / WAL)
     assert frames
     refused = []
@@ -220,10 +218,8 @@ def test_a_changed_bit_of_the_journals_log_loses_nothing(halfway: Halfway, tmp_p
 
 
 def test_starts_no_new_run_over_a_damaged_log(tmp_path: Path) -> None:
-    """If the journal's log is damaged and holds the whole run, the server does not start a new run in its place.
-
-    Without the log, the journal is empty.
-    """
+    """If the journal's log is damaged and holds the whole run, the server does not start a new run in its place."""
+    # Without the log, the journal is empty.
     with serve(tmp_path / "run"):
         folder = copy_folder(tmp_path / "run", tmp_path / "copy")
     assert log_frames(folder / "state" / WAL)
@@ -298,10 +294,8 @@ def test_logs_that_power_loss_took_the_last_start(later: Path, caplog: pytest.Lo
 def test_a_start_after_power_loss_may_be_killed(
     halfway: Halfway, tmp_path: Path, nursery: Nursery, lost: int, audited: Audit
 ) -> None:
-    """If the server is killed during its start after a power loss, the next start records the loss only once.
-
-    The entry about the loss takes the number of a lost entry, and `audit.head` still shows that this entry was lost.
-    """
+    """If the server is killed during its start after a power loss, the next start records the loss only once."""
+    # The entry about the loss takes the number of a lost entry, and `audit.head` still shows that this entry was lost.
     folder = without_end(halfway, tmp_path / "run")
     head = folder / "state" / HEAD
     entries = json.loads(head.read_text())["entries"]

@@ -133,13 +133,10 @@ def test_fedavg_says_how_many_steps_it_loses(tmp_path: Path, caplog: pytest.LogC
 
 @pytest.mark.covers("L10", "F6")
 def test_diloco_goes_on_training_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All steps that a DiLoCo loop makes while its server is away count when the server is back.
-
-    Steps 1 and 2 make round 1. The server is away during steps 3 to 6, so two synchronisations are skipped. The
-    synchronisation at step 8 submits steps 3 to 8.
-
-    With an outer rate of 1 the result is 8 − 2 − 6 = 0: every step counts exactly once.
-    """
+    """All steps that a DiLoCo loop makes while its server is away count when the server is back."""
+    # Steps 1 and 2 make round 1. The server is away during steps 3 to 6, so two synchronisations are skipped. The
+    # synchronisation at step 8 submits steps 3 to 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: every step
+    # counts exactly once.
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")
     model = numbers(0.0)
@@ -214,11 +211,9 @@ def answers_lost(proxy: Proxy, count: int) -> list[Fault]:
 
 @pytest.mark.covers("L7", "L10")
 def test_diloco_fetches_each_fragments_last_version(tmp_path: Path) -> None:
-    """A DiLoCo loop finishes only when it has fetched the last version of each fragment.
-
-    Two fetches fail: the first fetch of the result, and the fetch at the next turn, when the server says that the run
-    is finished.
-    """
+    """A DiLoCo loop finishes only when it has fetched the last version of each fragment."""
+    # Two fetches fail: the first fetch of the result, and the fetch at the next turn, when the server says that the run
+    # is finished.
     with serve_wide(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as loop:
             take_steps(loop, 3)  # fragment 0 is taken after 2 steps, merged after 3

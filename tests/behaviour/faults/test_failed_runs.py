@@ -378,11 +378,9 @@ def test_a_failed_server_gives_up_silent_sites(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.covers("X9")
 def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stored status of a failed run shows the reason, and shows no site as alive.
-
-    Site `a` was told of the failure, and site `b` was silent. The status is shown with the saved status file and
-    without it.
-    """
+    """The stored status of a failed run shows the reason, and shows no site as alive."""
+    # Site `a` was told of the failure, and site `b` was silent. The status is shown with the saved status file and
+    # without it.
 
     def fails(controller: Any) -> None:
         controller.sites(at_least=2, timeout_s=30)

@@ -249,10 +249,8 @@ def test_a_killed_server_keeps_the_parts_that_arrived(nursery: Nursery, tmp_path
 
 @pytest.mark.covers("F6")
 def test_a_server_killed_during_an_export_repeats_it(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """A server that is killed while it exports the model exports it after the restart, and leaves no temporary file.
-
-    The workers have left without the server's knowledge. The test does not wait until their leases end.
-    """
+    """A server that is killed while it exports the model exports it after the restart, and leaves no temporary file."""
+    # The workers have left without the server's knowledge. The test does not wait until their leases end.
     with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()

@@ -225,10 +225,8 @@ def test_ctrl_c_ends_an_upload_that_has_just_started(tmp_path: Path, monkeypatch
 @pytest.mark.covers("F3", "F5", "L9")
 @pytest.mark.parametrize("how", ["killed while it submits", "stopped while it trains"])
 def test_a_silent_site_joins_again(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    """A site that was declared dead, because it was killed or stopped, joins again and counts in the next round.
-
-    Site `b` waits in round 2 until site `a` is back.
-    """
+    """A site that was declared dead, because it was killed or stopped, joins again and counts in the next round."""
+    # Site `b` waits in round 2 until site `a` is back.
     gate = Gate(2, "b")
     with serve_wide(tmp_path, **QUICK, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, during=gate, names=["b"])

@@ -136,9 +136,8 @@ def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str,
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
 def test_a_link_found_after_joining_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
-    """A site that finds a link in place of a file after it has joined ends with an error. Without the link, it goes
-    on.
-    """
+    """A site that finds a link in place of a file after it has joined ends with an error."""
+    # Without the link, it goes on.
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")

@@ -68,11 +68,9 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("L10")
 def test_goes_on_training_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """A DiLoCo site goes on training when its network falls silent, and synchronises again when the network is back.
-
-    After the first failure, each synchronisation tries only once. It waits for one call that times out and one look for
-    the server: less than 30 s with the defaults.
-    """
+    """A DiLoCo site goes on training when its network falls silent, and synchronises again when the network is back."""
+    # After the first failure, each synchronisation tries only once. It waits for one call that times out and one look
+    # for the server: less than 30 s with the defaults.
 
     def during(site: str, step: int) -> None:
         steps_s.append(time.monotonic())

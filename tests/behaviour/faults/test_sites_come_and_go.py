@@ -104,10 +104,8 @@ def test_a_site_that_joins_again_gets_its_open_ticket(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F35")
 def test_a_round_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """A round that needs all sites waits for a dead one. The warning offers two remedies.
-
-    The user can start the site again, or lower `rounds.min_sites`.
-    """
+    """A round that needs all sites waits for a dead one. The warning offers two remedies."""
+    # The user can start the site again, or lower `rounds.min_sites`.
     with serve_wide(tmp_path, **QUICK, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         site = killed_site(nursery, tmp_path, server, 2)
@@ -269,11 +267,9 @@ def test_a_site_that_pulls_late_joins_the_newest_round(tmp_path: Path) -> None:
 @pytest.mark.covers("F42")
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
-    """A site goes on after the server is restored from a backup that is older than the site's ticket.
-
-    The server goes back to version 1 while site `a` has a ticket for round 4 and has not pulled yet. Then `a` trains
-    rounds 2 and 3 again, and round 4 once.
-    """
+    """A site goes on after the server is restored from a backup that is older than the site's ticket."""
+    # The server goes back to version 1 while site `a` has a ticket for round 4 and has not pulled yet. Then `a` trains
+    # rounds 2 and 3 again, and round 4 once.
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")
 

@@ -145,10 +145,8 @@ ENDS = {
 def test_a_wrong_answer_ends_a_script_with_one_line(
     nursery: Nursery, tmp_path: Path, recordings: dict[str, Recorded], how: str
 ) -> None:
-    """After a wrong answer, a script ends with the matching exit code. The last line on standard error is the error.
-
-    The output contains no traceback.
-    """
+    """After a wrong answer, a script ends with the matching exit code."""
+    # The last line on standard error is the error. The output contains no traceback.
     program, strike, codes = ENDS[how]
     (tmp_path / "script.py").write_text(SCRIPT)
     with HostileServer(recordings[program].tape, [strike]) as server:

@@ -190,10 +190,9 @@ REFUSED = r"trained from version 1, .* has no version"
 
 @pytest.mark.covers("X3")
 def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
-    """A Lightning Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder. Another one is refused.
-
-    With three steps per epoch and H = 3, an epoch is a round. The second fit trains epoch 2 of 2.
-    """
+    """A Lightning Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder."""
+    # Another one is refused. With three steps per epoch and H = 3, an epoch is a round. The second fit trains epoch 2
+    # of 2.
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     with lightning_world.serve(tmp_path, "diloco") as server:
         first = patched(server, tmp_path / "w")
@@ -289,10 +288,8 @@ class RunWithAKill:
 @pytest.mark.covers("S1", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
 def test_a_lightning_trainer_survives_a_killed_server(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
-    """After its server is killed and restarted, a Lightning Trainer goes on, and no round is trained twice.
-
-    By hand: three steps of rate 0.1 turn e = 1 − w into 0.729·e. The mean with the other site's e is 0.8645·e.
-    """
+    """After its server is killed and restarted, a Lightning Trainer goes on, and no round is trained twice."""
+    # By hand: three steps of rate 0.1 turn e = 1 − w into 0.729·e. The mean with the other site's e is 0.8645·e.
     run = RunWithAKill(nursery, tmp_path, lightning_world, algorithm)
 
     class Counted(Tiny):
@@ -365,10 +362,8 @@ class TinyMasters(Tiny):
 @BOTH
 @pytest.mark.covers("X11")
 def test_weight_copies_follow_a_trainers_synchronisations(tmp_path: Path, trainers: ModuleType) -> None:
-    """When a Trainer synchronises, an optimizer's copies of the weights follow.
-
-    By hand, half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
-    """
+    """When a Trainer synchronises, an optimizer's copies of the weights follow."""
+    # By hand, half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
     model = trainers.One()
     torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
     settings = DILOCO | {"algorithm.outer_optimizer.lr": 0.5}

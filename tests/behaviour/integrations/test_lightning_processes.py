@@ -99,9 +99,8 @@ def run_ranks(package: str, url: str, out: Path, lr: float = 0.1) -> subprocess.
 def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
     """Two ranks of a Lightning Trainer are one site. Only rank 0 joins, and both ranks have the same model and
     correction.
-
-    Each rank has 6 samples, which make 2 steps.
     """
+    # Each rank has 6 samples, which make 2 steps.
     rounds, done = 3, []
     with serve(tmp_path, "scaffold", rounds=rounds, sites=2) as server:
         together(
@@ -139,10 +138,8 @@ def test_an_error_at_rank_0_ends_both_ranks(tmp_path: Path, package: str) -> Non
 @pytest.mark.slow
 @pytest.mark.covers("S9")
 def test_rank_1_waits_while_rank_0_waits_for_a_server(nursery: Nursery, tmp_path: Path) -> None:
-    """Rank 1 keeps waiting as long as rank 0 waits for a server, although its timeout for rank 0 is shorter.
-
-    The timeout is 3 s. Both ranks still wait 5 s after rank 0 has started to wait.
-    """
+    """Rank 1 keeps waiting as long as rank 0 waits for a server, although its timeout for rank 0 is shorter."""
+    # The timeout is 3 s. Both ranks still wait 5 s after rank 0 has started to wait.
     environment = {"ATOLL_SERVER": f"http://127.0.0.1:{free_port()}", "ATOLL_SITE": "a", "CUDA_VISIBLE_DEVICES": ""}
     ranks = nursery.start(__file__, PACKAGES[0], str(tmp_path), "0.1", "3.0", cwd=tmp_path, env=environment)
     wait_until(lambda: "cannot join" in ranks.output() or ranks.poll() is not None, "the first attempt to join", 90)

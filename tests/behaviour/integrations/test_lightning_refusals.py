@@ -158,11 +158,9 @@ def test_a_fit_without_a_step_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8")
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
-    """A Lightning strategy that splits the model is refused before the site joins.
-
-    Lightning's own strategies of this kind need several devices or GPUs. The test uses a user's strategy with the
-    methods that a Trainer needs.
-    """
+    """A Lightning strategy that splits the model is refused before the site joins."""
+    # Lightning's own strategies of this kind need several devices or GPUs. The test uses a user's strategy with the
+    # methods that a Trainer needs.
 
     class ShardedStrategy(package().strategies.Strategy):
         root_device, is_global_zero = torch.device("cpu"), True
@@ -250,11 +248,9 @@ def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> 
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
 def test_a_failed_fit_can_be_repeated(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """After a fit has failed, its optimizer has no hooks left, and a new fit trains the same round.
-
-    The site's script has caught the error. The second fit starts from the same global model and is corrected once per
-    step. FedProx with μ = 0 gives the same result as SCAFFOLD.
-    """
+    """After a fit has failed, its optimizer has no hooks left, and a new fit trains the same round."""
+    # The site's script has caught the error. The second fit starts from the same global model and is corrected once per
+    # step. FedProx with μ = 0 gives the same result as SCAFFOLD.
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -271,10 +267,9 @@ def test_a_failed_fit_can_be_repeated(tmp_path: Path, algorithm: str, settings: 
 
 @pytest.mark.covers("S1")
 def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
-    """If a fit of DiLoCo fails, the site leaves the run with the error. The next fit starts at the newest version.
-
-    With H = 2, the first round counts and the error comes in the second one: w = 1 − 0.9², twice.
-    """
+    """If a fit of DiLoCo fails, the site leaves the run with the error."""
+    # The next fit starts at the newest version. With H = 2, the first round counts and the error comes in the second
+    # one: w = 1 − 0.9², twice.
     with serve(tmp_path, "diloco", H=2) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -288,10 +283,8 @@ def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S1")
 def test_a_fit_after_a_failed_one_asks_the_server_again(tmp_path: Path) -> None:
-    """After a fit has failed, the next fit asks the server which run and which algorithm it has.
-
-    Otherwise the rounds of a new run at the same address would go uncorrected.
-    """
+    """After a fit has failed, the next fit asks the server which run and which algorithm it has."""
+    # Otherwise the rounds of a new run at the same address would go uncorrected.
     trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
     with serve(tmp_path / "first", **{"network.port": port}):
@@ -346,11 +339,9 @@ def test_scaffold_works_in_fp32_and_bf16_mixed_precision(tmp_path: Path, precisi
 
 @pytest.mark.covers("S6")
 def test_unfrozen_parameters_are_corrected(tmp_path: Path) -> None:
-    """SCAFFOLD corrects a parameter from the round on in which it is unfrozen.
-
-    In round 1, the parameter is frozen and has no control. In round 2, its gradient is 1 in each step, so that it moves
-    by −0.3 and c = 0.3/0.3.
-    """
+    """SCAFFOLD corrects a parameter from the round on in which it is unfrozen."""
+    # In round 1, the parameter is frozen and has no control. In round 2, its gradient is 1 in each step, so that it
+    # moves by −0.3 and c = 0.3/0.3.
 
     class Thaws(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

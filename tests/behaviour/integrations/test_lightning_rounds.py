@@ -96,11 +96,9 @@ def test_lightning_trains_with_the_servers_algorithm(tmp_path: Path, algorithm: 
 @pytest.mark.covers("S2", "S5", "S6", "S7", "S15")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_scaffold_with_lightning_matches_the_paper(tmp_path: Path, accumulate: int) -> None:
-    """SCAFFOLD with two Lightning sites gives the numbers of the paper, and averages buffers.
-
-    With gradient accumulation, three batches make one step. The running means have momentum 0.1 and come from the batch
-    means 1.5, 5.5 and 9.5, which are 10 higher at site `b`. They are averaged after each round.
-    """
+    """SCAFFOLD with two Lightning sites gives the numbers of the paper, and averages buffers."""
+    # With gradient accumulation, three batches make one step. The running means have momentum 0.1 and come from the
+    # batch means 1.5, 5.5 and 9.5, which are 10 higher at site `b`. They are averaged after each round.
     targets, steps, rounds = {"a": 1.0, "b": -3.0}, 3 // accumulate, 3
     modules = {site: Tiny(target, norm=True) for site, target in targets.items()}
     mean = 0.0
@@ -132,11 +130,9 @@ class Curved(Tiny):
 
 @pytest.mark.covers("S11")
 def test_scaffold_reaches_the_optimum_that_fedavg_misses(tmp_path: Path) -> None:
-    """If the data of two sites differ, SCAFFOLD reaches the optimum of all data, and FedAvg misses it.
-
-    The optimum is (1·1 + 4·0)/(1 + 4). A round of FedAvg has three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, which
-    converges to 0.271/(2 − 0.945).
-    """
+    """If the data of two sites differ, SCAFFOLD reaches the optimum of all data, and FedAvg misses it."""
+    # The optimum is (1·1 + 4·0)/(1 + 4). A round of FedAvg has three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, which
+    # converges to 0.271/(2 − 0.945).
     for algorithm, end in (("fedavg", 0.271 / 1.055), ("scaffold", 0.2)):  # 0.271/1.055 = 0.2569
         folder = tmp_path / algorithm
         with serve(folder, algorithm, rounds=15, sites=2) as server:
@@ -161,12 +157,9 @@ def test_lightning_sends_the_weight_and_steps_given(tmp_path: Path) -> None:
 @pytest.mark.covers("T8", "S1", "S5")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
 def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: str) -> None:
-    """A site's filters are applied to the update of a Lightning fit: the filter limits each change of w to 0.1.
-
-    Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271.
-
-    SCAFFOLD with one site has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
-    """
+    """A site's filters are applied to the update of a Lightning fit: the filter limits each change of w to 0.1."""
+    # Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271. SCAFFOLD with one site
+    # has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
     with serve(tmp_path, algorithm) as server:
         module = Tiny()
         fit_rounds(patched(server, tmp_path, filters=[NormClip(0.1)]), module)
@@ -195,10 +188,10 @@ def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> Non
 
 @pytest.mark.covers("S1")
 def test_a_new_module_starts_from_the_newest_version(tmp_path: Path) -> None:
-    """In a DiLoCo run, a Lightning fit with another module starts from the newest version, whatever the module holds.
-
-    With H = 3, each fit is a round. The second module starts where the first one ended.
+    """In a DiLoCo run, a Lightning fit with another module starts from the newest version, whatever the
+    module holds.
     """
+    # With H = 3, each fit is a round. The second module starts where the first one ended.
     with serve(tmp_path, "diloco") as server:
         trainer = patched(server, tmp_path)
         for steps in (3, 6):
@@ -291,11 +284,9 @@ class ByRound(Restarting):
 def test_warns_once_of_a_schedule_restarted_in_each_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
-    """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once.
-
-    A module that builds its schedule from the number of the round causes no warning. Each fit has one epoch, so that
-    the first rate ends at 0.1 · 0.5.
-    """
+    """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once."""
+    # A module that builds its schedule from the number of the round causes no warning. Each fit has one epoch, so that
+    # the first rate ends at 0.1 · 0.5.
     found, module = [], kind()
     with serve(tmp_path, rounds=3) as server, caplog.at_level(logging.WARNING, "atoll"):
         trainer = patched(server, tmp_path)
@@ -341,11 +332,9 @@ def test_a_script_cannot_change_the_global_snapshot(tmp_path: Path) -> None:
 def test_no_module_is_deep_copied(
     tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds of a Lightning site make no deep copy of the module, of a parameter or of a buffer.
-
-    The snapshots of the global model are tensors of their own. FedProx with μ = 0 and SCAFFOLD with one site train as
-    FedAvg does.
-    """
+    """Rounds of a Lightning site make no deep copy of the module, of a parameter or of a buffer."""
+    # The snapshots of the global model are tensors of their own. FedProx with μ = 0 and SCAFFOLD with one site train as
+    # FedAvg does.
     taken: list[dict[str, Tensor]] = []
     copy_of = Tensor.__deepcopy__
 

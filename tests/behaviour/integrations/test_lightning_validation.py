@@ -127,10 +127,8 @@ def test_diloco_validation_counts_for_its_version(tmp_path: Path, sanity: int) -
 
 
 def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a DiLoCo run, the validation of a local model is not sent, and the site warns once.
-
-    The Trainer always validates after the second of three steps.
-    """
+    """In a DiLoCo run, the validation of a local model is not sent, and the site warns once."""
+    # The Trainer always validates after the second of three steps.
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=2)
     assert ["val_w" in each for each in metrics] == [False] * ROUNDS
     assert status.best.version is None
@@ -176,10 +174,8 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 
 @pytest.mark.covers("P9", "S1")
 def test_lightning_sites_evaluate_after_training(tmp_path: Path) -> None:
-    """After training, a Lightning site validates the models of a cross-site evaluation.
-
-    `val_w` is w itself: three steps w ← w − 0.1·(w − 1) lead to 1 − 0.9³, and version 0 has w = 0.
-    """
+    """After training, a Lightning site validates the models of a cross-site evaluation."""
+    # `val_w` is w itself: three steps w ← w − 0.1·(w − 1) lead to 1 − 0.9³, and version 0 has w = 0.
     with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         atoll.integrations.lightning.evaluates(trainer, module, data())

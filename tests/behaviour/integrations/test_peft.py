@@ -75,11 +75,9 @@ def opened(folder: Path) -> Any:
 
 @pytest.mark.covers("S17")
 def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
-    """Two sites train only an adapter, and PEFT can open what the server saves.
-
-    Site `a` adds 1 to every adapter weight and site `b` adds 3, so that each round adds 2. Both report that version 1
-    is best.
-    """
+    """Two sites train only an adapter, and PEFT can open what the server saves."""
+    # Site `a` adds 1 to every adapter weight and site `b` adds 3, so that each round adds 2. Both report that version 1
+    # is best.
     from atoll.integrations.peft import export
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
@@ -246,10 +244,8 @@ def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
 
 @pytest.mark.parametrize("how", ["created again", "moved"])
 def test_a_replaced_adapter_is_refused(how: str) -> None:
-    """An adapter whose tensors the model has replaced is refused.
-
-    Otherwise the old tensors would be pulled and sent, though they take no part in training.
-    """
+    """An adapter whose tensors the model has replaced is refused."""
+    # Otherwise the old tensors would be pulled and sent, though they take no part in training.
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
     if how == "created again":

@@ -83,10 +83,10 @@ def test_one_train_call_spans_all_rounds(serve: Any, tmp_path: Path, algorithm: 
 
 @pytest.mark.covers("S16")
 def test_the_callback_takes_part_in_a_diloco_run(serve: Any, tmp_path: Path) -> None:
-    """A Transformers Trainer takes part in a DiLoCo run. Its inner momentum and schedule continue from round to round.
-
-    By hand, with outer SGD, lr 0.7 and Nesterov momentum 0.9: m ← 0.9·m + Δ and θ ← θ − 0.7·(Δ + 0.9·m).
+    """A Transformers Trainer takes part in a DiLoCo run. Its inner momentum and schedule continue from
+    round to round.
     """
+    # By hand, with outer SGD, lr 0.7 and Nesterov momentum 0.9: m ← 0.9·m + Δ and θ ← θ − 0.7·(Δ + 0.9·m).
     trainer = trainer_of(serve("diloco", H=STEPS, codec="none", rounds=2), tmp_path)
     trainer.train()
     theta, outer, velocity = 0.0, 0.0, 0.0
@@ -102,10 +102,8 @@ def test_the_callback_takes_part_in_a_diloco_run(serve: Any, tmp_path: Path) -> 
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """A language model whose head is its embedding takes part, and the weights stay tied.
-
-    The Trainer makes its own optimizer, with two parameter groups and a linear schedule.
-    """
+    """A language model whose head is its embedding takes part, and the weights stay tied."""
+    # The Trainer makes its own optimizer, with two parameter groups and a linear schedule.
     import transformers
 
     from atoll.integrations.transformers import AtollCallback
@@ -169,10 +167,8 @@ def test_updates_count_records_or_a_given_weight(
 
 @pytest.mark.covers("S16")
 def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, a round of a Transformers Trainer is an epoch, and its metrics are sent with the update.
-
-    An epoch has 3 steps. An evaluation at the end of an epoch measures the global model that was just loaded.
-    """
+    """By default, a round of a Transformers Trainer is an epoch, and its metrics are sent with the update."""
+    # An epoch has 3 steps. An evaluation at the end of an epoch measures the global model that was just loaded.
     server = serve(rounds=2)
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
@@ -232,10 +228,8 @@ def test_diloco_sends_evaluations_of_global_versions(serve: Any, tmp_path: Path)
 def test_diloco_sends_no_evaluation_of_local_models(
     serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a DiLoCo run, an evaluation of a local model is not sent, and the site warns once.
-
-    The Trainer evaluates after the second of three steps, and the third step ends the run.
-    """
+    """In a DiLoCo run, an evaluation of a local model is not sent, and the site warns once."""
+    # The Trainer evaluates after the second of three steps, and the third step ends the run.
     metrics, status = evaluated_every(2, serve, tmp_path, rounds=1)
     assert not any("eval_loss" in each for each in metrics)
     assert status.best.version is None
@@ -341,11 +335,9 @@ def test_trying_smaller_batches_restarts_the_round(
 
 
 def test_a_checkpoint_restores_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
-    """A Trainer that resumes from a checkpoint takes momentum and schedule from it, and the weights from the run.
-
-    The first process makes four steps, the last one in round 2, and saves a checkpoint. The second process starts round
-    2 again with the rate of step 5.
-    """
+    """A Trainer that resumes from a checkpoint takes momentum and schedule from it, and the weights from the run."""
+    # The first process makes four steps, the last one in round 2, and saves a checkpoint. The second process starts
+    # round 2 again with the rate of step 5.
     server = serve(rounds=2)
     for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
         keeps = {"save_strategy": "steps", "save_steps": 4, "max_steps": most}
@@ -387,11 +379,9 @@ def test_a_trainer_joining_a_finished_run_gets_the_result(serve: Any, tmp_path: 
 
 
 def test_warns_of_steps_that_were_not_sent(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If training ends in the middle of a round, the site and the server warn of the steps that were not sent.
-
-    5 steps in rounds of 3 leave 2 steps unsent, and the correction removes its hooks from the optimizer. A Trainer that
-    ends with a round causes no warning.
-    """
+    """If training ends in the middle of a round, the site and the server warn of the steps that were not sent."""
+    # 5 steps in rounds of 3 leave 2 steps unsent, and the correction removes its hooks from the optimizer. A Trainer
+    # that ends with a round causes no warning.
     server = serve("fedprox", **{"algorithm.mu": MU})
     said = "the Trainer ended after 2 steps of round 3, which are not sent, because an update needs 3 steps"
     for most, warnings in ((3, []), (5, [f"a: {said}", f"a reports: {said}"])):  # at the site and at the server
@@ -461,11 +451,9 @@ def test_a_new_trainer_replaces_a_failed_one(
 @pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refuses_two_sites_on_one_trainer(serve: Any, tmp_path: Path, added: bool, workers: int) -> None:
-    """Two sites on one Transformers Trainer are refused before either of them joins.
-
-    Otherwise, with two workers the first site would wait for ever for the second. With one worker the second would
-    displace the first.
-    """
+    """Two sites on one Transformers Trainer are refused before either of them joins."""
+    # Otherwise, with two workers the first site would wait for ever for the second. With one worker the second would
+    # displace the first.
     server = serve(sites=workers)
     trainer, second = trainer_of(server, tmp_path, sync_every=1), callback_of(trainer_of(server, tmp_path, site="b"))
     first = callback_of(trainer)

@@ -267,11 +267,9 @@ def test_a_publisher_for_other_machines_needs_tls(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.covers("P2", "D1")
 def test_publishing_and_fetching_hold_few_parts_in_memory() -> None:
-    """Publishing and fetching a tensor of 96 MiB take little memory, though the tensor is transposed.
-
-    With parts of 16 MiB, publishing takes less than one part, and fetching takes less than one and a half. Both sides
-    run in this process.
-    """
+    """Publishing and fetching a tensor of 96 MiB take little memory, though the tensor is transposed."""
+    # With parts of 16 MiB, publishing takes less than one part, and fetching takes less than one and a half. Both sides
+    # run in this process.
     tensor = torch.arange(96 * 2**18, dtype=torch.int32).reshape(1024, -1).t()
     into = {"w": torch.ones_like(tensor, memory_format=torch.contiguous_format)}
     kept: list[Any] = [atoll.objects.fetch(atoll.objects.publish({"small": torch.zeros(1)}))]  # what is loaded once

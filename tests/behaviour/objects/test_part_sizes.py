@@ -226,13 +226,10 @@ def tensors(count: int) -> dict[str, Any]:
 
 @pytest.mark.covers("T5", "P2")
 def test_small_tensors_are_written_to_disk_together() -> None:
-    """Publishing many small tensors needs few writes to disk, because small tensors are gathered in blocks of 2 MiB.
-
-    5,000 tensors of 3,200 bytes need ceil(5,000 / 655) = 8 writes, since 2 MiB hold 655 of them. The head is larger
-    than 256 KiB and needs one more write.
-
-    The 50 large tensors are written one by one from where they are, and their small head needs one write: 51.
-    """
+    """Publishing many small tensors needs few writes to disk, because small tensors are gathered in blocks of 2 MiB."""
+    # 5,000 tensors of 3,200 bytes need ceil(5,000 / 655) = 8 writes, since 2 MiB hold 655 of them. The head is larger
+    # than 256 KiB and needs one more write. The 50 large tensors are written one by one from where they are, and their
+    # small head needs one write: 51.
     for count, writes in ((MANY, 9), (FEW, 51)):
         with calls_of("pwrite") as calls:
             ref = atoll.objects.publish(tensors(count))
@@ -264,11 +261,9 @@ def test_requests_do_not_grow_with_the_number_of_tensors(count: int) -> None:
 
 @pytest.mark.covers("T5")
 def test_many_small_tensors_cause_few_garbage_collections() -> None:
-    """Publishing and fetching 5,000 small tensors starts only a few garbage collections.
-
-    Python starts a collection with every 700 further objects, and about every hundredth one looks at all objects. 5,000
-    tensors in new memory cause 7. Objects that describe them would cause 50 to 100.
-    """
+    """Publishing and fetching 5,000 small tensors starts only a few garbage collections."""
+    # Python starts a collection with every 700 further objects, and about every hundredth one looks at all objects.
+    # 5,000 tensors in new memory cause 7. Objects that describe them would cause 50 to 100.
     begun: list[str] = []
 
     def note(phase: str, _: dict[str, int]) -> None:

@@ -74,11 +74,8 @@ def test_the_server_keeps_objects_as_safetensors_files(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 def test_the_server_reports_an_unusable_objects_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the objects folder becomes unusable, publishing and fetching fail with an error that names it. The server goes
-    on.
-
-    Here, a file takes the place of the folder while the server runs.
-    """
+    """If the objects folder becomes unusable, publishing and fetching fail with an error that names it."""
+    # The server goes on. Here, a file takes the place of the folder while the server runs.
     folder = tmp_path / "state" / "objects"
     with serve(tmp_path) as server:
         inline, kept = ({"w": torch.ones(count)} for count in (2, 2**17))
@@ -253,11 +250,9 @@ def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int =
 
 @pytest.mark.covers("P1", "X3")
 def test_an_object_is_usable_only_with_all_its_parts(tmp_path: Path) -> None:
-    """The server completes an object only if all its parts and its digest are correct.
-
-    The object has two parts: a head of 64 bytes, and 100 bytes. Its digest is computed from its sizes and both parts'
-    digests.
-    """
+    """The server completes an object only if all its parts and its digest are correct."""
+    # The object has two parts: a head of 64 bytes, and 100 bytes. Its digest is computed from its sizes and both parts'
+    # digests.
     data = bytes(range(164))
     parts = [data[:64], data[64:]]
     digests = [blake3(part).digest() for part in parts]

@@ -64,8 +64,8 @@ def test_atoll_page_shows_a_run_without_server(tmp_path: Path, nursery: Nursery,
     assert files_of(tmp_path / "state") == before
 
 
-def test_atoll_page_answers_only_with_its_token(tmp_path: Path, nursery: Nursery) -> None:
-    """`atoll page` answers only requests that have the token from the address that it prints."""
+def test_atoll_page_needs_the_token_for_data(tmp_path: Path, nursery: Nursery) -> None:
+    """Without the token from the address that it prints, `atoll page` gives out no data of the run."""
     stored(tmp_path)
     _, address = started(nursery, tmp_path / "state")
     base = address.partition("#")[0]

@@ -109,11 +109,9 @@ def test_a_swarm_gives_the_bits_of_a_server() -> None:
 
 @pytest.mark.long
 def test_atoll_simulate_runs_a_recipes_run_file(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll simulate` runs the run file that a recipe writes. Repeating the recipe's own simulation gives the same
-    history.
-
-    The command's sites have other names and so other data: the numbers differ.
-    """
+    """`atoll simulate` runs the run file that a recipe writes."""
+    # Repeating the recipe's own simulation gives the same history. The command's sites have other names and so other
+    # data: the numbers differ.
     made = recipe(model=module())
     simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated", quiet=True))
     made.write("there/run.toml")
@@ -164,10 +162,8 @@ def test_a_simulated_recipe_refuses_fragments_and_diloco_loops(caplog: pytest.Lo
 
 
 def test_a_recipe_continues_only_its_own_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A recipe that is executed again in its folder continues its failed run. After the end it trains nothing.
-
-    It refuses a folder that contains another run or other files.
-    """
+    """A recipe that is executed again in its folder continues its failed run."""
+    # After the end it trains nothing. It refuses a folder that contains another run or other files.
     train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)""")
     with pytest.raises(
@@ -271,10 +267,9 @@ def test_a_failed_run_of_a_recipe_can_be_continued(tmp_path: Path, capfd: pytest
 
 
 def test_a_recipe_reports_a_server_stopped_before_the_end() -> None:
-    """If a server is stopped before its run has finished, the recipe raises an error. The same call continues the run.
-
-    SIGTERM stops a server with exit code 0. The site's script finds the server as the only other process in its folder.
-    """
+    """If a server is stopped before its run has finished, the recipe raises an error."""
+    # The same call continues the run. SIGTERM stops a server with exit code 0. The site's script finds the server as
+    # the only other process in its folder.
     stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
             import contextlib, os, pathlib, signal, time
             for process in filter(lambda each: each.name.isdigit(), pathlib.Path("/proc").iterdir()):

@@ -211,10 +211,8 @@ def test_an_async_run_may_start_with_synchronous_rounds(world: World, caplog: py
 
 @pytest.mark.covers("L2", "L3", "L6")
 def test_dynamic_local_steps_give_a_slow_site_fewer_steps(tmp_path: Path) -> None:
-    """With `diloco.dynamic_local_steps`, a site whose steps take four times as long is soon asked for fewer steps.
-
-    Measured rates vary on a busy machine, so the loops train until the slow site is asked for fewer steps.
-    """
+    """With `diloco.dynamic_local_steps`, a site whose steps take four times as long is soon asked for fewer steps."""
+    # Measured rates vary on a busy machine, so the loops train until the slow site is asked for fewer steps.
     settings = {
         "algorithm.name": "diloco",
         "async.enabled": True,
@@ -459,10 +457,8 @@ def test_a_broken_pull_continues_with_the_newest_version(added: World) -> None:
 
 @pytest.mark.covers("L3", "L10")
 def test_a_diloco_loop_loses_no_step_when_a_pull_breaks(added: World) -> None:
-    """If a DiLoCo loop's pull breaks and the server restarts, each local step still counts exactly once.
-
-    Each step subtracts 1 from every weight.
-    """
+    """If a DiLoCo loop's pull breaks and the server restarts, each local step still counts exactly once."""
+    # Each step subtracts 1 from every weight.
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 

@@ -68,10 +68,8 @@ def saved(server: atoll.Server) -> int:
 
 @pytest.mark.covers("X41")
 def test_the_best_version_is_the_one_that_was_measured(tmp_path: Path, nursery: Nursery) -> None:
-    """The best version is the version that the best metric measured. A restarted server still knows it.
-
-    `atoll export --best` exports it.
-    """
+    """The best version is the version that the best metric measured."""
+    # A restarted server still knows it. `atoll export --best` exports it.
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
@@ -238,10 +236,10 @@ def test_the_smallest_loss_is_best_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X42")
 def test_an_early_stop_reports_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the metric has not improved for `rounds.early_stop_after` rounds, the run ends, and logs and status say why.
-
-    A restarted server stays finished. Without this setting, the run goes on.
+    """If the metric has not improved for `rounds.early_stop_after` rounds, the run ends, and logs and
+    status say why.
     """
+    # A restarted server stays finished. Without this setting, the run goes on.
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
     with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:

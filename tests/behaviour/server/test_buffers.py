@@ -193,10 +193,8 @@ def test_a_pattern_sets_the_rule_of_a_buffer(tmp_path: Path, rule: str, expected
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.float16])
 def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A buffer with the rule `sum` adds up the changes of all sites in all rounds, and keeps its dtype.
-
-    From 5, each of three rounds adds 1 and 10: 5 + 3 · 11 = 38.
-    """
+    """A buffer with the rule `sum` adds up the changes of all sites in all rounds, and keeps its dtype."""
+    # From 5, each of three rounds adds 1 and 10: 5 + 3 · 11 = 38.
 
     def train(model: nn.Module, site: str, _: int) -> None:
         seen = model.get_buffer("seen")
@@ -402,11 +400,9 @@ def test_buffer_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[st
     ids=["plain", "merged", "codec", "async"],
 )
 def test_buffer_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The rules of buffers hold in DiLoCo runs, also with fragments, a codec or asynchronous updates.
-
-    Each round has one local step. In an asynchronous run, the sites' rounds alternate, so that each site has made one
-    and a half.
-    """
+    """The rules of buffers hold in DiLoCo runs, also with fragments, a codec or asynchronous updates."""
+    # Each round has one local step. In an asynchronous run, the sites' rounds alternate, so that each site has made one
+    # and a half.
 
     def inner(model: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([model.w], lr=0.0)
@@ -468,10 +464,8 @@ def shift_norm(model: nn.Module, site: str, *_: object) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
 def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) -> None:
-    """With the rule `keep`, each site keeps its own batch normalisation, both its parameters and its statistics.
-
-    A site that is started again in each round, with a new model, continues with the values that it kept.
-    """
+    """With the rule `keep`, each site keeps its own batch normalisation, both its parameters and its statistics."""
+    # A site that is started again in each round, with a new model, continues with the values that it kept.
     met: dict[tuple[str, int], list[float]] = {}
 
     def work(site: str) -> None:
@@ -503,10 +497,8 @@ def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) 
 
 
 def test_tensors_that_a_site_keeps_are_never_sent(tmp_path: Path) -> None:
-    """Tensors with the rule `keep` are in no update.
-
-    The update has the size of the linear layer, 16 bytes in a segment of 64.
-    """
+    """Tensors with the rule `keep` are in no update."""
+    # The update has the size of the linear layer, 16 bytes in a segment of 64.
     world = World(tmp_path, Normed(), rounds=1, **FED_BN)
     world.run(build=Normed, train=shift_norm)
     (outbox,) = (world.workers / "a").glob("*/outbox.bin")
@@ -577,11 +569,9 @@ def test_filters_do_not_see_kept_tensors(tmp_path: Path) -> None:
 
 
 def test_evaluation_uses_each_sites_kept_tensors(tmp_path: Path) -> None:
-    """A cross-site evaluation measures each model together with the tensors that the evaluating site keeps.
-
-    Site `a` trains the linear layer to 1 and keeps the bias 100. Site `b` trains it to 3 and keeps 200. No bias is
-    sent.
-    """
+    """A cross-site evaluation measures each model together with the tensors that the evaluating site keeps."""
+    # Site `a` trains the linear layer to 1 and keeps the bias 100. Site `b` trains it to 3 and keeps 200. No bias is
+    # sent.
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
     def work(site: str) -> None:
@@ -632,10 +622,8 @@ def test_filters_accept_buffers_with_inf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w", "table", "running_mean"])
 def test_refuses_an_update_with_new_inf_values(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An update with Inf in a tensor that had none is refused, and the error names the tensor.
-
-    The update of site `b` is refused once. Then the site submits finite values.
-    """
+    """An update with Inf in a tensor that had none is refused, and the error names the tensor."""
+    # The update of site `b` is refused once. Then the site submits finite values.
     seen = []
 
     def train(model: nn.Module, site: str, _: int) -> None:
@@ -744,10 +732,8 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
 
 
 def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
-    """A site's update is refused if its buffers are far larger than the model.
-
-    One buffer of 68 MB exceeds 2²⁶ bytes, which are 67.1 MB, and the size of the model.
-    """
+    """A site's update is refused if its buffers are far larger than the model."""
+    # One buffer of 68 MB exceeds 2²⁶ bytes, which are 67.1 MB, and the size of the model.
     with World(tmp_path, ByData(), "a", **FIRST) as world:
         site = world.sites["a"]
         world.ask()

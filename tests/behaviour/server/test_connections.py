@@ -60,11 +60,9 @@ def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None
 
 
 def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A server with its maximum of 20 connections closes every further one, and logs this once. The connected worker is
-    still answered.
-
-    Once other clients have closed their connections, the server accepts new ones.
-    """
+    """A server with its maximum of 20 connections closes every further one, and logs this once."""
+    # The connected worker is still answered. Once other clients have closed their connections, the server accepts new
+    # ones.
     with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
         worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         stack.callback(worker.close)

@@ -205,11 +205,9 @@ def test_sites_hold_the_specified_compressed_parameters(
 def test_a_download_codec_supports_dtypes_and_outer_optimizers(
     tmp_path: Path, down: str, name: str, outer: Any, options: dict[str, Any]
 ) -> None:
-    """A download codec gives the reference's bits for all dtypes and with other outer optimizers.
-
-    The model has fp64, bf16 and fp16 tensors, empty and 0-d tensors, buffers and integers. Adafactor steps on whole
-    tensors.
-    """
+    """A download codec gives the reference's bits for all dtypes and with other outer optimizers."""
+    # The model has fp64, bf16 and fp16 tensors, empty and 0-d tensors, buffers and integers. Adafactor steps on whole
+    # tensors.
     model = mixed()
     if ":" in name:  # Adafactor takes its default eps of the first parameter's dtype
         model = {key: value for key, value in model.items() if value.dtype != torch.float64}
@@ -294,10 +292,8 @@ def newest_slot(folder: Path, kind: str) -> Path:
 def test_sites_download_whole_versions_for_damaged_differences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
 ) -> None:
-    """If the server's difference to version 1 is damaged, sites download version 1 whole, and the result is right.
-
-    The damage is found by a download, or at a restart of the server, which then deletes the difference.
-    """
+    """If the server's difference to version 1 is damaged, sites download version 1 whole, and the result is right."""
+    # The damage is found by a download, or at a restart of the server, which then deletes the difference.
     caplog.set_level(logging.INFO)
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -371,9 +367,8 @@ def test_a_custom_aggregator_works_with_a_download_codec(tmp_path: Path) -> None
 def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If an encoded difference would not be smaller than the version, sites download whole versions, and the log says
     why.
-
-    A block of up to 256 values takes 260 bytes when encoded. Each tensor here has 3 values, which are 12 bytes.
     """
+    # A block of up to 256 values takes 260 bytes when encoded. Each tensor here has 3 values, which are 12 bytes.
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     reference = Reference(model)
     with coded(tmp_path, model, rounds=3) as world:
@@ -399,9 +394,8 @@ def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
 def test_sites_abandon_a_version_the_server_lost(tmp_path: Path) -> None:
     """If the server finds its newest version damaged at a restart, sites that have this version download the one before
     it whole.
-
-    Version 2 is damaged while the server is down. The sites continue from version 1, and the result is right.
     """
+    # Version 2 is damaged while the server is down. The sites continue from version 1, and the result is right.
     reference = Reference(start())
     with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
         follow(world, reference, 1)
@@ -473,11 +467,9 @@ def test_scaffold_controls_are_downloaded_unencoded(tmp_path: Path) -> None:
 def test_diloco_computes_updates_from_the_downloaded_parameters(tmp_path: Path) -> None:
     """A DiLoCo loop computes its update from the parameters b that it downloaded, not from the server's full-precision
     parameters θ.
-
-    With H = 1, learning rate 1 and gradient s, the site trains b to b − s. The encoded update is u = bf16(b − (b − s)).
-
-    The server steps θ ← θ − 0.5·u, and the site gets b ← b + int4(θ − b). The loop ends with b.
     """
+    # With H = 1, learning rate 1 and gradient s, the site trains b to b − s. The encoded update is u = bf16(b − (b −
+    # s)). The server steps θ ← θ − 0.5·u, and the site gets b ← b + int4(θ − b). The loop ends with b.
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
@@ -530,11 +522,9 @@ def test_damaged_full_precision_parameters_are_not_exported(
 
 @pytest.mark.covers("L16")
 def test_the_export_command_writes_the_full_precision_parameters(tmp_path: Path, nursery: Nursery) -> None:
-    """`atoll export` writes the server's full-precision parameters of the newest version or of one that is kept. The
-    newest gives the bytes of the server's own export.
-
-    After a damaged or broken transfer, the command downloads only the affected parts again.
-    """
+    """`atoll export` writes the server's full-precision parameters of the newest version or of one that is kept."""
+    # The newest gives the bytes of the server's own export. After a damaged or broken transfer, the command downloads
+    # only the affected parts again.
     theta, out = {}, tmp_path / "model.safetensors"
     reference = Reference(mixed())
     with coded(tmp_path, mixed()) as world, Proxy(world.server.port) as line:

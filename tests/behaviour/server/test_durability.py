@@ -111,11 +111,9 @@ def lose_power(world: World) -> None:
 def test_a_diloco_loop_resubmits_lost_updates(tmp_path: Path, disturbed: bool) -> None:
     """If the server loses a version that was not yet durable, the DiLoCo loop sends its update again and trains on
     undisturbed.
-
-    H = 2 and steps of −1 give 8 → 6 → 4 → 2. The power fails in the middle of round 3, when version 2 is not durable.
-
-    Guards against an outbox that is cleared at the next pull, or rewritten for the ticket of a lost version.
     """
+    # H = 2 and steps of −1 give 8 → 6 → 4 → 2. The power fails in the middle of round 3, when version 2 is not durable.
+    # Guards against an outbox that is cleared at the next pull, or rewritten for the ticket of a lost version.
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -172,11 +170,9 @@ def test_a_site_resubmits_a_lost_versions_update(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L3", "F41")
 def test_a_lost_version_loses_no_asynchronous_update(tmp_path: Path) -> None:
-    """In an asynchronous run, the server loses version 2, which has the update of site `b`. The final model still has
-    all three updates.
-
-    Site `b` has gone on from version 2, and sends its update again. Site `a` is at version 1.
-    """
+    """In an asynchronous run, the server loses version 2, which has the update of site `b`."""
+    # The final model still has all three updates. Site `b` has gone on from version 2, and sends its update again. Site
+    # `a` is at version 1.
     settings = PLAIN_DILOCO | {"algorithm.name": "fedavg", "async.enabled": True}
     with slow_disk(newest=1), World(tmp_path, {"w": torch.zeros(6)}, "abc", **settings) as world:
         world.pull("a", "b")

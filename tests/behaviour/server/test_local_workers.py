@@ -33,9 +33,8 @@ def train(server: atoll.Server, site: str, change: Change, **submitted: Any) -> 
 
 
 def test_threads_of_a_server_train_as_sites(tmp_path: Path) -> None:
-    """Threads of the server's process train as two sites. Each of two rounds adds the mean of 1 and 3, and each site
-    then loads the result.
-    """
+    """Threads of the server's process train as two sites."""
+    # Each of two rounds adds the mean of 1 and 3, and each site then loads the result.
     world, loaded = World(tmp_path, MODEL, "ab", rounds=2), dict[str, dict[str, Tensor]]()
 
     def part(site: str, change: float) -> None:
@@ -88,10 +87,8 @@ def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[st
 
 
 def test_local_workers_can_sit_out_and_be_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A local worker can sit out a round and be refused like any other site.
-
-    Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
-    """
+    """A local worker can sit out a round and be refused like any other site."""
+    # Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
     with World(tmp_path, MODEL, "ab", rounds=2, **{"rounds.min_sites": 1}) as world:
 
         def a() -> None:

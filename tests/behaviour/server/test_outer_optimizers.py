@@ -270,9 +270,8 @@ def test_a_layer_decays_once_it_is_trained(
 ) -> None:
     """Weight decay acts on a layer from the first round in which a site trains it, also in later rounds without
     training.
-
-    The expected values are those of SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m.
     """
+    # The expected values are those of SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m.
     outer = {"name": "sgd", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
     found = run_with_frozen_body(tmp_path, outer, trains)["body.weight"]
     theta, m, begun = build()["body"].weight.detach(), torch.zeros(70, 5).double(), False

@@ -114,9 +114,8 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
 def test_a_named_model_keeps_loaded_tensors_tied(tmp_path: Path, left_out: str) -> None:
     """If `model.source` names a model with tied tensors, the tensors that the persistor loads are tied again, whichever
     name they are under.
-
-    Guards against two tensors where the model has one, for which workers and a second start were refused.
     """
+    # Guards against two tensors where the model has one, for which workers and a second start were refused.
     mine = TiedHead()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)

@@ -80,10 +80,8 @@ def test_robust_reducers_bound_two_hostile_sites(
     ids=["few and many", "many and few", "equal"],
 )
 def test_fednova_normalises_updates_by_local_steps(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
-    """FedNova divides each update by its number of local steps. With equal steps, the result is that of FedAvg.
-
-    Buffers are averaged without this division.
-    """
+    """FedNova divides each update by its number of local steps."""
+    # With equal steps, the result is that of FedAvg. Buffers are averaged without this division.
     how = {"a": {"weight": 1.0, "steps": steps[0]}, "b": {"weight": 3.0, "steps": steps[1]}}
     found = after_one_round(tmp_path, {"a": -4.0, "b": -6.0}, how, algorithm="fednova")
     assert found == (pytest.approx(expected, rel=1e-6), -5.5)
@@ -210,11 +208,11 @@ def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
     ids=str,
 )
 def test_far_higher_steps_or_weights_cause_a_warning(tmp_path: Path, how: dict[str, Any], told: str) -> None:
-    """If a site reports far more steps or weight than the median of the other sites, the status and the log warn once.
-
-    The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median is
-    10.
+    """If a site reports far more steps or weight than the median of the other sites, the status and the
+    log warn once.
     """
+    # The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median
+    # is 10.
     with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
         for number in (1, 2, 3):
             world.pull(number=number)

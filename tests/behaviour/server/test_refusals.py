@@ -46,11 +46,8 @@ def pushed(a: WireSite, b: WireSite) -> WireUpdate:
 
 @pytest.mark.covers("F18")
 def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
-    """If a site completes an update with a digest that does not match the parts, the server refuses. The ticket stays
-    open.
-
-    Guards against `complete` that accepts any digest.
-    """
+    """If a site completes an update with a digest that does not match the parts, the server refuses."""
+    # The ticket stays open. Guards against `complete` that accepts any digest.
     status, told = pushed.complete(digest="0" * 64)
     assert (status, told["code"]) == (409, "conflict")
     assert "does not match its parts" in told["message"]
@@ -83,11 +80,8 @@ def test_only_the_tickets_own_site_may_complete_it(b: WireSite, pushed: WireUpda
 def test_an_implausible_norm_or_weight_is_refused(
     tmp_path: Path, limit: str, most: float, weight: float, by: float, told: str
 ) -> None:
-    """The server refuses an update whose norm or weight is above the limit in the settings. At the limit, the update is
-    accepted.
-
-    A limit of 0 for the norm means no limit.
-    """
+    """The server refuses an update whose norm or weight is above the limit in the settings."""
+    # At the limit, the update is accepted. A limit of 0 for the norm means no limit.
     assert atoll.Settings().aggregation.max_update_norm == 1e12
     with plain_server(tmp_path, nn.Linear(8, 4), **{f"aggregation.{limit}": most}) as server:
         status, reply = WireSite(server.url).train(by, weight=weight).push().complete()

@@ -67,9 +67,8 @@ def test_sites_with_another_model_are_counted(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.covers("X3")
 def test_requests_for_another_host_are_counted_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests whose host name is that of a foreign web page count separately in the metrics. Two of them give one log
-    line.
-    """
+    """Requests whose host name is that of a foreign web page count separately in the metrics."""
+    # Two of them give one log line.
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for _ in range(2):
             assert get(server.url, routes.RUN, Host="evil.example")[0] == 401

@@ -43,11 +43,9 @@ def tiny(seed: int = 0) -> nn.Module:
 
 @pytest.mark.covers("D1", "P8", "L15", "L22")
 def test_fedavg_takes_the_weighted_mean(tmp_path: Path) -> None:
-    """FedAvg gives the weighted mean of the sites' parameters, and the maximum of their integer counters. Every site
-    ends with the result's bits.
-
-    The mean of a metric uses only the sites that reported it, with the weights of their updates.
-    """
+    """FedAvg gives the weighted mean of the sites' parameters, and the maximum of their integer counters."""
+    # Every site ends with the result's bits. The mean of a metric uses only the sites that reported it, with the
+    # weights of their updates.
     start = tiny()
     reports = {"a": {"loss": 1.0, "accuracy": 0.25}, "b": {"loss": 4.0}, "c": {"accuracy": 0.75, "auc": 0.5}}
     amounts, weights = {"a": 1.0, "b": 4.0, "c": 5.0}, {"a": 1.0, "b": 2.0, "c": 5.0}

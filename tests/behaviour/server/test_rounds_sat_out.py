@@ -92,10 +92,8 @@ def test_rounds_without_updates_make_no_version(tmp_path: Path) -> None:
 
 
 def test_a_round_without_updates_is_recorded(tmp_path: Path) -> None:
-    """The status and the history record a round that every site sat out, with no version, also after a restart.
-
-    Rounds 1 and 3 are sat out, and round 2 makes version 1. The restart is in round 3.
-    """
+    """The status and the history record a round that every site sat out, with no version, also after a restart."""
+    # Rounds 1 and 3 are sat out, and round 2 makes version 1. The restart is in round 3.
     state = tmp_path / "state"
     expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
     with World(tmp_path, START, "a", rounds=3) as world:
@@ -146,11 +144,9 @@ def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def test_a_round_without_updates_makes_no_outer_step(tmp_path: Path) -> None:
-    """In a round that every site sits out, the outer optimizer makes no step, not even with momentum.
-
-    With momentum 0.5 and updates of 1 in rounds 1 and 3, the model is 1, then 1 + 1.5 = 2.5. A step in round 2 would
-    add 0.5.
-    """
+    """In a round that every site sits out, the outer optimizer makes no step, not even with momentum."""
+    # With momentum 0.5 and updates of 1 in rounds 1 and 3, the model is 1, then 1 + 1.5 = 2.5. A step in round 2 would
+    # add 0.5.
     with World(tmp_path, START, "a", rounds=3, **MOMENTUM) as world:
         world.move("a", 1, 1.0)
         sit_out(world, "a", 2)
@@ -290,10 +286,8 @@ def test_a_site_sits_out_once(tmp_path: Path) -> None:
 
 
 def test_sitting_out_keeps_the_codecs_rounding_error(tmp_path: Path) -> None:
-    """The rounding error that a site's codec keeps for its next update survives a round that the site sits out.
-
-    With int8 of scale 1, 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3.
-    """
+    """The rounding error that a site's codec keeps for its next update survives a round that the site sits out."""
+    # With int8 of scale 1, 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3.
     with World(tmp_path, START, "a", rounds=3, codec="int8") as world:
         for number in (1, 3):
             world.move("a", number, -torch.tensor([127.0, 0.28]))
@@ -341,12 +335,9 @@ def vector() -> Weights:
 
 @pytest.mark.parametrize("tau", [0, 1])
 def test_a_diloco_site_with_weight_zero_sits_out(tmp_path: Path, tau: int) -> None:
-    """A DiLoCo loop with weight 0 sits out every round, but follows the model of the others.
-
-    Site `a` moves by 1 in each of two rounds and site `b`, with weight 0, by 10. At the end, both have the same model.
-
-    Without a delay, half of the local model is mixed into each version at `a`, and nothing at `b`.
-    """
+    """A DiLoCo loop with weight 0 sits out every round, but follows the model of the others."""
+    # Site `a` moves by 1 in each of two rounds and site `b`, with weight 0, by 10. At the end, both have the same
+    # model. Without a delay, half of the local model is mixed into each version at `a`, and nothing at `b`.
     rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
     if tau:
         rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": tau}
@@ -419,9 +410,8 @@ with atoll.join() as worker:
 
 @pytest.mark.slow
 def test_simulated_sites_can_sit_out_with_weight_0(tmp_path: Path) -> None:
-    """In a simulation of two sites, one never trains and the other sits out round 2. Three rounds give two versions,
-    each with + 1.
-    """
+    """In a simulation of two sites, one never trains and the other sits out round 2."""
+    # Three rounds give two versions, each with + 1.
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {

@@ -186,10 +186,9 @@ def test_each_fragment_continues_from_its_own_version(tmp_path: Path) -> None:
 
 
 def test_state_can_be_saved_after_the_server_ended(tmp_path: Path) -> None:
-    """The state can be saved after the server has ended. The file equals one that was saved before the end.
-
-    Saving is refused while another server uses the directory, or if the versions were only in memory.
-    """
+    """The state can be saved after the server has ended."""
+    # The file equals one that was saved before the end. Saving is refused while another server uses the directory, or
+    # if the versions were only in memory.
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
         play(server, tmp_path, 2)
         before = server.save_state(tmp_path / "before.safetensors").read_bytes()
@@ -224,12 +223,9 @@ def test_a_loaded_finished_run_can_continue(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
-    """A saved state does not have the updates of the open round. A site that had submitted one sends it again, without
-    training again.
-
-    The used ticket numbers 1 to 4 are not used again. The file has nothing about the secrets of leases, because it may
-    be passed on.
-    """
+    """A saved state does not have the updates of the open round."""
+    # A site that had submitted one sends it again, without training again. The used ticket numbers 1 to 4 are not used
+    # again. The file has nothing about the secrets of leases, because it may be passed on.
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **TWO) as server:
         sites = manual_sites(server, tmp_path)
         for number in (1, 2):
@@ -570,10 +566,8 @@ def test_a_state_may_be_an_initial_model(tmp_path: Path, saved: Path) -> None:
 
 
 def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
-    """A loaded run counts the rounds without an improvement before its state was saved.
-
-    The loss of each round is the round's number. Round 1 is the best, and rounds 2 and 3 end the run.
-    """
+    """A loaded run counts the rounds without an improvement before its state was saved."""
+    # The loss of each round is the round's number. Round 1 is the best, and rounds 2 and 3 end the run.
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.early_stop_after": 2}
     with plain_server(tmp_path, Net(), **TWO, **settings) as server:
         play(server, tmp_path, 2)

@@ -229,7 +229,7 @@ def test_an_interrupted_run_can_continue_in_one_program(nursery: Nursery, tmp_pa
     ],
     ids=["a name", "one name twice", "no name", "diloco"],
 )
-def test_threads_refuse_what_needs_processes(tmp_path: Path, given: dict[str, Any], kind: Any, said: str) -> None:
-    """`atoll.run` in threads refuses options that only processes can have, and says so."""
+def test_atoll_run_refuses_wrong_arguments(tmp_path: Path, given: dict[str, Any], kind: Any, said: str) -> None:
+    """`atoll.run` refuses arguments that it cannot use, such as a script's path or two sites of one name."""
     with pytest.raises(kind, match=said):
         run(tmp_path, **given)

@@ -49,10 +49,9 @@ def draw(worker) -> None:
 def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
     """The random numbers that a client draws in a round depend only on the seed, the site and the round, also after a
     restart.
-
-    This holds for all three generators. The numbers drawn before the rounds depend on the seed and the site, so that a
-    site has the same data in every round. The numbers drawn while the client is loaded depend on the seed only.
     """
+    # This holds for all three generators. The numbers drawn before the rounds depend on the seed and the site, so that
+    # a site has the same data in every round. The numbers drawn while the client is loaded depend on the seed only.
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
         """A line for each site and round: of the loading, of the round. In the order in which they were trained."""
@@ -77,9 +76,8 @@ def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
 
 
 def test_simulated_updates_pass_through_the_runs_filters(tmp_path: Path, client: str) -> None:
-    """A simulation applies the filters of the run to the sites' updates. Each of 8 parameters changes by 1, as
-    clipped.
-    """
+    """A simulation applies the filters of the run to the sites' updates."""
+    # Each of 8 parameters changes by 1, as clipped.
     clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
     done = run(tmp_path, client, **{"workflow.result_filters": [clip]})
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
@@ -319,11 +317,9 @@ def test_a_stuck_round_gives_exit_code_9(tmp_path: Path, undisturbed: bytes, cap
 
 @pytest.mark.covers("S2", "V2", "F41")
 def test_a_damaged_control_makes_its_site_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a site's SCAFFOLD control is damaged, the site fails. It does not go on with a control of zero, which would
-    train it away from the rest.
-
-    If the site's folder is missing, the start is refused, unless `ATOLL_NEW_STATE` is set.
-    """
+    """If a site's SCAFFOLD control is damaged, the site fails."""
+    # It does not go on with a control of zero, which would train it away from the rest. If the site's folder is
+    # missing, the start is refused, unless `ATOLL_NEW_STATE` is set.
 
     def simulated(rounds: int) -> Any:
         return simulation(tmp_path, **RULES, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
@@ -441,9 +437,8 @@ def test_a_residual_ahead_of_the_run_is_reset(tmp_path: Path, caplog: pytest.Log
 def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: bytes) -> None:
     """A full disk ends the simulation with exit code 7. A new start with free space continues it, with the result of an
     undisturbed one.
-
-    The full disk drops no site: without its control, a site would be lost for the rest of the run.
     """
+    # The full disk drops no site: without its control, a site would be lost for the rest of the run.
     full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
     with failpoints("worker.write=enospc@90"), full_disk as error:
         simulation(tmp_path, **RULES).run()

@@ -73,10 +73,8 @@ def test_timeouts_of_two_sites_are_counted_separately(tmp_path: Path, answers: A
 
 
 def test_a_simulation_counts_only_accepted_updates(tmp_path: Path, answers: Answers) -> None:
-    """A simulation's result counts only the updates that were accepted, and their bytes.
-
-    Of three rounds of four sites, one site fails in its last round: 11 updates count.
-    """
+    """A simulation's result counts only the updates that were accepted, and their bytes."""
+    # Of three rounds of four sites, one site fails in its last round: 11 updates count.
     answers["site-0003"] = [None, None, JobResult(error="ValueError: no data", trace="Traceback: no data")]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     one = simulation(tmp_path / "one", sites=1, **{"rounds.total": 1}).run()
@@ -108,9 +106,8 @@ def test_a_script_that_cannot_be_simulated_is_refused(tmp_path: Path, answers: A
 def test_an_open_round_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
     """If failed sites keep a round from closing, the error names the site that failed last, and says how low
     `rounds.min_sites` would have to be.
-
-    Three of four sites fail, and three are needed.
     """
+    # Three of four sites fail, and three are needed.
     for site in ("site-0001", "site-0002", "site-0003"):
         answers[site] = [JobResult(error=f"ValueError: no data at {site}")]
     with pytest.raises(RunFailed, match="the last site that failed is site-000") as failed:

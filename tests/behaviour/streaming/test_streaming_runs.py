@@ -69,10 +69,8 @@ def test_a_step_changes_only_the_due_fragment(tmp_path: Path, tau: int) -> None:
 
 @pytest.mark.covers("L7", "L2")
 def test_stopping_merges_updates_in_flight(tmp_path: Path) -> None:
-    """If a loop ends while the update of a fragment is in flight, the loop waits for the result and merges it.
-
-    The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight.
-    """
+    """If a loop ends while the update of a fragment is in flight, the loop waits for the result and merges it."""
+    # The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight.
     with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
             for _ in range(6):
@@ -114,11 +112,9 @@ def test_a_whole_model_run_starts_no_fragment_thread(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L7")
 def test_waits_for_merges_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a site must wait for a result before it can train on, the loop's figures and its log count the wait.
-
-    Site `b` makes its third step when site `a` has begun to wait. Site `a` trains τ = 2 steps while its update is in
-    flight.
-    """
+    """If a site must wait for a result before it can train on, the loop's figures and its log count the wait."""
+    # Site `b` makes its third step when site `a` has begun to wait. Site `a` trains τ = 2 steps while its update is in
+    # flight.
     caplog.set_level("INFO", "atoll")
     steps_until_a_waited: list[int] = []
 
@@ -163,9 +159,8 @@ def test_a_filter_gets_one_fragment_at_a_time(tmp_path: Path, at_the_server: boo
 def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
     """If the answer to an update is late in an asynchronous run, training continues, and the result is merged when it
     arrives.
-
-    With τ = 1 and a stalled upload, the turn of a fragment without a free place is skipped and counted as late.
     """
+    # With τ = 1 and a stalled upload, the turn of a fragment without a free place is skipped and counted as late.
     with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/0 ", "up", at=1, action="stall")
         proxy.faults.append(stall)

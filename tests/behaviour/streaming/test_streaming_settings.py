@@ -144,10 +144,8 @@ def test_equal_layers_are_shared_out_equally(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L8")
 def test_fragments_are_balanced_by_bytes_not_by_tensors(tmp_path: Path) -> None:
-    """Fragments are balanced by bytes, not by the number of tensors.
-
-    One tensor of 8 elements is as large as the four behind it. By number of tensors, the cut would be in the middle.
-    """
+    """Fragments are balanced by bytes, not by the number of tensors."""
+    # One tensor of 8 elements is as large as the four behind it. By number of tensors, the cut would be in the middle.
     sizes = [8, 2, 2, 2, 2, 4]
     model = {f"{index}.weight": torch.zeros(size) for index, size in enumerate(sizes)}
     assert [len(names) for names in cut(tmp_path, model, 2)] == [2, 4]

@@ -76,10 +76,10 @@ def test_an_ending_worker_delays_no_round(tmp_path: Path) -> None:
 @pytest.mark.covers("L10", "L7")
 def test_a_failed_update_is_sent_while_waiting(tmp_path: Path, held: threading.Event) -> None:
     """If the upload of one fragment breaks off while the site waits for another fragment, the site sends the update
-    again. So the round can end.
-
-    Site `a` is expected in fragment 0 only. Site `b` submits fragment 1 only when round 1 of fragment 0 is over.
+    again.
     """
+    # So the round can end. Site `a` is expected in fragment 0 only. Site `b` submits fragment 1 only when round 1 of
+    # fragment 0 is over.
     with new_server(tmp_path, **OPTIONS, tau=3, inflight=2) as server, Proxy(server.port) as proxy:
         before = Hand(server.url, "a")
         b = Hand(server.url, "b")
@@ -218,10 +218,8 @@ def test_a_skipped_fragment_is_synchronised_next(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L18")
 def test_dynamic_local_steps_are_a_multiple_of_fragments(tmp_path: Path) -> None:
-    """With K = 2 fragments, a slow site is asked for a number of local steps that is a multiple of 2.
-
-    A site at a third of the speed, with H = 12, is asked for about 4 steps.
-    """
+    """With K = 2 fragments, a slow site is asked for a number of local steps that is a multiple of 2."""
+    # A site at a third of the speed, with H = 12, is asked for about 4 steps.
     server = new_server(
         tmp_path,
         K=2,

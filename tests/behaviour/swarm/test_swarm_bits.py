@@ -284,13 +284,10 @@ def test_the_server_sends_the_initial_model_once(tmp_path: Path) -> None:
 
 
 def test_a_worker_downloads_nothing_it_already_has(tmp_path: Path) -> None:
-    """Workers of a swarm do not download what they have.
-
-    Each of two sites aggregates or checks every round, so it holds every version. In each round, one update and the
-    version with its outer state travel.
-
-    The initial model goes from the server to one site and from there to the other, once or twice.
-    """
+    """Workers of a swarm do not download what they have."""
+    # Each of two sites aggregates or checks every round, so it holds every version. In each round, one update and the
+    # version with its outer state travel. The initial model goes from the server to one site and from there to the
+    # other, once or twice.
     _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})
     momentum = sum(4 * each.numel() for each in wide_model().parameters())
     up, down = (sum(each) for each in zip(*sites.moved.values(), strict=True))

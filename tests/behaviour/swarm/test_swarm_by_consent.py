@@ -98,11 +98,9 @@ def test_no_interface_joins_a_swarm_without_consent(
 
 @pytest.mark.covers("X8", "X3")
 def test_the_server_verifies_addresses_of_sites(tmp_path: Path) -> None:
-    """The server refuses a site that reports an address which it cannot prove, and tells no other site of it.
-
-    The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
-    leads nowhere.
-    """
+    """The server refuses a site that reports an address which it cannot prove, and tells no other site of it."""
+    # The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
+    # leads nowhere.
     with (
         serve_swarm(tmp_path) as server,
         closing(peer_server()) as own,

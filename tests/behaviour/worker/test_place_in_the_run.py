@@ -160,9 +160,8 @@ def test_asynchronous_steps_are_averaged_over_sites(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_has_plain_values(tmp_path: Path) -> None:
-    """A checkpoint of a DiLoCo loop has only JSON values. One of an earlier release, without the step, is loaded; other
-    keys are refused.
-    """
+    """A checkpoint of a DiLoCo loop has only JSON values."""
+    # One of an earlier release, without the step, is loaded; other keys are refused.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 2}
     with plain_server(tmp_path, vector(), **rules, sites=1, rounds=4) as server:
         loop = Loop(server, tmp_path)

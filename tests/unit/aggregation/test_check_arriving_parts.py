@@ -207,10 +207,8 @@ def test_finite_numbers_with_overflowing_squares_are_accepted():
 
 @pytest.mark.parametrize("size", [2.0**100, 2.0**-70, 2.0**-40])
 def test_very_large_and_small_squares_are_summed(size):
-    """The sum of squares is right for numbers with squares that fp32 cannot hold, because it is added in fp64.
-
-    (2^100)² is above the largest number of fp32, and (2^-70)² is below its smallest.
-    """
+    """The sum of squares is right for numbers with squares that fp32 cannot hold, because it is added in fp64."""
+    # (2^100)² is above the largest number of fp32, and (2^-70)² is below its smallest.
     numel = 2 * ELEMENTS
     (stats,) = stats_of(*filled([TensorSpec("w", "F32", (numel,))], torch.full((numel,), size)))
     assert (stats.sumsq, stats.bad) == (pytest.approx(numel * size**2, rel=1e-6), None)

@@ -195,9 +195,8 @@ def test_a_kill_failpoint_ends_the_process(failpoints: str, output: str) -> None
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", 28), ("eio", 5)])
 def test_a_disk_error_failpoint_fails_once(action: str, number: int) -> None:
-    """The failpoint actions `enospc@2` and `eio@2` raise a disk error at the second time only. 28 and 5 are ENOSPC and
-    EIO of Linux.
-    """
+    """The failpoint actions `enospc@2` and `eio@2` raise a disk error at the second time only."""
+    # 28 and 5 are ENOSPC and EIO of Linux.
     assert run(f"here={action}@2").stdout == f"1 passed\n2 {number}\n3 passed\n"
 
 

@@ -201,11 +201,8 @@ registry.find("codecs", own)
 @pytest.mark.covers("X8")
 @pytest.mark.slow
 def test_mypy_reports_confused_names(tmp_path: Path) -> None:
-    """mypy reports each line of a snippet that confuses a received name, an own name and plain text. Only own names may
-    be imported.
-
-    The expected lines have the numbers of the snippet.
-    """
+    """mypy reports each line of a snippet that confuses a received name, an own name and plain text."""
+    # Only own names may be imported. The expected lines have the numbers of the snippet.
     (tmp_path / "snippet.py").write_text(SNIPPET)
     quick = ["--cache-dir=/dev/null", "--follow-imports=silent", "--no-site-packages", "--config-file="]
     source = str(Path(atoll.__file__).parents[1])

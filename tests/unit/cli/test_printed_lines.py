@@ -31,9 +31,8 @@ def test_reminders_name_only_late_sites() -> None:
 
 
 def test_reminders_combine_the_waiting_fragments() -> None:
-    """If all fragments wait for one reason, a reminder gives this reason once. If the reasons differ, it names the
-    fragment that waits for a late site. A finished fragment is left out.
-    """
+    """If all fragments wait for one reason, a reminder gives this reason once."""
+    # If the reasons differ, it names the fragment that waits for a late site. A finished fragment is left out.
     joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
     assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
     one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]

@@ -104,7 +104,8 @@ def test_shares_are_redrawn_until_sites_have_enough() -> None:
 
 
 def test_shards_hold_neighbouring_labels() -> None:
-    """With two shards for each site, a site has only a few labels."""
+    """Each site gets shards of examples that are neighbours when sorted by label, so it has only a few labels."""
+    # Ten shards of 100 neighbours of the sorted labels: two of them have at most five labels.
     # Ten shards of 100 neighbours of the sorted labels: two of them have at most five labels.
     labels = np.random.default_rng(0).permutation(LABELS)
     parts = data.shards(labels, 5)

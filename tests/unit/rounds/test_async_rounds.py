@@ -166,11 +166,11 @@ def test_an_infinite_grace_acts_as_a_barrier(story):
 @pytest.mark.parametrize("policy", [AsyncBuffer(buffer=2), AsyncBuffer(grace_s=math.inf)], ids=["buffer", "grace"])
 @pytest.mark.parametrize("sits_out", [False, True], ids=["submitted", "sat out"])
 def test_sites_waiting_in_two_fragments_do_not_deadlock(story, policy, sits_out):
-    """If one site waits in fragment 0 and the other site in fragment 1, fragment 0 closes with the update that it has.
-
-    Site `b` has submitted to fragment 1 or sits out there, so no site is left for fragment 0. Site `a` goes on and may
-    still submit to fragment 1.
+    """If one site waits in fragment 0 and the other site in fragment 1, fragment 0 closes with the
+    update that it has.
     """
+    # Site `b` has submitted to fragment 1 or sits out there, so no site is left for fragment 0. Site `a` goes on and
+    # may still submit to fragment 1.
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
     mine = run.ticket("b", 1)

@@ -171,10 +171,8 @@ def test_a_restart_ends_or_extends_a_run():
 
 @pytest.mark.covers("F41")
 def test_lost_versions_do_not_count_as_rounds() -> None:
-    """If a version was lost, its number does not count as a round, and the run still makes all its rounds.
-
-    Guards against a run of three rounds that ends at version 3, although version 2 was lost.
-    """
+    """If a version was lost, its number does not count as a round, and the run still makes all its rounds."""
+    # Guards against a run of three rounds that ends at version 3, although version 2 was lost.
     rules = Rules(sites=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
     state, _ = machine.restore(rules, lost, 0.0)

@@ -39,10 +39,8 @@ def test_pausing_and_stopping_hold_in_every_schedule():
 
 def test_a_run_without_faults_makes_versions_steadily():
     # A round: ask 2 s, train at most 7 s, polls of 4 s, submit 2 s, pass 2 s; in 150 s at least 6 of them.
-    """Without faults, a simulated run makes at least 6 versions in 150 s and loses no lease or ticket.
-
-    A round takes at most 7 s to train, with polls of 4 s. Asking, submitting and the pass take 2 s each.
-    """
+    """Without faults, a simulated run makes at least 6 versions in 150 s and loses no lease or ticket."""
+    # A round takes at most 7 s to train, with polls of 4 s. Asking, submitting and the pass take 2 s each.
     counts = simulate(PLAIN)
     assert counts["versions"] >= 6
     assert counts["LeaseEnded"] == counts["TicketsExpired"] == counts["crashes"] == 0
@@ -53,10 +51,9 @@ def test_a_run_without_faults_makes_versions_steadily():
 def test_clock_jumps_do_not_change_a_run():
     """Jumps of the wall clock do not change a simulated run. If the server used the wall clock, a live site would be
     declared dead.
-
-    All sites have joined at 1 s, so the server checks their silence at 41 s. By a clock that was set at 40 s, this is a
-    day later.
     """
+    # All sites have joined at 1 s, so the server checks their silence at 41 s. By a clock that was set at 40 s, this is
+    # a day later.
     jumps = (Fault(40, "clock forward", 0), Fault(60, "clock back", 0), Fault(90, "clock back", 0))
     assert simulate(replace(PLAIN, faults=jumps)) == simulate(PLAIN) + Counter(fault.kind for fault in jumps)
     # All joined at 1 s, so the silences are looked at at 41 s, a day later by a clock that was set at 40 s.

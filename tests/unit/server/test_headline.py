@@ -113,9 +113,8 @@ def test_the_headline_reports_too_few_sites() -> None:
 
 
 def test_the_headline_reports_a_diverging_loss() -> None:
-    """If the loss rises three times in a row to 1.5 times its lowest value, the first line of the page reports it. One
-    rise is not reported.
-    """
+    """If the loss rises three times in a row to 1.5 times its lowest value, the first line of the page reports it."""
+    # One rise is not reported.
     said = headline_of(running(history=history([0.5, 0.4, 0.5, 0.6, 0.7])))
     assert said.act
     assert said.text.startswith("The run diverges: its loss rose from 0.4 to 0.7. Round 4 of 20 has been open")

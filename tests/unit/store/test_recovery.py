@@ -77,10 +77,8 @@ def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4")
 def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    """A start removes the slots that a killed process has left and that no row refers to. Other files stay.
-
-    The process was killed while it wrote version 1. Its draft and the spare slots are removed.
-    """
+    """A start removes the slots that a killed process has left and that no row refers to."""
+    # Other files stay. The process was killed while it wrote version 1. Its draft and the spare slots are removed.
     kill_during(tmp_path, "head.before=kill@2", "run_round(new_run(directory), 0)")
     assert "version-0-1.safetensors" in slot_files(tmp_path)
     (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")

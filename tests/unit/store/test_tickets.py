@@ -172,10 +172,8 @@ def test_a_sites_last_ticket_shows_its_outcome(store: Store) -> None:
 
 
 def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer of a part cancels the old writer and waits until its write is over.
-
-    The old write is held in the middle. `begin_part` must not return before this write is over.
-    """
+    """A new writer of a part cancels the old writer and waits until its write is over."""
+    # The old write is held in the middle. `begin_part` must not return before this write is over.
     store.tickets.issue(1, "a", 0, 0)
     held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
     old = held.begin_part(0)
@@ -278,10 +276,8 @@ def test_spools_in_use_are_not_reused(store: Store, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.covers("D4")
 def test_unneeded_spools_are_removed(store: Store) -> None:
-    """Spools that the next round cannot need are removed.
-
-    Round 1 has four tickets, and two of them expire. As many spools are kept as updates have counted.
-    """
+    """Spools that the next round cannot need are removed."""
+    # Round 1 has four tickets, and two of them expire. As many spools are kept as updates have counted.
     store.run_log.open_round(0, 0, ("a", "b", "c", "d"))
     for ticket, site in enumerate("abcd", 1):
         store.tickets.issue(ticket, site, 0, 0)
@@ -355,11 +351,8 @@ def test_all_threads_get_the_same_spool(store: Store) -> None:
 
 @pytest.mark.covers("P10")
 def test_a_frozen_round_can_be_reopened(store: Store) -> None:
-    """When a frozen round is reopened, its tickets are open again, also after a restart. Tickets that have counted stay
-    counted.
-
-    Another update may come for a reopened ticket.
-    """
+    """When a frozen round is reopened, its tickets are open again, also after a restart."""
+    # Tickets that have counted stay counted. Another update may come for a reopened ticket.
     tickets = run_round(store, 0, commit=False)
     store.tickets.reopen(0, 0, tickets, "it has gone")
     for restarted in (False, True):
@@ -412,10 +405,8 @@ def test_slot_holders_match_a_plain_mapping(tmp_path: Path) -> None:
 
 
 def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
-    """If more slots are free than a pool may keep, one slot is removed.
-
-    Three slots become free in a pool of at most two.
-    """
+    """If more slots are free than a pool may keep, one slot is removed."""
+    # Three slots become free in a pool of at most two.
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
     slots = [pool.take(WRITER) for _ in range(3)]
     for slot in slots:
@@ -471,10 +462,8 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 
 @pytest.mark.covers("P9", "F25")
 def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the note of a published object cannot be written, the object is removed and its publisher gets the error.
-
-    A restarted server would not know the object, so its publisher must not believe that it is kept.
-    """
+    """If the note of a published object cannot be written, the object is removed and its publisher gets the error."""
+    # A restarted server would not know the object, so its publisher must not believe that it is kept.
     objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
     replace = os.replace
 
@@ -496,9 +485,8 @@ def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pyte
 def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
     """An object that belongs to the server does not count for the limit, does not expire, and is removed when the
     server ends.
-
-    All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
     """
+    # All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
 
     def opened() -> ObjectStore:
         return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)

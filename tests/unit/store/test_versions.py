@@ -100,10 +100,8 @@ def test_only_the_next_version_can_begin(store: Store, version: int) -> None:
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_full_disk_leaves_no_incomplete_slot(store: Store, arm: Callable[[str], object], nth: int) -> None:
-    """If the disk is full while a slot is created, its file does not stay, and the version can be written later.
-
-    The first new slot is for the version, the second for the outer state.
-    """
+    """If the disk is full while a slot is created, its file does not stay, and the version can be written later."""
+    # The first new slot is for the version, the second for the outer state.
     run_round(store, 0)
     tickets = run_round(store, 1, commit=False)
     before = slot_files(store.directory)
@@ -213,11 +211,9 @@ def test_a_pinned_version_stays_readable_after_closing(store: Store) -> None:
 
 
 def test_the_newest_wanted_versions_are_kept(tmp_path: Path) -> None:
-    """Of the versions that workers will still pull, the newest are kept.
-
-    One version is kept and two may be pinned. At the last commit, version 4 is the newest and 3 is durable, so there is
-    room for one wanted version.
-    """
+    """Of the versions that workers will still pull, the newest are kept."""
+    # One version is kept and two may be pinned. At the last commit, version 4 is the newest and 3 is durable, so there
+    # is room for one wanted version.
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     store.versions.wanted = lambda fragment: {0, 1, 2}
     run_rounds(store, range(4), durable=True)
@@ -225,10 +221,8 @@ def test_the_newest_wanted_versions_are_kept(tmp_path: Path) -> None:
 
 
 def test_outer_state_is_kept_for_two_versions(store: Store) -> None:
-    """The outer state is kept for the newest version and the one before.
-
-    Version 3 is still being read, but no run would go on from it, so its outer state is dropped.
-    """
+    """The outer state is kept for the newest version and the one before."""
+    # Version 3 is still being read, but no run would go on from it, so its outer state is dropped.
     run_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
         run_round(store, 4)
@@ -273,10 +267,8 @@ def test_a_durable_version_is_synced_first(store: Store, synced: list[str]) -> N
 
 
 def test_a_durable_version_empties_the_log(store: Store, tmp_path: Path) -> None:
-    """With each durable version, SQLite's write-ahead log is copied into the journal.
-
-    Without this, SQLite would copy 64 MB at once, in a commit on the event loop.
-    """
+    """With each durable version, SQLite's write-ahead log is copied into the journal."""
+    # Without this, SQLite would copy 64 MB at once, in a commit on the event loop.
     store.versions.write_durable()
     run_round(store, 0)
     store.versions.write_durable()
@@ -418,10 +410,8 @@ def test_a_finished_run_keeps_only_its_result(store: Store) -> None:
 
 @pytest.mark.covers("F26")
 def test_a_version_is_held_while_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is held while it is synced to disk, so that its slot is not rewritten.
-
-    Two commits happen during the fsync, and one version is kept. Without a hold, its slot would be used again.
-    """
+    """A version is held while it is synced to disk, so that its slot is not rewritten."""
+    # Two commits happen during the fsync, and one version is kept. Without a hold, its slot would be used again.
     store = new_run(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
 
@@ -537,10 +527,8 @@ def test_a_failed_pull_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_difference_is_dropped_with_its_version(tmp_path: Path) -> None:
-    """A difference is dropped with its version, unless it is being read.
-
-    With `keep_versions` = 2, version 3 drops version 1 when the difference of version 1 is no longer read.
-    """
+    """A difference is dropped with its version, unless it is being read."""
+    # With `keep_versions` = 2, version 3 drops version 1 when the difference of version 1 is no longer read.
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
         pin = store.versions.pin_delta(0, 1)

@@ -209,10 +209,9 @@ async def test_a_leaving_aggregator_without_successor_stays(tmp_path: Path) -> N
 
 
 async def test_an_aggregator_that_lost_an_update_is_replaced(tmp_path: Path) -> None:
-    """If an aggregator has lost an accepted update, it is replaced and the site's ticket opens again.
-
-    Both happen only when the site no longer offers the update. Until then, the aggregator can collect the update again.
-    """
+    """If an aggregator has lost an accepted update, it is replaced and the site's ticket opens again."""
+    # Both happen only when the site no longer offers the update. Until then, the aggregator can collect the update
+    # again.
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         offer = swarm.offer("c", ticket)
@@ -245,11 +244,9 @@ UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
 
 
 async def test_an_undecodable_update_is_refused(tmp_path: Path) -> None:
-    """If no worker can decode an update, the update is refused.
-
-    The update of `b` was decoded, so the update of `c` is wrong, and not the codec. One worker after the other tries
-    it.
-    """
+    """If no worker can decode an update, the update is refused."""
+    # The update of `b` was decoded, so the update of `c` is wrong, and not the codec. One worker after the other tries
+    # it.
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         tickets = {site: swarm.ticket(site) for site in "bc"}
         offers = {site: swarm.offer(site, ticket) for site, ticket in tickets.items()}
@@ -264,10 +261,8 @@ async def test_an_undecodable_update_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X9")
 async def test_a_codec_that_decodes_nothing_fails_the_run(tmp_path: Path) -> None:
-    """If the workers cannot decode a second update either, the run fails with an error that names the workers.
-
-    A single update that both workers cannot decode may be damaged. A second one shows that the codec is wrong.
-    """
+    """If the workers cannot decode a second update either, the run fails with an error that names the workers."""
+    # A single update that both workers cannot decode may be damaged. A second one shows that the codec is wrong.
     async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
         offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
         await swarm.collects("a", offers, **UNDECODABLE)

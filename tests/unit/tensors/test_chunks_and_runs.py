@@ -226,10 +226,9 @@ def test_tensors_that_cannot_be_sent_are_refused(tensor: object, word: str) -> N
 
 
 def test_large_tensors_are_received_in_place() -> None:
-    """`Scatter` offers the memory of a large contiguous tensor to receive its bytes. All other bytes must be written.
-
-    In fp32, `large` holds the bytes [0, 2 MiB) after the header, `odd` has 40 bytes, and `turned` is not contiguous.
-    """
+    """`Scatter` offers the memory of a large contiguous tensor to receive its bytes."""
+    # All other bytes must be written. In fp32, `large` holds the bytes [0, 2 MiB) after the header, `odd` has 40 bytes,
+    # and `turned` is not contiguous.
     n = 2**19
     targets = {"large": torch.zeros(n), "odd": torch.zeros(10), "turned": torch.zeros(1024, 512).t()}
     layout = version_layout(schema_of(targets))
@@ -262,10 +261,8 @@ def test_a_cpu_model_does_not_query_the_accelerator(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_cannot_be_pinned_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory cannot be pinned, ordinary memory is used instead.
-
-    Not every backend of torch can pin memory. Such a backend raises an error.
-    """
+    """If memory cannot be pinned, ordinary memory is used instead."""
+    # Not every backend of torch can pin memory. Such a backend raises an error.
     monkeypatch.setattr(chunks, "_copies_from_pinned", lambda device: True)
     empty, asked = torch.empty, []
 

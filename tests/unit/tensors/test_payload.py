@@ -319,10 +319,8 @@ def test_a_release_waits_for_readers() -> None:
 
 
 def test_encoded_lazy_tensors_are_decoded_at_loading(path: Path) -> None:
-    """Encoded lazy tensors are decoded when they are loaded, as a whole or in runs.
-
-    Three values in bf16 stand for fp32: 1.5, −2 and 0.
-    """
+    """Encoded lazy tensors are decoded when they are loaded, as a whole or in runs."""
+    # Three values in bf16 stand for fp32: 1.5, −2 and 0.
     from atoll.codecs import Bf16Codec
     from atoll.tensors.layout import Segment
     from atoll.tensors.schema import TensorSpec
@@ -351,10 +349,8 @@ def test_an_invalid_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8")
 def test_answers_pass_a_filter_one_by_one() -> None:
-    """Two answers of one site pass its filter one after the other.
-
-    The filter divides each answer by the answer's own first value.
-    """
+    """Two answers of one site pass its filter one after the other."""
+    # The filter divides each answer by the answer's own first value.
     meeting = threading.Barrier(2)
 
     class ByTheFirst(Filter):

@@ -221,10 +221,8 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
 
 
 def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
-    """A connection is not kept if another connection timed out during its use.
-
-    The network may have lost the connection, although the part's answer came. The next part would wait for it.
-    """
+    """A connection is not kept if another connection timed out during its use."""
+    # The network may have lost the connection, although the part's answer came. The next part would wait for it.
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
@@ -333,11 +331,9 @@ def test_a_silent_peer_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_bytes_in_buffers_are_no_progress(tmp_path: Path) -> None:
-    """Bytes that only fill buffers on the way to a silent peer do not count as progress.
-
-    Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
-    again, as the other has moved later.
-    """
+    """Bytes that only fill buffers on the way to a silent peer do not count as progress."""
+    # Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
+    # again, as the other has moved later.
     (tmp_path / "file").write_bytes(DATA)
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:
         with pytest.raises(TransferStalled):
@@ -493,11 +489,9 @@ def push_while_written(parts: HttpTransfer, fd: int) -> None:
 def test_ctrl_c_stops_sending(
     tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
-    """After Ctrl-C, an upload sends nothing more, and no thread is left.
-
-    Guards against a pool that is left before its threads end: they sent another file that was opened under the number
-    of the outbox.
-    """
+    """After Ctrl-C, an upload sends nothing more, and no thread is left."""
+    # Guards against a pool that is left before its threads end: they sent another file that was opened under the number
+    # of the outbox.
     fd = opened(tmp_path / "outbox.bin", b"update\n")
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)

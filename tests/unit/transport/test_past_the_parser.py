@@ -255,10 +255,8 @@ def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
 
 
 def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
-    """Nothing of a part is read before the requests that came before it are answered.
-
-    40 requests come before the part at once. aiohttp holds the connection at 32 of them and lets it go on at 16.
-    """
+    """Nothing of a part is read before the requests that came before it are answered."""
+    # 40 requests come before the part at once. aiohttp holds the connection at 32 of them and lets it go on at 16.
     seen: list[tuple[int, int, bool]] = []
 
     async def wait(request: web.Request, host: Host) -> web.StreamResponse:
@@ -479,10 +477,8 @@ def test_a_part_read_elsewhere_is_aborted(tmp_path: Path) -> None:
 
 
 def test_a_formerly_slow_reader_may_idle() -> None:
-    """A client that once read too slowly may be idle later without being disconnected.
-
-    Guards against a check of slow readers that goes on when all is written: it would find that nothing moves.
-    """
+    """A client that once read too slowly may be idle later without being disconnected."""
+    # Guards against a check of slow readers that goes on when all is written: it would find that nothing moves.
 
     async def main() -> None:
         transport, front = Plain(), BodyInterceptor(asyncio.Protocol(), idle_timeout_s=0.01)
@@ -513,10 +509,8 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
 
 
 def test_bytes_in_the_transport_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that the transport has not sent yet are not overwritten.
-
-    From Python 3.12 on, asyncio queues the memory that it gets. Before, it copied what it could not send.
-    """
+    """Bytes that the transport has not sent yet are not overwritten."""
+    # From Python 3.12 on, asyncio queues the memory that it gets. Before, it copied what it could not send.
     content = bytes(range(256)) * 64
     (tmp_path / "file").write_bytes(content)
     monkeypatch.setattr(serve_range, "RUN_BYTES", 1000)
@@ -551,9 +545,8 @@ def test_bytes_in_the_transport_are_not_overwritten(tmp_path: Path, monkeypatch:
 def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     """Connections that never finish a request head do not delay other requests, and the server closes these
     connections.
-
-    There are 500 of them. Requests in between are answered.
     """
+    # There are 500 of them. Requests in between are answered.
     host = Host(tmp_path, keep, 3001)
 
     async def main() -> None:
@@ -580,10 +573,8 @@ def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn of a connection at a thread ends after its time slice, even if more bytes are there.
-
-    Guards against one fast peer that keeps a thread of the pool for its whole part.
-    """
+    """The turn of a connection at a thread ends after its time slice, even if more bytes are there."""
+    # Guards against one fast peer that keeps a thread of the pool for its whole part.
     ours, theirs = socket.socketpair()
     front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
     front._body_left = 100
@@ -601,10 +592,8 @@ def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
-    """A slow part does not keep a thread of the pool.
-
-    There are two threads and three parts that have begun and stand still. A fourth part still goes through.
-    """
+    """A slow part does not keep a thread of the pool."""
+    # There are two threads and three parts that have begun and stand still. A fourth part still goes through.
     host = Host(tmp_path, keep, 5000)
 
     async def main() -> None:
@@ -627,11 +616,9 @@ def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_request_waits_for_its_thread() -> None:
-    """A cancelled request ends only when its thread has ended.
-
-    The socket of the request is closed next. A thread that still runs would read from another file that gets the
-    socket's descriptor number.
-    """
+    """A cancelled request ends only when its thread has ended."""
+    # The socket of the request is closed next. A thread that still runs would read from another file that gets the
+    # socket's descriptor number.
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -79,10 +79,8 @@ def test_a_changed_base_is_not_its_old_version(place: Participation) -> None:
 
 @pytest.mark.covers("L10")
 def test_a_lost_lease_is_renewed_once(place: Participation) -> None:
-    """If several callers notice one lost lease, the site joins again only once.
-
-    Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
-    """
+    """If several callers notice one lost lease, the site joins again only once."""
+    # Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
     lost = place.session.http.lease
     for _ in range(3):
         place.session.rejoin(lost)
@@ -92,11 +90,9 @@ def test_a_lost_lease_is_renewed_once(place: Participation) -> None:
 
 @pytest.mark.covers("L10", "F19")
 def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participation) -> None:
-    """A late request under the worker's own old lease fails, and the worker goes on.
-
-    Guards against taking such a request for that of a process which another one has replaced. This would end the
-    worker.
-    """
+    """A late request under the worker's own old lease fails, and the worker goes on."""
+    # Guards against taking such a request for that of a process which another one has replaced. This would end the
+    # worker.
     late = Http(server.url)
     late.lease = place.session.http.lease
     place.session.rejoin(late.lease)
@@ -108,10 +104,8 @@ def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participatio
 
 @pytest.mark.covers("L10")
 def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two threads find the lease lost at the same time, the site joins again only once.
-
-    Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
-    """
+    """If two threads find the lease lost at the same time, the site joins again only once."""
+    # Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
 
@@ -140,10 +134,8 @@ def test_a_part_with_other_bytes_is_not_counted(place: Participation) -> None:
 
 @pytest.mark.covers("F3")
 def test_a_note_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note is replaced as a whole or not at all, even if the disk is full.
-
-    Guards against `write_note` that writes into the existing note.
-    """
+    """A note is replaced as a whole or not at all, even if the disk is full."""
+    # Guards against `write_note` that writes into the existing note.
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
     base_and_outbox.write_note(path, note)
@@ -257,10 +249,8 @@ def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.covers("F30")
 def test_another_layout_or_schema_is_refused_first(tmp_path: Path) -> None:
-    """A layout or schema other than the server's is refused before any byte is sent.
-
-    Guards against `form` without the comparison of layouts, and `_fetch_schema` without that of schemas.
-    """
+    """A layout or schema other than the server's is refused before any byte is sent."""
+    # Guards against `form` without the comparison of layouts, and `_fetch_schema` without that of schemas.
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
         tensors = named_tensors(nn.Linear(2, 1))[0]
@@ -466,10 +456,8 @@ def test_heartbeats_keep_a_smallest_gap(
 def test_a_silent_server_is_left_soon(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server does not answer, a site leaves the run within a short time.
-
-    Guards against a goodbye of half a minute or more after Ctrl-C. The server learns of the end by the silence.
-    """
+    """If the server does not answer, a site leaves the run within a short time."""
+    # Guards against a goodbye of half a minute or more after Ctrl-C. The server learns of the end by the silence.
     monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
     with Proxy(int(quiet_server.url.rpartition(":")[2])) as proxy:
         place = take_part(proxy.url, "a", folder=tmp_path / "w")

@@ -111,11 +111,9 @@ class Shifted(NoneCodec):
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "shifted"])
 def test_small_neighbours_are_encoded_independently(tmp_path: Path, codec: str) -> None:
-    """Many small tensors that are encoded together get the bytes that each would get alone.
-
-    There are 1,300 tensors of odd sizes and of four dtypes, some of them strided. The update is formed twice, over
-    earlier bytes.
-    """
+    """Many small tensors that are encoded together get the bytes that each would get alone."""
+    # There are 1,300 tensors of odd sizes and of four dtypes, some of them strided. The update is formed twice, over
+    # earlier bytes.
     generator = torch.Generator().manual_seed(0)
     codecs = {**CODECS, "shifted": Shifted()}
     start: dict[str, Tensor] = {}
@@ -157,11 +155,9 @@ def test_an_update_without_movement_is_zero(tmp_path: Path) -> None:
 
 
 def test_versions_load_into_any_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is loaded with few reads into tensors with any layout in memory.
-
-    Memory with the layout of the file is filled directly, and other memory from a buffer. There are more tensors than
-    one read has targets, and some of them are not requested.
-    """
+    """A version is loaded with few reads into tensors with any layout in memory."""
+    # Memory with the layout of the file is filled directly, and other memory from a buffer. There are more tensors than
+    # one read has targets, and some of them are not requested.
     torch.manual_seed(0)
     start = {f"small.{index}": torch.randn(index % 7, 3) for index in range(1200)}
     start |= {"large": torch.randn(700_001), "matrix": torch.randn(600, 700), "half": torch.randn(9).bfloat16()}
@@ -448,9 +444,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> None:
-    """A merge mixes each element of the version and of the local weights in the dtype of accumulation. With α = 0 or 1,
-    it takes one side exactly.
-    """
+    """A merge mixes each element of the version and of the local weights in the dtype of accumulation."""
+    # With α = 0 or 1, it takes one side exactly.
     held, local = tensors(1), tensors(2)
     if alpha == 0:
         local["single"].fill_(float("nan"))  # of which nothing is left
@@ -471,10 +466,9 @@ def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> Non
 def test_merging_mixes_only_buffers_that_are_averaged(tmp_path: Path) -> None:
     """A merge mixes only buffers that are averaged. Other buffers take the value of the version or keep that of the
     site.
-
-    With α = ¼, 8 of the version and 4 of the site make 7. A sum of integers cannot be mixed, and a float sum counts
-    over all sites.
     """
+    # With α = ¼, 8 of the version and 4 of the site make 7. A sum of integers cannot be mixed, and a float sum counts
+    # over all sites.
     names = ("mean", "first", "max", "sum", "keep")
     schema = Schema.build([TensorSpec(name, "F32", (1,), f"buffers.{name}") for name in names])
     held, local = ({name: torch.tensor([value]) for name in names} for value in (8.0, 4.0))
@@ -502,10 +496,8 @@ class Counting(Bf16Codec):
 
 
 def test_updates_are_decoded_until_enough_arrives(tmp_path: Path) -> None:
-    """To find what encoding loses, an update is decoded piece by piece until enough of the change has arrived.
-
-    The first piece is lost, the second does not move, and half of the third arrives. The fourth is not decoded.
-    """
+    """To find what encoding loses, an update is decoded piece by piece until enough of the change has arrived."""
+    # The first piece is lost, the second does not move, and half of the third arrives. The fourth is not decoded.
     start = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
     codecs = CODECS | {"bf16": Counting()}
     local = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
