@@ -238,10 +238,7 @@ def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.Lo
 
 @pytest.mark.covers("S2", "F42")
 def test_restoring_a_backup_twice_resets_controls_twice(world: World, served: Callable[[], Any]) -> None:
-    """Each time the server is restored from the same backup, the controls start at zero again.
-
-    At the second time, the sites' controls belong to a generation that the server does not know.
-    """
+    """Each time the server is restored from the same backup, SCAFFOLD's controls start at zero again."""
     _, backup = restore_to(world, 2, after=5, served=served)
     with served():
         take_rounds(world, 4)
@@ -317,11 +314,8 @@ def test_a_site_that_lost_its_control_resets_all_controls(world: World, monkeypa
 
 
 @pytest.mark.covers("S2")
-def test_sites_with_residuals_go_on_after_a_backup(world: World) -> None:
-    """Sites that keep residuals of a codec go on training after the server is restored from a backup.
-
-    The codec int8 is exact for a model with one trained value.
-    """
+def test_sites_with_lossy_codecs_survive_a_backup(world: World) -> None:
+    """Sites that keep the rounding error of a lossy codec go on training after the server is restored from a backup."""
     world.set(codec="int8")
     stays = partial(with_sites_that_stay, world)
     restore_to(world, 2, after=5, served=stays)

@@ -147,6 +147,7 @@ def test_the_round_bench_prints_its_results_in_words(script, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_terminated_bench_leaves_no_files(tmp_path: Path) -> None:
+    """A bench program that is ended by SIGTERM removes its temporary files."""
     words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
     assert "the rounds begin" in process.stderr.readline()

@@ -34,6 +34,7 @@ def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_each_command_by_its_own_words(name: str) -> None:
+    """`atoll --help` describes each command by the first words of that command's own help."""
     own = " ".join(main.loaded(name).help.split())
     assert own.startswith(main.COMMANDS[name].rstrip("."))
 

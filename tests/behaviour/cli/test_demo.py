@@ -54,7 +54,8 @@ def test_the_demo_holds_out_validation_text() -> None:
     assert all(needle not in text.numpy().tobytes() for text in texts)
 
 
-def test_the_demo_splits_all_digits_unevenly() -> None:
+def test_the_demo_gives_sites_different_digits() -> None:
+    """The demo divides all digits between its sites, with different shares of the labels."""
     sites, (test_images, test_labels) = demo_data.digits(4, seed=0)
     counts = [torch.bincount(labels, minlength=10) for _, labels in sites]
     assert sum(len(labels) for _, labels in sites) + len(test_labels) == 1797
@@ -78,7 +79,7 @@ def test_the_demo_compares_traffic_with_a_ring_allreduce(tmp_path) -> None:
     assert "66.7 MB each, 67 × as much" in ring
 
 
-def test_child_processes_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch) -> None:
+def test_the_demo_kills_processes_that_ignore_sigterm(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"

@@ -203,7 +203,8 @@ def test_a_token_reaches_all_processes_of_a_run(atoll_command, small: Path) -> N
     assert (done["finished"], done["ended"]) == (True, {})
 
 
-def test_a_swarm_leaves_its_model_at_a_site(atoll_command, small: Path) -> None:
+def test_atoll_run_says_where_a_swarms_model_is(atoll_command, small: Path) -> None:
+    """With a swarm, `atoll run` names the site's folder that has the model, since the server has none."""
     words = (*WITH_SITES, "--json", "--set", "swarm.enabled=true")
     swarm, plain = summary(atoll_command(*words)), summary(atoll_command(*WITH_SITES, "--json"))
     assert "/workers/" in swarm["model"]

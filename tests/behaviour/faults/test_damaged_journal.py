@@ -322,6 +322,7 @@ def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: P
 
 @pytest.mark.covers("F42")
 def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway, later: Path, audited: Audit) -> None:
+    """A server does not start if the file `audit.head` in its state directory belongs to another run."""
     shutil.copy(powered.earlier / "state" / HEAD, later / "state" / HEAD)
     with pytest.raises(StateCorrupt, match=HEAD), serve(later):
         pass

@@ -222,6 +222,8 @@ def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
 
 
 def test_a_site_ends_if_an_evaluation_has_no_values(tmp_path: Path) -> None:
+    """If an evaluation gets no value from any site, the run fails, and waiting sites end with the error."""
+
     def raises(model: object) -> dict[str, float]:
         raise ValueError("no data here")
 

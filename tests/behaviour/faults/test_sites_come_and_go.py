@@ -38,6 +38,7 @@ def killed_site(nursery: Nursery, folder: Path, server: atoll.Server, number: in
 
 @pytest.mark.covers("F33")
 def test_a_late_site_counts_from_the_next_round(tmp_path: Path) -> None:
+    """A site that joins during an open round takes part from the next round on."""
     gate = Gate(1, "a")
     with serve_wide(tmp_path, sites=1) as server:
         first = Sites(server.url, tmp_path, during=gate, names=["a"])

@@ -390,6 +390,7 @@ def simulated(worker: Any) -> None:
     ids=["plain", "codecs", "robust"],
 )
 def test_buffer_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The rules of `model.buffers` hold in federated rounds."""
     found = result(tmp_path, shared_model, count, **{"rounds": 3, "model.buffers": RULES}, **settings)
     assert {name: found[name].item() for name in EXPECTED} == EXPECTED
 
@@ -891,7 +892,8 @@ def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) ->
     assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
 
 
-def test_a_simulation_refuses_shapes_from_the_data(tmp_path: Path) -> None:
+def test_a_simulation_refuses_buffers_shaped_by_data(tmp_path: Path) -> None:
+    """A simulation refuses buffers whose shape depends on the data of each site."""
     settings = {"rounds.total": 1, "rounds.sites": 1, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
     script = f"{__name__}:shaped_by_data"
     simulation = new_simulation(ByData(), script=script, sites=1, processes=1, **settings, **FIRST)

@@ -99,6 +99,7 @@ def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], 
 
 
 def test_a_restart_with_another_torch_build_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a run continues with another version of torch, the log says with which version it started."""
     with diloco_server(tmp_path):
         pass
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:

@@ -552,6 +552,7 @@ def test_a_simulation_refuses_a_changed_codec(tmp_path: Path) -> None:
 
 
 def test_a_local_worker_refuses_a_changed_codec(tmp_path: Path) -> None:
+    """A worker in the server's process is refused if `rounds.changes` changes the upload codec."""
     with World(tmp_path, START, "a", rounds=3, **{"rounds.changes": CODECS[:1]}) as world:
         with pytest.raises(ConfigError, match="rounds of whole models with one codec can"):
             local_worker(world.server, "a")

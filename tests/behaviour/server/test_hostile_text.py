@@ -118,6 +118,7 @@ def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
 
 
 def test_plain_text_of_all_languages_stays_unchanged(server: atoll.Server) -> None:
+    """The server does not escape names and texts in any language, only control characters."""
     labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
     joined(server.url, "plain", host="höst", labels=labels)
     worker = worker_of(server, "plain")

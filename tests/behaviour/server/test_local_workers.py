@@ -154,6 +154,7 @@ def test_a_stopped_server_ends_local_waits(tmp_path: Path) -> None:
 
 
 def test_a_site_cannot_have_two_local_workers(tmp_path: Path) -> None:
+    """A second worker in the server's process under the same site name is refused."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world, local_worker(world.server, "a"):
         with pytest.raises(StateLocked):
             local_worker(world.server, "a")

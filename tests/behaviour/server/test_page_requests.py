@@ -70,7 +70,8 @@ def test_page_files_have_strict_security_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["absent.js", "..%2Fapp.py", "%2e%2e%2fgate.py", "uplot.js.gz", "\u00e9.js", "x" * 3000]
 )
-def test_other_files_are_not_found(tmp_path: Path, name: str) -> None:
+def test_unknown_page_files_give_404(tmp_path: Path, name: str) -> None:
+    """The server answers 404 to requests for page files that do not exist or lie outside the page's folder."""
     with World(tmp_path, START, "a") as world:
         status, headers, body = headers_of(
             world, f"/page/{name}".encode().decode("latin-1").replace("\u00c3\u00a9", "%C3%A9")

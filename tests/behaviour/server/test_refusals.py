@@ -166,6 +166,7 @@ def test_errors_have_a_full_stop_before_the_remedy() -> None:
 
 @pytest.mark.covers("F38")
 def test_refuses_a_message_that_is_too_long(server: atoll.Server) -> None:
+    """The server refuses an HTTP message that is longer than the limit for messages."""
     head = {"Content_Type": "application/json", "Content_Length": 2**30}
     status, told = answer(begin_request(server.port, "POST /v1/workers", **head))
     assert (status, told["code"], told["remedy"]) == (413, "too_large", "Send a smaller message.")

@@ -107,7 +107,7 @@ def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
-    """After a restart, the interrupted round gives no time left. The next round does."""
+    """After a restart, the status estimates the time left only from the first round that starts afterwards."""
     told: list[float | None] = []
     for rounds_here in (3, 4):
         with plain_server(tmp_path, START, rounds=9) as server:

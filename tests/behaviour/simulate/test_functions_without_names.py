@@ -123,6 +123,7 @@ def test_a_killed_fork_is_replaced(tmp_path: Path) -> None:
 
 
 def test_forks_find_the_arguments_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is simulated in forks sees the command line of the program in `sys.argv`."""
     monkeypatch.setattr(sys, "argv", ["program.py", "--rate", "0.1"])
     seen = tmp_path / "argv"
 

@@ -63,6 +63,7 @@ def test_a_run_in_threads_ends_with_the_right_model(tmp_path: Path) -> None:
     ids=["lambda", "partial"],
 )
 def test_any_function_can_train_in_threads(tmp_path: Path, script: Any) -> None:
+    """`atoll.run` trains any function, such as a lambda or a `functools.partial`."""
     assert weights_of(run(tmp_path, script)) == [4.0] * 3
 
 
@@ -146,6 +147,7 @@ def return_in_round_2(worker: Any) -> None:
     ids=["raises", "returns"],
 )
 def test_a_run_that_lacks_a_site_can_continue(tmp_path: Path, script: Any, why: str) -> None:
+    """If `atoll.run` ends because a site failed that its rounds need, a second call continues the run."""
     with pytest.raises(RunFailed, match=f"Only 1 of 2 sites are left, and a round needs 2; .* is b: .*{why}") as failed:
         run(tmp_path, script)
     assert failed.value.exit_code == 9
@@ -163,6 +165,7 @@ def test_a_run_goes_on_without_an_unneeded_site(tmp_path: Path) -> None:
 
 
 def test_the_result_counts_refused_updates(tmp_path: Path) -> None:
+    """The result of `atoll.run` says how many updates of each site were refused."""
     tried: list[int] = []
 
     def train(worker: Any) -> None:

@@ -173,6 +173,7 @@ def test_layers_with_two_dtypes_stay_in_one_fragment(tmp_path: Path) -> None:
 
 
 def test_every_fragment_has_trainable_parameters(tmp_path: Path) -> None:
+    """However a model is divided into fragments, each fragment has trainable parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     trained = {name for name, _ in model.named_parameters()}
     for count in range(1, 7):

@@ -230,8 +230,8 @@ class Slow:
 
 
 @pytest.mark.covers("T14")
-def test_a_payload_is_built_once(tmp_path: Path) -> None:
-    """If two threads ask for the payload of a result, it is built once, and both get the same object."""
+def test_an_answers_payload_is_read_once(tmp_path: Path) -> None:
+    """If two threads read the payload of a task's answer, it is loaded once, and both get the same object."""
     made: list[Slow] = []
     asked = threading.Barrier(2)
 

@@ -170,10 +170,9 @@ def test_fedprox_calls_few_functions_for_each_gradient() -> None:
         assert calls(lambda: step(model, optimizer, 10)) <= own + 10 * (4 * 100 + 100)
 
 
-def test_samples_of_large_models_are_bounded() -> None:
-    """A sample of a large model has a fixed number of tensors and elements.
-
-    The sampled tensors are spread over the model, and are those that are trained.
+def test_the_check_for_copies_reads_bounded_samples() -> None:
+    """To find copies of the weights in an optimizer, Atoll compares a sample of bounded size, spread over the trained
+    tensors.
     """
     tensors = [torch.ones(100) for _ in range(20 * SAMPLED_TENSORS)]
     assert Sample(Weights(tensors)).values.numel() == SAMPLED_TENSORS * SAMPLED_ELEMENTS

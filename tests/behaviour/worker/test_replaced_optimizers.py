@@ -482,10 +482,9 @@ class ZeroOrder(Optimizer):
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
-def test_a_replacing_zero_order_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
-    """If an optimizer without gradients takes the place of another optimizer, its second step is refused.
-
-    Its first step passes, since only that step shows that the optimizer trains the model.
+def test_replacing_by_a_gradient_free_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
+    """If an optimizer that uses no gradients replaces the loop's optimizer, its second step is refused; the first one
+    only shows what it trains.
     """
     model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"

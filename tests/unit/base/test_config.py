@@ -333,7 +333,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("where", FOREIGN)
-def test_foreign_settings_lead_to_ours(tmp_path: Path, where: str) -> None:
+def test_other_frameworks_settings_suggest_atolls(tmp_path: Path, where: str) -> None:
+    """If a setting has the name that another framework uses, the error suggests Atoll's setting."""
     for pair in FOREIGN[where].split():
         name, meant = pair.split("=")
         assert f"Did you mean {meant}?" in refusal(tmp_path, f"{name} = 1\n").remedy, name

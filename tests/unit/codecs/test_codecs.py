@@ -339,8 +339,8 @@ def test_huge_values_stay_right_or_become_nonfinite(codec: Codec, dtype: torch.d
 
 
 @pytest.mark.parametrize(("codec", "zero"), [(Int8Codec(), 0), (Int4Codec(), 8 | 8 << 4)], ids=["int8", "int4"])
-def test_a_block_without_a_scale_has_the_code_of_zero(codec: Codec, zero: int) -> None:
-    """Each element of a block of zeros, of tiny values, or with NaN or infinity gets the code of zero."""
+def test_a_block_without_a_scale_encodes_zeros(codec: Codec, zero: int) -> None:
+    """A block of zeros, of tiny values, or with NaN or infinity is encoded as if all its elements were zero."""
     for block in ([0.0, -0.0, 0.0], [1e-40, -1e-31, 0.0], [1.0, float("nan"), -3.0], [float("inf"), 1.0, -3.0]):
         found = encoded(codec, torch.tensor(block))
         assert set(found[4:].tolist()) == {zero}

@@ -61,11 +61,13 @@ def test_natural_splits_match_flwr() -> None:
 
 
 def test_iid_splits_have_the_sizes_of_flwr() -> None:
+    """The IID split gives each site as many examples as `flwr-datasets` does."""
     assert sorted(map(len, parts_of(flwr.IidPartitioner(7)))) == sorted(data.iid(TABLE, 7).sizes)
 
 
 @pytest.mark.parametrize("sites", [3, 8])
 def test_linear_splits_match_flwr(sites: int) -> None:
+    """The split with linearly growing sizes gives each site as many examples as `flwr-datasets` does."""
     theirs = parts_of(flwr.LinearPartitioner(sites))
     assert [*map(len, theirs)] == data.quantity_skew(TABLE, sites, shares=range(1, sites + 1)).sizes
 

@@ -76,6 +76,7 @@ def test_iid_gives_all_sites_equally_many() -> None:
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_large_alpha_gives_all_sites_equal_labels(balanced: bool) -> None:
+    """With a very large α, the Dirichlet split gives all sites nearly the same mix of labels."""
     parts = data.dirichlet(LABELS, 4, 1e6, balanced=balanced)
     for counts in parts.counts().values():
         for label, count in counts.items():
@@ -91,6 +92,7 @@ def test_a_small_alpha_leaves_each_label_at_one_site() -> None:
 
 
 def test_balanced_sites_differ_only_in_labels() -> None:
+    """A balanced Dirichlet split gives sites of equal size with different mixes of labels."""
     parts = data.dirichlet(LABELS, 5, 0.1, seed=3, balanced=True)
     assert parts.sizes == [200] * 5
     most = [max(counts.values()) for counts in parts.counts().values()]
@@ -98,6 +100,7 @@ def test_balanced_sites_differ_only_in_labels() -> None:
 
 
 def test_shares_are_redrawn_until_sites_have_enough() -> None:
+    """The Dirichlet split draws the shares again until each site has the requested minimum of examples."""
     few = [min(data.dirichlet(LABELS, 5, 0.2, seed=seed).sizes) for seed in range(20)]
     assert min(few) < 60
     assert all(min(data.dirichlet(LABELS, 5, 0.2, seed=seed, min_size=60).sizes) >= 60 for seed in range(20))
@@ -128,6 +131,7 @@ def test_each_site_has_the_requested_number_of_labels() -> None:
 
 @pytest.mark.parametrize(("sites", "per_site"), [(10, [1] * 10), (5, [2] * 5), (20, [1] * 20), (4, [2, 2, 3, 3])])
 def test_a_label_stays_whole_if_sites_are_few(sites: int, per_site: list[int]) -> None:
+    """If there are fewer sites than labels or keys, each value belongs to one site as a whole."""
     counts = data.by_attribute(LABELS, sites).counts()
     assert sorted(sum(count > 0 for count in site.values()) for site in counts.values()) == per_site
 

@@ -127,8 +127,10 @@ def test_a_buffer_closes_if_no_worker_remains(story):
     assert closed(run.leave("b")) == [(again,)]
 
 
-def test_an_asynchronous_step_waits_for_its_grace(story):
-    """With a grace of 10 s, a version is made 10 s after the first update, from all updates that have come."""
+def test_async_grace_collects_more_updates(story):
+    """With a grace of 10 s, an asynchronous version is made 10 s after the first update, from all updates that have
+    come.
+    """
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.now_s = 5
     assert not closed(run.accept(tickets["a"]))
@@ -139,9 +141,9 @@ def test_an_asynchronous_step_waits_for_its_grace(story):
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
-def test_grace_after_a_pass_needs_no_other_update(story):
-    """If an update comes while a version is made, its grace starts when this version is committed. The grace ends
-    without another update.
+def test_async_grace_ends_without_another_update(story):
+    """If an update comes while a version is made, its grace period starts with the commit of this version and ends by
+    itself.
     """
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.accept(tickets["a"])

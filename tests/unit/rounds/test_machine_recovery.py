@@ -60,7 +60,7 @@ def test_the_deadline_starts_again_after_a_restart(story):
 
 
 def test_the_grace_starts_again_after_a_restart(story):
-    """After a restart of the server, the grace of an accepted update counts from the restart. It ends without another
+    """After a restart of the server, the grace period of an accepted update starts again, and ends without another
     update.
     """
     run = story("abc", policy=AsyncBuffer(grace_s=10))

@@ -162,8 +162,8 @@ def test_aggregators_that_nothing_determines_are_drawn() -> None:
     ],
 )
 def test_a_suitable_site_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
-    """The aggregator is the first site in the order that holds the version, has not failed and has not aggregated
-    lately. If there is none, the least unsuitable holder aggregates.
+    """In a swarm, the next site in the order aggregates, if it has the version, has not failed and has not aggregated
+    lately.
     """
     assert aggregator_of(list(order), set(holders), list(excluded), set(before)) == expected
 

@@ -18,10 +18,8 @@ PLAIN = Schedule(workers=3, sites=3, min_sites=2, quorum=0, deadline_s=30, fragm
 
 
 @pytest.mark.covers("F5", "F8", "F9", "F12", "F13", "F17", "F19", "F23")
-def test_no_schedule_breaks_a_guarantee():
-    """The search finds no schedule of faults in which the round machine breaks a guarantee. Each kind of fault occurs
-    more than ten times.
-    """
+def test_no_order_of_faults_breaks_a_guarantee():
+    """In a search through many orders of events and faults, no update of a round is lost or counted twice."""
     seen = explore(examples=250)
     wanted = ("versions", "crashes", "LeaseEnded", "TicketsExpired", "ExpectedChanged", "refused", *schedules.FAULTS)
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
@@ -74,7 +72,9 @@ FOUND_AS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bug_of_the_server_is_found(mutant):
-    """The search finds each planted bug of the server and reports the broken guarantee."""
+    """The search through orders of events finds each bug that was put into the server, and reports the broken
+    guarantee.
+    """
     with pytest.raises(Violation, match=FOUND_AS[mutant]):
         explore(examples=300, mutant=mutant, shrink=False)
 
@@ -109,17 +109,14 @@ def leases_start_again(monkeypatch):
     [no_help_from_late_joiners, every_restart_opens_the_round_anew, the_dead_are_waited_for, leases_start_again],
 )
 def test_a_planted_bug_of_the_machine_is_found(plant, monkeypatch):
-    """The search finds each planted bug of the round machine."""
+    """The search through orders of events finds each bug that was put into the rules of rounds."""
     plant(monkeypatch)
     with pytest.raises(Violation):
         explore(examples=300, shrink=False)
 
 
-def test_a_failing_schedule_is_shrunk():
-    """If the search finds a failing schedule, it reports a shrunk one with at most one fault.
-
-    The planted bug is a commit in two writes, which fails after one crash between them.
-    """
+def test_a_failing_order_of_events_is_shortened():
+    """If the search finds an order of events that fails, it reports a short one with at most one fault."""
     with pytest.raises(Violation) as caught:
         explore(examples=30, mutant="two-step commit")
     notes = "\n".join(caught.value.__notes__)
@@ -128,8 +125,8 @@ def test_a_failing_schedule_is_shrunk():
 
 
 @pytest.mark.covers("P10")
-def test_no_schedule_of_a_swarm_breaks_a_guarantee():
-    """The search finds no schedule of a swarm that breaks a guarantee. An accepted update is in exactly one version, or
+def test_no_order_of_faults_breaks_a_swarm():
+    """In a search through many orders of events and faults in a swarm, an accepted update is in exactly one version, or
     its ticket is open again.
     """
     seen = explore(examples=200, swarm=True)

@@ -211,9 +211,7 @@ def test_a_full_disk_loses_nothing(store: Store) -> None:
 
 @pytest.mark.covers("F29")
 def test_a_second_store_is_refused(store: Store) -> None:
-    """A second store on one directory is refused with the process that holds the directory. When the first store is
-    closed, a new one can be opened.
-    """
+    """A second server process on one state directory is refused, and the error names the process that uses it."""
     with pytest.raises(StateLocked, match=rf"process {os.getpid()} on .*another disk\.state_dir"):
         begin(store.directory)
     store.close()

@@ -375,10 +375,8 @@ def test_a_frozen_round_can_be_reopened(store: Store) -> None:
 # -- slots: the lowest free one is taken
 
 
-def test_slot_holders_match_a_plain_mapping(tmp_path: Path) -> None:
-    """Over a thousand random steps, the slots of a pool have the same holders as a plain mapping of files to their
-    holders.
-    """
+def test_slots_are_never_given_to_two_users(tmp_path: Path) -> None:
+    """Over a thousand random steps, each slot has the users that a plain dict says, and no free slot is in use."""
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     known: dict[int, list[str]] = {}
@@ -416,8 +414,8 @@ def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # made anew
 
 
-def test_a_removed_slot_cannot_affect_its_successor(tmp_path: Path) -> None:
-    """Holding and dropping a removed slot does not change the new slot that has its number."""
+def test_a_removed_slot_does_not_free_its_successor(tmp_path: Path) -> None:
+    """Code that still uses a removed slot cannot mark the new slot with the same number as used or free."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
     before, other = pool.take(WRITER), pool.take(WRITER)
     pool.drop(before, WRITER)  # one too many
@@ -434,8 +432,8 @@ def test_a_removed_slot_cannot_affect_its_successor(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # it is free
 
 
-def test_recorded_slots_have_no_other_writer(tmp_path: Path) -> None:
-    """A slot that the journal holds is not given to a writer until the journal drops it."""
+def test_slots_of_stored_files_are_not_overwritten(tmp_path: Path) -> None:
+    """A slot whose file the journal refers to is not given to another writer."""
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     pool.drop(pool.take(WRITER), WRITER)
     assert pool.adopt(0) is pool[0]

@@ -92,7 +92,7 @@ def test_a_version_is_invisible_before_its_commit(store: Store) -> None:
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_only_the_next_version_can_begin(store: Store, version: int) -> None:
-    """A draft of any version other than the next one is refused."""
+    """The store refuses to write any version other than the next one."""
     with pytest.raises(StoreError, match="the newest version is 0, and the next one is 1"):
         store.versions.begin(0, version)
 
@@ -505,11 +505,9 @@ def test_a_difference_names_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [0, 1])
-def test_a_failed_pull_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
-    """If a pull of a difference gets no file descriptor, it holds no slot.
-
-    Such a pull needs two descriptors, one for the version and one for the difference.
-    """
+def test_a_failed_pull_keeps_no_slot_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
+    """If a download lacks a file descriptor, it fails and leaves no slot in use."""
+    # Such a pull needs two descriptors, one for the version and one for the difference.
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
 

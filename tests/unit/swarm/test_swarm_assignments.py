@@ -289,8 +289,8 @@ async def closed_round(swarm: ScriptedSwarm) -> None:
 
 
 async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
-    """A new version becomes the newest only after another worker, the checker, has it. The record of the round names
-    the aggregator and the checker.
+    """In a swarm, a new version becomes the newest only after a worker other than the aggregator has downloaded and
+    checked it.
     """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
@@ -315,8 +315,8 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
 
 
 async def test_silent_checkers_are_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """A checker that does not get the version within the idle timeout is replaced. After the last checker, the
-    aggregator is replaced.
+    """If the worker that checks an aggregator's new version does not get it in time, another worker checks it. After
+    the last one, the aggregator is replaced.
     """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)

@@ -102,9 +102,7 @@ def test_a_restarted_worker_is_checked_again() -> None:
 
 
 def test_a_version_with_another_digest_is_no_source() -> None:
-    """A worker that holds a version with another digest is no source of this version. A leaving worker is asked
-    last.
-    """
+    """In a swarm, sites are not sent to a worker whose version has another digest. A leaving worker is asked last."""
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -208,8 +206,8 @@ def share(ticket: int) -> FrozenUpdate:
     return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
-def test_a_checker_must_hold_the_outer_state() -> None:
-    """A worker counts as having a new version only if it also holds the right outer state."""
+def test_a_checked_version_includes_its_outer_state() -> None:
+    """In a swarm, a worker counts as having a new version only if it also has the right outer optimizer state."""
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")

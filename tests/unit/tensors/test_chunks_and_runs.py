@@ -287,6 +287,7 @@ def strided_from_a_file() -> list[float]:
 
 
 def test_shareable_arrays_are_not_copied() -> None:
+    """NumPy arrays whose memory torch can share become tensors without a copy."""
     array = np.zeros(3, dtype=np.float32)
     tensor = as_tensor("x", array)
     array[0] = 4.0
@@ -453,9 +454,9 @@ def test_runs_of_versions_match_runs_of_updates(specs: list[TensorSpec], codec: 
             assert [len(view) for view in found.split(torch.zeros(found.numel))] == [p.numel for p in run.pieces]
 
 
-def test_views_have_the_places_of_their_elements() -> None:
-    """The views into a buffer of several tensors are at the places of their elements, and the padding between them can
-    be cleared.
+def test_tensors_are_decoded_into_one_buffer() -> None:
+    """Several small tensors are decoded into one buffer, each at its own place, and the padding between them can be
+    cleared.
     """
     # Three tensors have 5, 16 and 2 values in fp32. In an update, 44 and 0 bytes of padding are behind the first two.
     schema = Schema.build([TensorSpec(name, "F32", (size,)) for name, size in (("a", 5), ("b", 16), ("c", 2))])

@@ -187,6 +187,7 @@ def test_a_body_in_very_small_chunks_is_refused() -> None:
 
 
 def test_a_large_body_in_chunks_is_read() -> None:
+    """A client reads a large HTTP body that is sent in chunks."""
     text = b'{"finished":true,"durable_versions":[]' + b" " * 5_000_000 + b"}"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces(text, 1000))
     with client(raw(CHUNKED + chunks + b"0\r\n\r\n")) as http:
@@ -433,6 +434,7 @@ FIELDS: list[tuple[type[BaseModel], dict[str, object], str, list[object]]] = [
 def test_a_value_out_of_bounds_is_refused(
     kind: type[BaseModel], others: dict[str, object], name: str, values: list[object]
 ) -> None:
+    """If a server's answer has a number or a list beyond its bound, the client refuses the answer."""
     for value in values:
         with pytest.raises(ValueError, match=r"\w"):
             read_message(kind, json.dumps(others | {name: value}).encode())

@@ -255,6 +255,7 @@ def test_a_closed_idle_connection_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_transfer_leaves_no_descriptor_open(writer: Writer) -> None:
+    """After uploads and downloads, no file descriptor of theirs is open."""
     for _ in range(3):
         with writer.pushing() as pushing:
             writer.add(pushing, *LAYOUT.parts)

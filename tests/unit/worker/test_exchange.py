@@ -346,8 +346,8 @@ class FromFile:
 
 
 @pytest.mark.usefixtures("pulled_apart")
-def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
-    """An exchange can pull a version through any carrier, here from a file and without a download from the server."""
+def test_a_version_can_be_loaded_from_a_file(large_place: Participation, tmp_path: Path) -> None:
+    """A site can take a version from a local file instead of downloading it from the server."""
     exchange = large_place.exchange
     ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]
     assert ticket is not None

@@ -144,8 +144,10 @@ MODEL = Schema.build([TensorSpec("w", "F32", (1,)), TensorSpec("frozen", "F32", 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
-def test_a_lost_residual_matters_only_if_counted(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
-    """If the residual of a pending update is lost, the residual is zero after this update has counted."""
+def test_a_lost_rounding_error_becomes_zero(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
+    """If the rounding error kept from an update is lost, it counts as zero once the update has counted; after a
+    refusal, the earlier one stays.
+    """
     # If the update was refused, the earlier residual stays. A power loss takes the file that was written last, and
     # mostly the update with it.
     mine = counted_residuals(tmp_path / "w")
@@ -195,10 +197,11 @@ SINCE = pytest.mark.parametrize("restarted", [False, True], ids=["running", "res
 
 
 @SINCE
-def test_server_rollbacks_reset_residuals(tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool) -> None:
-    """If the server goes back to an earlier version, the site sets its residual to zero and says so.
-
-    What is left of a version that is gone or made again belongs to nothing that the server has.
+def test_server_rollbacks_reset_rounding_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
+) -> None:
+    """If the server goes back to an earlier version, the site sets the rounding error of its codec to
+    zero and says so.
     """
     mine = again = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -216,8 +219,8 @@ def test_server_rollbacks_reset_residuals(tmp_path: Path, caplog: pytest.LogCapt
     again.close()
 
 
-def test_taking_back_an_update_restores_the_residual(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If an update is taken back, the residual is that of the update before."""
+def test_an_undone_update_restores_the_rounding_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site's update is undone, its codec's rounding error is again that from the update before."""
     # Update 8, from version 4, is taken back. Another update from version 4 still adds what update 7 left.
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -229,9 +232,9 @@ def test_taking_back_an_update_restores_the_residual(tmp_path: Path, caplog: pyt
     mine.close()
 
 
-def test_a_killed_forming_is_not_reported_as_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the process is killed while it forms an update again, the next start keeps the earlier residual and reports no
-    damage.
+def test_a_kill_while_encoding_is_not_called_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the process is killed while it encodes an update again, the next start keeps the earlier rounding error and
+    reports no damage.
     """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -247,8 +250,8 @@ def test_a_killed_forming_is_not_reported_as_damage(tmp_path: Path, caplog: pyte
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
-def test_only_own_undamaged_residuals_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
-    """A site uses only the undamaged residuals that it left in this run. In any other case they are zero, and damage is
+def test_only_undamaged_rounding_errors_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """A site uses only the undamaged rounding errors that it left in this run; otherwise they are zero, and damage is
     logged.
     """
     counted_residuals(tmp_path / "w").close()

@@ -325,10 +325,8 @@ def test_a_broken_pull_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
-def test_a_version_is_not_held_before_its_end(tmp_path: Path) -> None:
-    """While a version is being pulled, the base file holds no version. When the pull is complete, the file holds the
-    new one.
-    """
+def test_a_partly_loaded_version_does_not_count(tmp_path: Path) -> None:
+    """While a version is being downloaded, the base file counts as empty; afterwards, it counts as the new version."""
     base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
     assert base.holds("run", f"{1:064x}")
     base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests_of(base), complete=False))
