@@ -157,7 +157,7 @@ def test_lightning_sends_the_weight_and_steps_given(tmp_path: Path) -> None:
 @pytest.mark.covers("T8", "S1", "S5")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
 def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: str) -> None:
-    """A site's filters are applied to the update of a Lightning fit: the filter limits each change of w to 0.1."""
+    """A site's filters are applied to the update of a Lightning fit."""
     # Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271. SCAFFOLD with one site
     # has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
     with serve(tmp_path, algorithm) as server:

@@ -138,7 +138,7 @@ def test_the_server_verifies_addresses_of_sites(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X8")
 def test_logs_each_address_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each worker of a swarm logs once for each other site that it connects to its address."""
+    """A worker of a swarm logs the address of each other worker once, when it first connects to it."""
     with caplog.at_level(logging.INFO, "atoll"):
         left_by(tmp_path)
     said = [line for line in caplog.messages if "connects to the worker of another site at http://127.0.0.1:" in line]

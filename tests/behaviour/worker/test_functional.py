@@ -470,7 +470,7 @@ def test_diloco_alone_leaves_the_loop_unchanged(caplog: pytest.LogCaptureFixture
 
 
 def test_a_failed_script_alone_logs_no_ending(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """If a script without a server ends with an error, the log has no ending line."""
+    """If a script without a server ends with an error, the log does not say that the training has ended."""
     caplog.set_level(logging.INFO, "atoll")
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:

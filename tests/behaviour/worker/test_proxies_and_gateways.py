@@ -221,8 +221,8 @@ def test_a_proxy_that_refuses_is_reported(
 
 @pytest.mark.parametrize("refuses", [403, 407, 502])
 def test_a_site_reports_its_proxy_in_one_line(tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int) -> None:
-    """If a proxy refuses, a site ends with one line that names the proxy: at once where waiting does not help,
-    otherwise after its patience.
+    """If a proxy refuses a site's requests, the site ends with one line that names the proxy, at once or after it has
+    tried for a while.
     """
     environment.setenv("ATOLL_GIVE_UP_S", "0.5")
     with HttpProxy(free_port(), refuses=refuses) as proxy:

@@ -120,7 +120,7 @@ def test_signals_end_a_forked_process(number: int) -> None:
 
 
 def test_orphans_do_not_become_the_tests_children(tmp_path: Path) -> None:
-    """If a process of the fork server ends before its own child, this child does not become a child of the test
+    """If a process that a test started ends before its own child, this child does not become a child of the test
     process.
     """
     # The test process adopts orphans only while it asks for a process.

@@ -56,6 +56,7 @@ def test_data_can_be_read_from_a_given_folder(folder: Path) -> None:
 
 
 def test_missing_files_name_the_package(folder: Path) -> None:
+    """If the files of Fashion-MNIST are not on the machine, the error names the package that installs them."""
     with pytest.raises(ConfigError, match="apt install dataset-fashion-mnist"):
         data.fashion_mnist(folder=folder)
 

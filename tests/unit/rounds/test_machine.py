@@ -533,7 +533,7 @@ def test_a_ticket_of_a_closed_round_is_refused(story):
     assert run.withheld("b") == "counts from the next round on"
 
 
-def test_may_submit_checks_the_owner_of_the_ticket(story):
+def test_only_a_tickets_own_site_may_submit(story):
     """A site may submit only with an open ticket that was issued to this site."""
     run = story("ab")
     ticket = run.ticket("a")
@@ -545,9 +545,7 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
 
 
 def test_a_heartbeat_changes_only_the_contact_time(story):
-    """A heartbeat changes only the time at which its worker was seen. The objects of members and rounds do not
-    change.
-    """
+    """A heartbeat changes only the time at which the worker was last heard of, so that it costs the server little."""
     run = story(sites=500)
     state, _ = machine.restore(
         run.rules,

@@ -183,8 +183,10 @@ def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
 
 
-def test_a_revoked_slot_stays_until_its_release(tmp_path: Path) -> None:
-    """The slot of a revoked version is not rewritten before its reader releases it."""
+def test_a_cut_off_download_keeps_its_slot(tmp_path: Path) -> None:
+    """If the server takes an old version away from a download, its file is not overwritten before the download has let
+    it go.
+    """
     store = new_run(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None

@@ -117,8 +117,8 @@ def test_pauses_after_failed_aggregators_double(clock: Callable[[float], None], 
 
 
 def test_the_next_aggregator_starts_without_old_marks() -> None:
-    """If an aggregator is lost, its progress and the list of workers that could not check it are cleared. They say
-    nothing of the next aggregator.
+    """If an aggregator is lost, the next one starts without its progress and without its list of workers that could not
+    check it.
     """
     job = assignments.Assignment(aggregator="a", excluded={"a": None, "b": None}, checker="c", unable={"c"})
     job.since_s, job.busy_s = 1.0, 9.0

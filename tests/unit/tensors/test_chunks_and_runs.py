@@ -47,7 +47,7 @@ def strided() -> st.SearchStrategy[Tensor]:
 
 @given(strided(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
+def test_a_piece_of_a_tensor_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
     """A piece of a tensor is a slice of its elements in row-major order, for reading and for writing."""
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
@@ -411,7 +411,7 @@ def decoded(run: ByteRun, data: bytes, *, piecewise: bool) -> list[torch.Tensor]
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)), st.sampled_from([2**12, 2**14, 2**24]))
-def test_a_decoded_run_matches_its_pieces(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
+def test_pieces_decoded_together_match_single_ones(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
     """Neighbouring pieces that are decoded by one call have the same bits as when each is decoded alone."""
     schema = Schema.build(specs)
     layout = layout_of(schema, codec, part_bytes)
@@ -440,8 +440,8 @@ def test_a_decoded_run_matches_its_pieces(specs: list[TensorSpec], codec: str, p
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)))
-def test_runs_of_versions_match_runs_of_updates(specs: list[TensorSpec], codec: str) -> None:
-    """For each piece of a version's file, the matching piece of an update has the same elements."""
+def test_elements_are_found_in_versions_and_updates(specs: list[TensorSpec], codec: str) -> None:
+    """Each range of a version's file and the matching range of an update have the same elements of the model."""
     schema = Schema.build(specs)
     version, update = version_layout(schema, 2**14), RunTable(layout_of(schema, codec, 2**13), 2**18)
     for part in version.parts:

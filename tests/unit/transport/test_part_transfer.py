@@ -148,7 +148,7 @@ def test_parts_arrive_while_others_are_written(tmp_path: Path, receiver: Receive
 
 
 def test_adding_parts_never_waits(writer: Writer, receiver: Receiver) -> None:
-    """Adding parts to an upload does not wait until they are sent. Leaving the upload waits for all added parts."""
+    """Adding parts to an upload returns at once. The end of the upload waits until all parts are sent."""
     receiver.open.clear()
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -332,7 +332,7 @@ def test_a_silent_peer_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_bytes_in_buffers_are_no_progress(tmp_path: Path) -> None:
-    """Bytes that only fill buffers on the way to a silent peer do not count as progress."""
+    """Bytes that only fill network buffers on the way to a silent peer do not count as progress of a transfer."""
     # Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
     # again, as the other has moved later.
     (tmp_path / "file").write_bytes(DATA)
@@ -363,7 +363,7 @@ def test_a_slow_upload_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.covers("P5")
 def test_silence_counts_from_the_last_movement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence of a transfer counts from the last time that bytes moved."""
+    """A transfer times out by the time since its last bytes moved, not by the time since its start."""
     now = [100.0]
     monkeypatch.setattr(part_transfer.time, "monotonic", lambda: now[0])
     hands = TransferPool(1)

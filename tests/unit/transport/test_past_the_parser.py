@@ -572,8 +572,8 @@ def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn of a connection at a thread ends after its time slice, even if more bytes are there."""
+def test_a_fast_upload_shares_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread stops reading from a fast connection after a time slice, so that others get their turn."""
     # Guards against one fast peer that keeps a thread of the pool for its whole part.
     ours, theirs = socket.socketpair()
     front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]

@@ -104,7 +104,7 @@ def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participatio
 
 @pytest.mark.covers("L10")
 def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two threads find the lease lost at the same time, the site joins again only once."""
+    """If two threads of a site find its lease lost at the same time, the site joins again only once."""
     # Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
@@ -176,7 +176,7 @@ def feeding_back(folder: Path) -> atoll.Server:
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) -> None:
+def test_a_rounding_error_is_not_added_twice(tmp_path: Path, adopted: bool) -> None:
     """If an update counted but its answer was lost, the site sends the rounding error of the codec only once."""
     # 0.4, and not 0.8. This holds whether or not the site had heard that the update counted before it lost the server.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
@@ -217,7 +217,7 @@ def test_an_earlier_rounding_error_is_added_first(tmp_path: Path) -> None:
         assert weights["w"].tolist() == [-254.0, -1.0]
 
 
-def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_keeps_update_and_rounding_error_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the process is killed while a stored update gets another ticket, the next start gives this ticket to the
     update and to its rounding error.
     """
@@ -307,7 +307,7 @@ class Late:
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
 def test_an_undone_part_is_sent_again(large_place: Participation, times: int) -> None:
-    """If a late attempt makes the server forget a part, only this part is sent again."""
+    """If a late duplicate of a request makes the server forget a part, the site sends only this part again."""
     late = Late(large_place, formed(large_place).id, times)
     assert isinstance(large_place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
@@ -317,7 +317,9 @@ def test_an_undone_part_is_sent_again(large_place: Participation, times: int) ->
 
 
 def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
-    """If the server has forgotten a part more than `MAX_CONFLICTS` times, the site raises the conflict."""
+    """If the server forgets the same part of an update again and again, the site raises the error after
+    a few attempts.
+    """
     late = Late(large_place, formed(large_place).id, MAX_CONFLICTS + 1)
     with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
         large_place.exchange.deliver()

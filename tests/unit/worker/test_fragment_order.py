@@ -59,9 +59,9 @@ def test_async_runs_take_waiting_rounds_first() -> None:
 
 @pytest.mark.covers("L6", "L18")
 @pytest.mark.parametrize(("local_steps", "expected"), [((0, 0), 3), ((4, 0), 2), ((4, 2), 1), ((1, 1), 1)])
-def test_turns_have_a_share_of_the_steps(local_steps: tuple[int, int], expected: int) -> None:
-    """The number of steps between two turns is the smallest number of local steps, divided by the number of fragments,
-    and at least one.
+def test_fragments_synchronise_after_equal_steps(local_steps: tuple[int, int], expected: int) -> None:
+    """The steps between the synchronisations of two fragments are the local steps divided by the number of fragments,
+    at least one.
     """
     # H = 6 over K = 2 fragments makes 3 steps. With H_w = 4, there are 2.
     places = [Candidate(1, local_steps=steps) for steps in local_steps]

@@ -120,7 +120,7 @@ def test_forked_children_close_locks(tmp_path: Path) -> None:
     ids=["whole", "first-of-two", "second-of-two"],
 )
 def test_files_of_other_rank_counts_are_removed(tmp_path: Path, share: tuple[int, int] | None, stays: set[str]) -> None:
-    """Files from another number of ranks are removed, each by one rank."""
+    """If a site starts with another number of ranks, it removes the files that were made for the earlier number."""
     # There are files of a whole site, of two ranks and of three, in an earlier run and in this one. Another rank
     # removes what one rank leaves.
     homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
@@ -289,7 +289,7 @@ def test_a_digest_reads_holes_as_zeros(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_update_sets_stay(tmp_path: Path) -> None:
-    """If an update sets nothing of a tensor, this tensor stays as it is in the algorithm's state."""
+    """If an update sets only some tensors of an algorithm's state, the other tensors of the state stay."""
     # Two updates count. The first one sets both tensors and the second one only one of them, and the files take turns.
     state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
@@ -348,7 +348,9 @@ def test_algorithm_state_goes_back_with_the_server(
 
 @pytest.mark.covers("S2")
 def test_an_earlier_state_belongs_to_one_update(tmp_path: Path) -> None:
-    """The state before an update is used only for the update that has left this state."""
+    """The state kept from before an update is restored only if that very update was lost; otherwise, the error says
+    that the state is lost.
+    """
     # For any other update, an error says that the state is lost. A restored server has counted another update from
     # version 0, which did not leave this state.
     state = counted_state(tmp_path)
