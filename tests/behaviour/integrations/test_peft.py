@@ -198,6 +198,7 @@ def test_the_adapter_shares_the_models_parameters() -> None:
 
 
 def test_an_adapter_is_chosen_by_name() -> None:
+    """If a model has several adapters, the user can choose by name which one takes part."""
     model = with_adapter()
     model.add_adapter("other", lora("last", 3))
     assert set(adapter(model).state_dict()) == NAMES

@@ -110,9 +110,8 @@ def test_local_workers_can_sit_out_and_be_refused(tmp_path: Path, caplog: pytest
 
 
 def test_a_local_worker_stays_alive_during_long_training(tmp_path: Path) -> None:
-    """A local worker that calls nothing during three heartbeat timeouts of training is still alive to the server, with
-    its lease.
-    """
+    """A worker in the server's process stays alive through long training, though its script calls nothing meanwhile."""
+    # During three heartbeat timeouts, with its lease.
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
         begun_s = world.status.uptime_s

@@ -231,10 +231,8 @@ def test_a_restart_remembers_which_sites_sat_out(tmp_path: Path, rules: dict[str
     ids=["ticket", "round"],
 )
 def test_an_audit_notices_deleted_sat_out_entries(tmp_path: Path, change: str, told: str) -> None:
-    """If a row about a site or a round that sat out is deleted from the journal, the audit fails and says which.
-
-    Both sites sat out round 1 with tickets 1 and 2, and `b` sat out round 2.
-    """
+    """If a row about a site or a round that sat out is deleted from the journal, `atoll audit` fails and says which."""
+    # Both sites sat out round 1 with tickets 1 and 2, and `b` sat out round 2.
     with World(tmp_path, START, rounds=2) as world:
         for site in "ab":
             sit_out(world, site, 1)

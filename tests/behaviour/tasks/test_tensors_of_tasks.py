@@ -87,7 +87,7 @@ def test_tensors_are_downloaded_ahead_or_on_request(
 
 @pytest.mark.covers("T10")
 def test_a_stalled_download_ends_with_its_task(tmp_path: Path) -> None:
-    """If a download ahead stalls, it ends when its task is over, so that later tasks can be downloaded ahead."""
+    """If a site downloads a later task's tensors in advance and the download stalls, it ends when that task is over."""
     # Otherwise, nothing more would be downloaded ahead until the network times out, after a minute.
     over, came = threading.Event(), dict[Any, Any]()
 

@@ -66,7 +66,9 @@ def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 @pytest.mark.covers("T9", "T14")
 def test_a_failing_handler_gives_an_error_result(nursery: Nursery, tmp_path: Path) -> None:
-    """If a handler raises, its site's result is an error that names it, and the other sites go on."""
+    """If a site's task handler raises an error, the result of this site is an error with the handler's name, and the
+    other sites go on.
+    """
     # A task without a handler gives an error. The handler `validate` fails at `b`. At `a`, w is 1 + len(site) = 2, so
     # the sum of 3 is 6.
 

@@ -381,10 +381,8 @@ SPOILT: dict[str, tuple[Callable[[nn.Linear, atoll.Round], object], type[AtollEr
 def test_errors_of_a_run_also_occur_alone(
     tmp_path: Path, spoil: Callable[..., object], kind: type[AtollError], words: str, alone: bool
 ) -> None:
-    """A wrong update raises the same error without a server as with one.
-
-    A server refuses an update that is not finite five times before the script ends.
-    """
+    """A wrong update raises the same error without a server as with one."""
+    # A server refuses an update that is not finite five times before the script ends.
 
     def train(url: str) -> None:
         with atoll.join(url, "a", folder=tmp_path / "a") as worker:

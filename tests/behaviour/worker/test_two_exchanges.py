@@ -211,8 +211,8 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.covers("X2")
 def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) -> None:
-    """If the message behind a part is malformed, the server answers 400 and records nothing of the part. A correct
-    request later counts.
+    """If a small update is sent in one request and the message after its bytes is malformed, the server answers 400 and
+    records nothing.
     """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
@@ -229,9 +229,8 @@ def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) 
 
 
 def test_a_wrong_update_digest_is_a_conflict(tmp_path: Path) -> None:
-    """If the message behind a part has a wrong digest, the server answers 409.
-
-    The part is on disk, so the right message alone completes the update.
+    """If a small update is sent in one request and its digest is wrong, the server answers 409. The right message alone
+    then completes the update.
     """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)

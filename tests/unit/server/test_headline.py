@@ -98,6 +98,7 @@ def test_the_headline_counts_many_awaited_sites() -> None:
 
 
 def test_the_headline_reports_a_dead_site() -> None:
+    """If a site of the round is dead, the first line of the page says so, and that a person has to act."""
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead", error="no heartbeat for 60 s")]))
     assert said.act
     assert said.text.startswith(
@@ -107,6 +108,7 @@ def test_the_headline_reports_a_dead_site() -> None:
 
 
 def test_the_headline_reports_too_few_sites() -> None:
+    """If a round has too few sites to close, the first line of the page says so, and that a person has to act."""
     why = "1 site takes part (b is dead), but a round needs at least 2 (rounds.min_sites): the run waits."
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead")]), Trouble(sites=why))
     assert said == Headline(text=f"Round 4 of 20 cannot close: {why}", act=True, command=start("b"))
@@ -123,12 +125,14 @@ def test_the_headline_reports_a_diverging_loss() -> None:
 
 
 def test_the_headline_reports_a_site_with_nan() -> None:
+    """If a site's updates are refused because of NaN, the first line of the page names the site."""
     said = headline_of(running(workers=[worker("a"), worker("b", refused="it has NaN in 0.weight")]))
     assert said.act
     assert said.text.startswith("The updates of b do not count: it has NaN in 0.weight. Check its data")
 
 
 def test_the_headline_reports_a_full_disk() -> None:
+    """If the server's disk is full, the first line of the page says so."""
     why = "The server has 5 MB of disk left, but must keep 268 MB free."
     said = headline_of(running(), Trouble(disk=why), "/runs/my run")
     assert said == Headline(text=f"The run waits for the disk: {why}", act=True, command="df -h '/runs/my run'")
@@ -144,6 +148,7 @@ def test_the_headline_says_how_to_start_a_site(uptime_s: float, act: bool) -> No
 
 
 def test_the_headline_reports_a_paused_run() -> None:
+    """If the run is paused, the first line of the page says so."""
     said = headline_of(running().model_copy(update={"paused": True}), state_dir="/s")
     assert said.text.startswith("The run is paused in round 4: no site trains until it is resumed.")
     assert (said.act, said.command) == (False, "atoll resume --dir /s")
@@ -177,6 +182,7 @@ def test_the_headline_says_how_to_export_the_result() -> None:
 
 
 def test_the_headline_says_why_a_run_failed() -> None:
+    """If the run has failed, the first line of the page gives the reason."""
     said = headline_of(running(failed="The reducer raised an error."), state_dir="/s")
     assert said == Headline(
         text="The run has failed: The reducer raised an error.", act=True, command="atoll server run.toml --dir /s"

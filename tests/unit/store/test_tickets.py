@@ -171,8 +171,10 @@ def test_a_sites_last_ticket_shows_its_outcome(store: Store) -> None:
         store.tickets.get(99)
 
 
-def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer of a part cancels the old writer and waits until its write is over."""
+def test_a_new_upload_waits_for_the_old_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second upload of a part cancels the first one, and waits until the write that the first one has
+    begun is over.
+    """
     # The old write is held in the middle. `begin_part` must not return before this write is over.
     store.tickets.issue(1, "a", 0, 0)
     held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
@@ -196,8 +198,8 @@ def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.Monkey
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_a_superseded_writer_writes_nothing(store: Store) -> None:
-    """If a new writer of a part begins just before the old writer writes, the old writer writes nothing."""
+def test_a_replaced_upload_writes_nothing(store: Store) -> None:
+    """If a second upload of a part begins just before the first one writes, the first one writes nothing."""
     store.tickets.issue(1, "a", 0, 0)
     held = store.tickets.spool(1)
 

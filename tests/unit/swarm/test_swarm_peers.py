@@ -90,7 +90,8 @@ def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restarted_worker_is_checked_again() -> None:
-    """When a worker has restarted, other workers must reach it again, and the numbers of its reports start again."""
+    """When a worker of a swarm has restarted, the other workers check again whether they can reach it."""
+    # The numbers of its reports start again.
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")
     report(peers, "b", 7, reached="a")

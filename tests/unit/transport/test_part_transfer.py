@@ -221,7 +221,9 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
 
 
 def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
-    """A connection is not kept if another connection timed out during its use."""
+    """If another connection timed out while a connection was in use, this one is not used again, since the network may
+    have lost it.
+    """
     # The network may have lost the connection, although the part's answer came. The next part would wait for it.
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)

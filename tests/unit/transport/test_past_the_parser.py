@@ -492,8 +492,8 @@ def test_a_formerly_slow_reader_may_idle() -> None:
     asyncio.run(main())
 
 
-def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
-    """If a version is revoked during its download, the rest of its bytes is not sent."""
+def test_a_version_taken_away_is_not_sent_further(tmp_path: Path) -> None:
+    """If the server takes an old version away from a download to reuse its file, the rest of the bytes is not sent."""
     host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES))
 
     async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

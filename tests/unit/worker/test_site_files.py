@@ -348,8 +348,8 @@ def test_algorithm_state_goes_back_with_the_server(
 
 @pytest.mark.covers("S2")
 def test_an_earlier_state_belongs_to_one_update(tmp_path: Path) -> None:
-    """The state kept from before an update is restored only if that very update was lost; otherwise, the error says
-    that the state is lost.
+    """A site may take back only its very last update; if the server has counted another one, the error says that the
+    site's state is lost.
     """
     # For any other update, an error says that the state is lost. A restored server has counted another update from
     # version 0, which did not leave this state.
