@@ -348,9 +348,7 @@ def test_algorithm_state_goes_back_with_the_server(
 
 @pytest.mark.covers("S2")
 def test_an_earlier_state_belongs_to_one_update(tmp_path: Path) -> None:
-    """A site may take back only its very last update; if the server has counted another one, the error says that the
-    site's state is lost.
-    """
+    """If the server has counted an update that this site did not make, the error says that the site's state is lost."""
     # For any other update, an error says that the state is lost. A restored server has counted another update from
     # version 0, which did not leave this state.
     state = counted_state(tmp_path)
