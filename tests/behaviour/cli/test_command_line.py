@@ -34,13 +34,14 @@ def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_each_command_by_its_own_words(name: str) -> None:
+    """`atoll --help` describes each command by the first words of that command's own help."""
     own = " ".join(main.loaded(name).help.split())
     assert own.startswith(main.COMMANDS[name].rstrip("."))
 
 
 @pytest.mark.usefixtures("fresh_processes")
 def test_help_imports_no_command() -> None:
-    """Nor what takes long to import: help has to be there at once."""
+    """`atoll --help` imports neither the commands nor slow packages, so that help appears at once."""
     script = (
         "import sys; from atoll.cli.main import app; app(['--help'], standalone_mode=False); "
         "print([name for name in ('torch', 'numpy', 'pydantic', 'atoll.cli.run_command') if name in sys.modules])"
@@ -55,7 +56,7 @@ def test_the_command_prints_its_version(atoll_command) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_with_exit_code_130(nursery, tmp_path) -> None:
+def test_ctrl_c_ends_a_command_with_exit_code_130(nursery, tmp_path) -> None:
     waiting = nursery.start("atoll", "status", "--server", "http://127.0.0.1:9", "--watch", cwd=tmp_path)
     wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
     waiting.send(signal.SIGINT)
@@ -140,7 +141,8 @@ def test_a_full_output_ends_with_a_one_line_error(tmp_path: Path, buffered: bool
 
 
 @pytest.mark.usefixtures("fresh_processes")
-def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
+def test_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
+    """`atoll status` answers quickly, because it imports neither torch nor aiohttp."""
     script = (
         "import sys; from atoll.cli.main import app; "
         f"app(['status', '--server', '{canned.url}'], standalone_mode=False); "
@@ -292,7 +294,7 @@ def test_new_overwrites_no_file(atoll_command, tmp_path: Path) -> None:
     ],
     ids=["new", "evaluate"],
 )
-def test_an_unwritable_folder_is_reported_before_asking_a_server(
+def test_an_unwritable_folder_is_reported_before_any_request(
     atoll_command, tmp_path: Path, words: str, said: str
 ) -> None:
     """A command reports a folder that it cannot write before it sends a request to a server."""

@@ -46,8 +46,8 @@ def started(nursery: Nursery, folder: Path) -> tuple[Process, str]:
     [(2, "The run is finished after 2 rounds."), (9, "No server runs: the run stopped in round 3.")],
     ids=["finished", "dead"],
 )
-def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds: int, words: str) -> None:
-    """The page has all that the journal has, and the folder stays as it is."""
+def test_atoll_page_shows_a_run_without_server(tmp_path: Path, nursery: Nursery, rounds: int, words: str) -> None:
+    """`atoll page` shows a finished or interrupted run from its state directory, and changes nothing there."""
     stored(tmp_path, rounds)
     before = files_of(tmp_path / "state")
     _, address = started(nursery, tmp_path / "state")
@@ -64,7 +64,8 @@ def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds
     assert files_of(tmp_path / "state") == before
 
 
-def test_only_the_holder_of_the_token_reads(tmp_path: Path, nursery: Nursery) -> None:
+def test_atoll_page_needs_the_token_for_data(tmp_path: Path, nursery: Nursery) -> None:
+    """Without the token from the address that it prints, `atoll page` gives out no data of the run."""
     stored(tmp_path)
     _, address = started(nursery, tmp_path / "state")
     base = address.partition("#")[0]
@@ -75,7 +76,8 @@ def test_only_the_holder_of_the_token_reads(tmp_path: Path, nursery: Nursery) ->
         assert refused.value.code == 401
 
 
-def test_a_living_run_is_shown_by_its_server(tmp_path: Path, nursery: Nursery) -> None:
+def test_atoll_page_refers_to_a_running_server(tmp_path: Path, nursery: Nursery) -> None:
+    """If the run's server is running, `atoll page` gives the address of the server's own page."""
     with World(tmp_path, START, "ab", rounds=9) as world:
         outcome = command(nursery, tmp_path, "page", "state")
         token = (tmp_path / "state" / "reader.token").read_text().strip()
@@ -83,7 +85,7 @@ def test_a_living_run_is_shown_by_its_server(tmp_path: Path, nursery: Nursery) -
 
 
 @pytest.mark.parametrize("kind", ["empty", "absent", "damaged"])
-def test_says_what_is_wrong_with_a_folder(tmp_path: Path, nursery: Nursery, kind: str) -> None:
+def test_atoll_page_says_what_is_wrong_with_a_folder(tmp_path: Path, nursery: Nursery, kind: str) -> None:
     folder = tmp_path / "state"
     if kind == "empty":
         folder.mkdir()

@@ -83,10 +83,8 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
 
 
 def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
-    """The first round, in which sites start, and the second give no time left. Two rounds of 5 s give 50 s for ten.
-
-    With several fragments, this holds for the first rounds of each fragment.
-    """
+    """The first round, in which sites start, and the second give no time left."""
+    # Two rounds of 5 s give 50 s for ten. With several fragments, this holds for the first rounds of each fragment.
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
@@ -109,7 +107,7 @@ def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
-    """After a restart, the interrupted round gives no time left. The next round does."""
+    """After a restart, the status estimates the time left only from the first round that starts afterwards."""
     told: list[float | None] = []
     for rounds_here in (3, 4):
         with plain_server(tmp_path, START, rounds=9) as server:
@@ -287,10 +285,8 @@ def test_the_status_shows_awaited_sites(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_stop_waits_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Ctrl-C interrupts `server.run()`, `server.stop()` still waits until the server has ended.
-
-    Guards against `Thread.join`: after an interruption by a signal, it takes a running thread for one that has ended.
-    """
+    """If Ctrl-C interrupts `server.run()`, `server.stop()` still waits until the server has ended."""
+    # Guards against `Thread.join`: after an interruption by a signal, it takes a running thread for one that has ended.
     ended, stop = threading.Event(), Coordinator.stop
 
     async def slowly(self: Coordinator) -> None:
@@ -399,10 +395,8 @@ def test_requests_of_sites_do_not_delay_the_end(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_finished_server_stays_for_polling_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the end of the run, the server stays for clients that ask for the status, until `stop` is called.
-
-    One client has seen the end, and the next has not yet.
-    """
+    """After the end of the run, the server stays for clients that ask for the status, until `stop` is called."""
+    # One client has seen the end, and the next has not yet.
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
         assert not status(server.url).finished

@@ -72,8 +72,10 @@ KINDS = [pytest.param(name, marks=needs(name)) for name in READ]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_shows_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means under their names, and the values of each site; what Atoll measures is marked as its own."""
+def test_trackers_show_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tracker shows the means of the metrics, the values of each site, and Atoll's own measurements under a
+    prefix.
+    """
     chosen = {name: options(name, tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -89,10 +91,12 @@ def test_shows_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("is_noted", [True, False], ids=["stopped", "killed"])
 @pytest.mark.parametrize("name", KINDS)
-def test_continues_without_doubled_points(
+def test_a_restart_repeats_no_point_in_a_tracker(
     name: str, is_noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restarted server goes on in the same tracker run; also if it was killed before it noted what is written."""
+    """A restarted server continues the same tracker run without repeated points, even if it was killed in the middle of
+    writing.
+    """
     chosen = {name: options(name, tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
 
@@ -112,8 +116,8 @@ def test_continues_without_doubled_points(
 
 
 @needs("mlflow")
-def test_mlflow_has_a_child_for_each_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent has the settings; all runs end with the run."""
+def test_mlflow_has_a_child_run_for_each_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MLflow, the run has the settings and a child run for each site, and all end with the run."""
     chosen = {"mlflow": options("mlflow", tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -127,8 +131,8 @@ def test_mlflow_has_a_child_for_each_site(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs("mlflow")
-def test_mlflow_takes_odd_names_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What MLflow would refuse in a name is replaced, so that a site cannot keep a round's points out."""
+def test_mlflow_accepts_unusual_metric_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that MLflow would refuse in a metric's name are replaced, so that one site cannot spoil a round."""
     chosen = {"mlflow": options("mlflow", tmp_path, monkeypatch)}
     world = World(tmp_path, START, "a", rounds=1, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -174,8 +178,8 @@ def test_the_span_of_a_dropped_round_ends(tmp_path: Path) -> None:
 
 
 @needs("opentelemetry.sdk")
-def test_opentelemetry_has_a_span_a_round(tmp_path: Path) -> None:
-    """Each round is a span whose children are its phases, without a gap between them."""
+def test_opentelemetry_has_a_span_for_each_round(tmp_path: Path) -> None:
+    """In OpenTelemetry, each round is a span whose children are its phases, without gaps."""
     spans = spans_of_this_process()
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": ("opentelemetry",)})
     with world:

@@ -102,10 +102,8 @@ def test_a_path_replaces_a_name(tmp_path: Path) -> None:
     ],
 )
 def test_federated_runs_need_an_algorithm_and_rounds(settings: dict[str, Any], message: str) -> None:
-    """A server or a simulation needs an algorithm, and a federated algorithm needs `rounds.total`.
-
-    A DiLoCo run goes on until it is stopped. A run with a workflow function needs neither.
-    """
+    """A server or a simulation needs an algorithm, and a federated algorithm needs `rounds.total`."""
+    # A DiLoCo run goes on until it is stopped. A run with a workflow function needs neither.
     nn = pytest.importorskip("torch.nn")  # the rest of this file runs without torch, too
     from atoll import Server, Simulation
 
@@ -275,11 +273,9 @@ def test_an_unknown_variable_suggests_the_nearest_variable() -> None:
 
 
 def test_a_setting_outside_its_group_is_refused(tmp_path: Path) -> None:
-    """A setting outside its group, and a value for a whole group, are refused. The error suggests the setting that is
-    probably meant.
-
-    For `rounds = 3` it suggests `rounds.total`, and for `sites = 2` it suggests `rounds.sites`.
-    """
+    """A setting outside its group, and a value for a whole group, are refused."""
+    # The error suggests the setting that is probably meant. For `rounds = 3` it suggests `rounds.total`, and for `sites
+    # = 2` it suggests `rounds.sites`.
     assert str(refusal(tmp_path, "rounds = 3\n")) == (
         f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings, not a setting. "
         "Did you mean rounds.total? `atoll config schema` lists all settings."
@@ -337,7 +333,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("where", FOREIGN)
-def test_foreign_settings_lead_to_ours(tmp_path: Path, where: str) -> None:
+def test_other_frameworks_settings_suggest_atolls(tmp_path: Path, where: str) -> None:
+    """If a setting has the name that another framework uses, the error suggests Atoll's setting."""
     for pair in FOREIGN[where].split():
         name, meant = pair.split("=")
         assert f"Did you mean {meant}?" in refusal(tmp_path, f"{name} = 1\n").remedy, name

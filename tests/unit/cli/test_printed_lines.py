@@ -27,7 +27,7 @@ def fragment(
 
 
 def test_reminders_name_only_late_sites() -> None:
-    """A reminder in the server's log names only the sites that the round has awaited for at least 15 s."""
+    """A reminder in the server's log names only the sites that the round has waited for for at least 15 s."""
     reminder = server.Reminder(0.0)
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
     assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
@@ -35,9 +35,8 @@ def test_reminders_name_only_late_sites() -> None:
 
 
 def test_reminders_combine_the_waiting_fragments() -> None:
-    """If all fragments wait for one reason, a reminder gives this reason once. If the reasons differ, it names the
-    fragment that waits for a late site. A finished fragment is left out.
-    """
+    """If all fragments wait for one reason, a reminder gives this reason once."""
+    # If the reasons differ, it names the fragment that waits for a late site. A finished fragment is left out.
     joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
     assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
     one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
@@ -55,8 +54,8 @@ def test_reminder_pauses_double_up_to_ten_minutes() -> None:
     assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
 
 
-def test_reminders_ask_only_when_due() -> None:
-    """A reminder looks at the fragments only at the times when it is due, and rests in between."""
+def test_reminders_cost_nothing_before_they_are_due() -> None:
+    """The code of the server's log reminders reads the state of the rounds only when a reminder is due."""
     reminder, asked = server.Reminder(0.0), list[int]()
     for second in range(3000):
         assert (reminder.rest_s(second) == 0.0) == (reminder.due_s <= second)
@@ -68,9 +67,7 @@ def test_reminders_ask_only_when_due() -> None:
 
 
 def test_reminders_look_again_in_time() -> None:
-    """A reminder is due again when the next awaited site becomes late. If no site is awaited, it is due 15 s after the
-    next event.
-    """
+    """The next reminder in the server's log is due when the next missing site becomes late."""
     reminder = server.Reminder(0.0)
     reminder.due_s = math.inf
     assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
@@ -154,6 +151,7 @@ def test_a_terminal_shows_evaluations_as_rich_tables(
     ids=["none", "one", "two"],
 )
 def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) -> None:
+    """The status says in words how many tasks were sent, and how."""
     assert task_totals(tasks) == said
 
 

@@ -108,10 +108,8 @@ def test_lost_versions_have_no_point(store: Store) -> None:
 
 
 def test_many_curves_are_sent_in_pages(store: Store) -> None:
-    """If the curves of all sites are too many for one answer, they are sent in pages.
-
-    7,000 sites have 2 rounds. A page of 983,040 bytes has 6,733 curves of 96 + 2 × 25 bytes.
-    """
+    """If the curves of all sites are too many for one answer, they are sent in pages."""
+    # 7,000 sites have 2 rounds. A page of 983,040 bytes has 6,733 curves of 96 + 2 × 25 bytes.
     names = [f"{number:064}" for number in range(7000)]
     put(store, 1)
     put(store, 2)
