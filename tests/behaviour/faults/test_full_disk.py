@@ -328,7 +328,7 @@ def test_answers_507_below_min_free_bytes(
     again.
     """
     told = (
-        "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
+        "The server has 100.0 kB of disk left, but must keep 1.0 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."
     )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
