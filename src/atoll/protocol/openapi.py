@@ -434,7 +434,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_updates_table",
         "GET",
         routes.UPDATES_TABLE,
-        "Get all updates of all rounds as CSV: one row a site, and one of the round, whose site is empty.",
+        "Get all updates of all rounds as CSV: one row a site, and one of the round, without a site.",
         callers=READERS,
         reply=bytes,
         media="text/csv",
