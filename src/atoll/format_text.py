@@ -54,6 +54,12 @@ def of_fragment(number: int | None) -> str:
     return "" if number is None else f" of fragment {number}"
 
 
+def quoted(name: str) -> str:
+    """Return a name that another process has chosen, in quotation marks that it cannot close."""
+    inner = visible(name).replace('"', "'")
+    return f'"{inner}"'
+
+
 def numbers(metrics: Mapping[str, float]) -> str:
     """Return metrics as text: "loss 2.31, tokens_per_s 4.1e+03"."""
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.admin import pause
 from kit.browser import AXE_PACKAGE, Browser, browser, needs_browser
 from kit.prepared_runs import START, prepared
 from kit.requests import get
 from kit.world import World
+from safetensors.torch import load_file
 
 from atoll.format_text import size
 from atoll.testing.run import wait_until
@@ -271,3 +275,81 @@ def test_the_page_fits_a_phone(tmp_path: Path, chrome: Browser) -> None:
         chrome.open(world.url)
         chrome.wait("#version-table", "1 (durable)")
         assert chrome.js("return document.documentElement.scrollWidth") <= 390
+
+
+def test_the_servers_evaluation_is_in_charts_and_tables(tmp_path: Path, chrome: Browser) -> None:
+    """Version v is evaluated to 0.8 / v: it has a line in the chart, a column of versions, and a row when compared."""
+    with World(tmp_path, START, "a", rounds=9, evaluate=evaluated) as world:
+        for number in (1, 2):
+            world.pull(number=number)
+            world.submit("a", 0.5, metrics={"loss": 1 / number})
+            world.wait(number)
+        chrome.open(world.url)
+        told = "mean 0.5 in round 2, down from 1 in round 1; at the server 0.4 in round 2, down from 0.8 in round 1"
+        chrome.wait("figcaption", told)
+        chrome.wait("#version-table", "loss at the server")
+        chrome.wait("#version-table", "0.4")
+        for box in chrome.driver.find_elements("css selector", "#version-table input"):
+            box.click()
+        assert "loss at the server 0.8 0.4 -0.4" in " ".join(chrome.wait("#compared", "at the server").split())
+        world.pull(number=3)
+        world.submit("a", 0.5, metrics={"loss": 0.25})
+        chrome.wait("figcaption", "at the server 0.2667 in round 3, down from 0.8 in round 1")  # without a reload
+
+
+def evaluated(model: Any) -> dict[str, float]:
+    """By version: each adds 0.5."""
+    return {"loss": 0.8 / (2 * float(model["bias"][0]))}
+
+
+def test_a_held_up_run_is_amber(tmp_path: Path, chrome: Browser) -> None:
+    """Paused is neither calm nor red, the time left is not known, and the end waits."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        chrome.open(world.url)
+        assert chrome.wait("#alive", "none") == "none has joined"
+        calm = colour(chrome)
+        play(world, 1, 0.9)
+        pause(world)
+        chrome.wait("#sentence", "The run is paused in round 2 of 9")
+        assert "The end waits for that, then for 7 more rounds" in chrome.text("#sentence")
+        assert chrome.text("#left") == "not known"
+        assert chrome.js("return document.getElementById('headline').className") == "held"
+        assert colour(chrome) != calm
+
+
+def colour(chrome: Browser) -> str:
+    return str(chrome.js("return getComputedStyle(document.getElementById('headline')).backgroundColor"))
+
+
+def test_a_reader_saves_versions_and_updates(guarded: tuple[World, str], chrome: Browser, tmp_path: Path) -> None:
+    """The file has the tensors of the version, and the table each update; both come with the reader's token."""
+    world, token = guarded
+    for number in (1, 2):
+        world.pull(number=number)
+        world.submit("a", 0.5, metrics={"loss": 1 / number})
+    world.wait(2)
+    saved = tmp_path / "saved"
+    chrome.save_in(saved)
+    chrome.open(f"{world.url}/#token={token}")
+    chrome.wait("#version-table", "Save")
+    chrome.js("document.querySelector('[aria-label=\"Save version 2 as safetensors\"]').click()")
+    wait_until((saved / "version-2.safetensors").is_file, "the version")
+    assert {name: float(each.mean()) for name, each in load_file(saved / "version-2.safetensors").items()} == {
+        "weight": 1.0,
+        "bias": 1.0,
+    }
+    chrome.js("document.getElementById('csv').click()")
+    wait_until((saved / "updates.csv").is_file, "the table")
+    rows = list(csv.DictReader((saved / "updates.csv").read_text().splitlines()))
+    assert [(row["round"], row["site"], row["metrics.loss"]) for row in rows] == [
+        (number, site, value) for number, value in (("1", "1.0"), ("2", "0.5")) for site in ("", "a")
+    ]
+    chrome.forget()
+
+
+@pytest.mark.parametrize(("swarm", "words"), [(False, "asynchronous"), (True, "swarm")], ids=["asynchronous", "swarm"])
+def test_the_page_names_the_kind_of_a_run(tmp_path: Path, chrome: Browser, swarm: bool, words: str) -> None:
+    settings = {"swarm.enabled": True} if swarm else {"async.enabled": True}
+    with World(tmp_path, START, "ab", rounds=9, **settings) as world:
+        chrome.open(world.url)
+        chrome.wait("#about", words)

@@ -29,7 +29,8 @@ CALLERS = {
     "put_object_part complete_object request_task answer_task get_swarm_plan work_in_swarm",
     "site admin": "get_run get_schema get_manifest get_version get_model_part",
     "site peer": "get_object get_object_data remove_object",
-    "site reader admin": "get_status get_events get_site_curves get_settings get_metrics get_evaluation get_openapi",
+    "site reader admin": "get_status get_events get_site_curves get_settings get_metrics get_evaluation get_openapi "
+    "get_model get_updates_table",
     "admin": "pause_run stop_run roll_back",
     "stranger site peer reader admin": "get_health get_readiness get_page get_page_file",
 }
