@@ -15,7 +15,7 @@ import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -83,6 +83,8 @@ class Journal:
         self._on_rollback: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
+        self._checkpointing = threading.Lock()
+        self._checkpoints: sqlite3.Connection | None = None  # copies the write-ahead log beside this thread's changes
         self._answers: dict[tuple[Any, ...], Any] = {}  # query, its values, how it was fetched → the answer
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
@@ -266,7 +268,8 @@ class Journal:
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
         """Return the first row of a query; None if there is no row."""
-        return self._ask(sql, values, sqlite3.Cursor.fetchone)
+        found: tuple[Any, ...] | None = self._ask(sql, values, sqlite3.Cursor.fetchone)
+        return found
 
     def _ask(self, sql: str, values: tuple[Any, ...], fetch: Callable[[sqlite3.Cursor], Answer]) -> Answer:
         """Return the answer to a query. If all its tables change seldom, ask SQLite only once until one changes.
@@ -359,10 +362,13 @@ class Journal:
             is_there = os.path.samestat(self.path.lstat(), self._file)
         if not is_there:
             raise StoreError(f"{self.path} was removed or replaced while the server was running.", NEW_RUN)
-        with self._translated:
+        with self._checkpointing, self._translated:
+            if self.closed:
+                return
             try:
-                with closing(sqlite3.connect(self.path)) as db:
-                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                if self._checkpoints is None:  # kept, because opening a connection reads the whole schema
+                    self._checkpoints = sqlite3.connect(self.path, check_same_thread=False)
+                self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # ends its locks
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
                     raise
@@ -383,6 +389,9 @@ class Journal:
         with self.lock:
             if not self.closed:
                 self.closed = True
+                with self._checkpointing:
+                    if self._checkpoints is not None:
+                        self._checkpoints.close()
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
