@@ -155,7 +155,7 @@ LINES: dict[str, int] = {
     "server/swarm": 726,
     "server/tasks": 1482,
     "simulate": 2128,
-    "store": 3655,
+    "store": 3705,
     "tensors": 2237,
     "testing": 479,
     "trackers": 296,
