@@ -15,9 +15,8 @@ from atoll.cli.control import Server, TokenFile
 from atoll.cli.status import HERE
 from atoll.cli.stored_status import admin_token, state_directory, stored_status
 from atoll.errors import Gone, ServerUnreachable, UsageError
-from atoll.format_text import of_fragment, visible
+from atoll.format_text import listed, of_fragment, visible
 from atoll.protocol import routes
-from atoll.rounds.closing_policy import listed
 from atoll.store.reader import has_run, open_state
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file

@@ -185,7 +185,7 @@ def test_new_files_run_by_the_printed_commands(
     folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
     serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
     server = run_commands(nursery, folder, [*serve, "--rounds=3", *flags], work)
-    assert "round 3: version 3 from 2 updates (a, b)" in server.output()
+    assert "round 3: version 3 from 2 updates (a and b)" in server.output()
     assert "finished at version 3" in server.output()
     rows = history(folder / "atoll-run")
     assert [(row["version"], [each["site"] for each in row["sites"]]) for row in rows] == [
