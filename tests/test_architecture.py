@@ -132,11 +132,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1559,
+    ".": 1561,
     "aggregation": 1339,
     "algorithms": 1924,
     "blobs": 466,
-    "cli": 3270,
+    "cli": 3539,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -145,12 +145,12 @@ LINES: dict[str, int] = {
     "filters": 286,
     "integrations": 1025,
     "outer_optimizers": 429,
-    "protocol": 2137,
+    "protocol": 2140,
     "recipes": 874,
     "reducers": 259,
     "rounds": 1192,
     "server": 1888,
-    "server/coordinator": 4431,
+    "server/coordinator": 4437,
     "server/http": 1080,
     "server/swarm": 726,
     "server/tasks": 1482,

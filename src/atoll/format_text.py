@@ -36,7 +36,12 @@ def duration(seconds: float) -> str:
 
 def time_left(seconds: float | None) -> str:
     """Return the remaining time as text, `about 12 s left`; empty for None."""
-    return f"about {duration(seconds)} left" if seconds is not None else ""
+    return f"{about(seconds)} left" if seconds is not None else ""
+
+
+def about(seconds: float) -> str:
+    """Return an estimated duration as text: `about 12 s`, `less than 1 s`."""
+    return f"about {duration(seconds)}" if seconds >= 1 else "less than 1 s"
 
 
 def number_of(count: int, what: str) -> str:

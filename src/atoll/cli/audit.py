@@ -6,24 +6,19 @@ The log records what each site submitted, what the server decided, and which ver
 from __future__ import annotations
 
 import json as json_module
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from atoll.cli.text import next_step
-from atoll.errors import UsageError
+from atoll.cli.which_run import HERE, RunArgument, RunDir, quoted, run_folder, run_to_read
 from atoll.format_text import number_of, visible
 from atoll.store.reader import checked_audit
 
 
 def command(
-    folder: Annotated[
-        Path | None, typer.Argument(help="State directory of a server, running or stopped.", metavar="STATE_DIR")
-    ] = None,
-    state_dir: Annotated[
-        Path | None, typer.Option("--dir", help="Another way to give STATE_DIR.", show_default=False)
-    ] = None,
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     last: Annotated[int, typer.Option(min=0, help="How many of the last entries to print.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -31,13 +26,8 @@ def command(
 
     Keep the printed hash of the last entry in another place: it changes if this entry or an earlier one is changed.
     """
-    chosen = [each for each in (folder, state_dir) if each is not None]
-    if len(chosen) != 1:
-        raise UsageError(
-            "Both STATE_DIR and --dir are given." if chosen else "No state directory is given.",
-            "Name the directory: atoll audit STATE_DIR.",
-        )
-    audit = checked_audit(chosen[0], last)
+    folder = run_to_read(run, state_dir, has_server=False) or HERE
+    audit = checked_audit(folder, last)
     if json:
         found = [
             {"seq": each.seq, "at": each.at, "what": each.what} | json_module.loads(each.detail_json)
@@ -49,4 +39,4 @@ def command(
         text = ", ".join(f"{key} {value}" for key, value in json_module.loads(each.detail_json).items())
         print(visible(f"{each.seq:>6}  {each.at}  {each.what:<10} {text}"))
     print(f"{number_of(audit.entries, 'entry')} checked, none changed or removed; the last hash is {audit.last_hash}")
-    next_step(f"keep this hash elsewhere; atoll status --dir {chosen[0]} shows the run")
+    next_step(f"keep this hash elsewhere; atoll status {quoted(run_folder(folder))} shows the run")

@@ -11,16 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.stored_status import state_directory, stored_status
-from atoll.cli.text import aligned, duration, require_file, size
+from atoll.cli.stored_status import stored_status
+from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, width_of_output
+from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, run_names, state_of
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
-from atoll.store.reader import open_state
+from atoll.store.reader import has_run, open_state
 from atoll.store.round_summaries import ended_rounds
 
 SHOWN = ("run", "state", "algorithm", "rounds", "version", "sites")
 """What the table shows as it is."""
+
+MOST = 10
+"""Largest number of runs that are compared if none is named."""
 
 Compared = dict[str, Any]
 """What is compared of a run, as `--json` prints it."""
@@ -28,12 +32,16 @@ Compared = dict[str, Any]
 
 def command(
     runs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            help="State directories of runs, folders of `atoll run`, or names of runs in the folder runs.",
-            metavar="RUN…",
+            help=f"The runs: each by its {NAMED}. Default: the newest ones.",
+            metavar="[RUN]…",
+            autocompletion=run_names,
         ),
-    ],
+    ] = None,
+    directories: Annotated[
+        list[Path] | None, typer.Option("--dir", help="Another way to give a RUN; can be repeated.", show_default=False)
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the metrics over the rounds to this file (PNG, SVG, PDF).")
     ] = None,
@@ -42,60 +50,79 @@ def command(
     """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round."""
     if plot is not None:
         require_file(plot, "compare.png")
-    found = [_compared(each) for each in runs]
+    named = [*(runs or ()), *(directories or ())] or _newest()
+    found = [_compared(each) for each in named]
     if json:
         print(json_module.dumps(found, indent=2))
     else:
-        print("\n".join(map(visible, table(found))))
-        if plot is None:
-            print(f"To draw the metrics: atoll compare {' '.join(map(str, runs))} --plot compare.png", file=sys.stderr)
+        print("\n".join(map(visible, table(found, width_of_output()))))
     if plot is not None:
         draw(found, plot)
         if not json:
             print(f"the plot is in {plot}")
+    words = " ".join(map(quoted, named))
+    next_step(f"atoll compare {words} --plot compare.png" if plot is None else f"atoll status {quoted(named[-1])}")
+
+
+def _newest() -> list[Path]:
+    """Return the newest runs here, and say so.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [each for each in run_folders() if has_run(each / STATE)][-MOST:]
+    if not found:
+        raise UsageError("No run is named, and there is none in the folder runs.", "Name them: atoll compare RUN RUN.")
+    names = " ".join(map(quoted, found))
+    print(f"atoll: No run is named. These are the newest ones here: {names}", file=sys.stderr, flush=True)
+    return found
 
 
 def _compared(run: Path) -> Compared:
-    folder = state_directory(run)
+    folder = named_run(run)
+    assert folder is not None
     status, _ = stored_status(folder)
     with open_state(folder) as state:
         rounds = ended_rounds(state.rows, None)
     every = [status_messages.RoundSummary.model_validate_json(each.summary_json) for each in rounds]
     summaries = [each for each in every if each.fragment == 0]  # a round of several fragments counts once
-    names = sorted({name for each in summaries for name in each.metrics})
+    points = [(each.round, _values(each)) for each in summaries]
+    names = sorted({name for _, values in points for name in values})
     times = [datetime.fromisoformat(each.created_at) for each in rounds if each.fragment == 0]
     seconds = (times[-1] - times[0]).total_seconds() / (len(times) - 1) if len(times) > 1 else None
     return {
         "run": str(run),
-        "state": _state(status),
+        "state": state_of(status, is_served=is_served(folder)),
         "algorithm": status.algorithm,
         "rounds": len(summaries),
         "version": status.version,
         "sites": len(status.workers),
         "bytes_up": sum(each.bytes_up for each in every),
         "seconds_per_round": seconds,
-        "metrics": {name: _metric(name, summaries, status.best) for name in names},
+        "metrics": {name: _metric(name, points, status.best) for name in names},
     }
 
 
-def _state(status: status_messages.Status) -> str:
-    if status.failed:
-        return "failed"
-    return "finished" if status.finished else "paused" if status.paused else "not over"
+def _values(summary: status_messages.RoundSummary) -> dict[str, float]:
+    """Return the metrics of a round: the sites' own, and those of `server.evaluate` as `global.NAME`."""
+    return summary.metrics | {f"{status_messages.GLOBAL}{name}": each for name, each in summary.global_metrics.items()}
 
 
 def _metric(
-    name: str, summaries: Sequence[status_messages.RoundSummary], tracked: status_messages.BestStatus | None
+    name: str, rounds: Sequence[tuple[int, dict[str, float]]], tracked: status_messages.BestStatus | None
 ) -> dict[str, Any]:
     """Return a metric's last and best value, the round of the best one, and (round, value) of each round with it."""
-    points = [(each.round, each.metrics[name]) for each in summaries if name in each.metrics]
+    points = [(number, values[name]) for number, values in rounds if name in values]
     mode = tracked.mode if tracked is not None and tracked.metric == name else "min" if name.endswith("loss") else "max"
     best_round, best = (min if mode == "min" else max)(points, key=lambda point: point[1])
     return {"last": points[-1][1], "best": best, "best_round": best_round, "points": points}
 
 
-def table(runs: Sequence[Compared]) -> list[str]:
-    """Return the runs as lines of text with aligned columns: one line a run, two columns a metric."""
+def table(runs: Sequence[Compared], width: int = WIDE) -> list[str]:
+    """Return the runs as lines of text that fit into a width: one line a run, two columns a metric.
+
+    On a narrower terminal it is turned: one column a run, one line a value.
+    """
     names = sorted({name for each in runs for name in each["metrics"]})
     rows = [[*SHOWN, "sent", "s/round", *(column for name in names for column in (name, f"best {name} (round)"))]]
     for each in runs:
@@ -107,7 +134,10 @@ def table(runs: Sequence[Compared]) -> list[str]:
                 [f"{metric['last']:.4g}", f"{metric['best']:.4g} ({metric['best_round']})"] if metric else ["-", "-"]
             )
         rows.append(cells)
-    return aligned(rows)
+    lines = aligned(rows)
+    if max(map(len, lines)) > width:
+        lines = aligned(list(zip(*rows, strict=True)))
+    return lines if max(map(len, lines)) <= width else fitting(rows[0], rows[1:], width)
 
 
 def draw(runs: Sequence[Compared], out: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +59,9 @@ def site_names(text: str) -> list[str]:
     if text.isdecimal() and int(text):
         return [f"site-{number}" for number in range(1, int(text) + 1)]
     names = [require_site(each.strip()) for each in text.split(",") if each.strip()]
-    if "," not in text or not names or len(set(names)) < len(names):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ConfigError(f"--sites is {text!r}, which names {twice[0]} twice.", "Give each site a name of its own.")
+    if "," not in text or not names:
         raise ConfigError(f"--sites is {text!r}.", "Give a number, such as 3, or different names: a,b,c.")
     return names
 

@@ -1,14 +1,13 @@
 """`atoll pause`, `resume`, `stop` and `rollback`: what the admin of a run does with it.
 
-With `--dir`, a command asks the server of that state directory, with the admin's token there. If no server runs, it
-writes the wish into the journal, and the next start of the server carries it out.
+A command asks the server of the run, with the admin's token from its state directory. If no server runs, it writes the
+wish into the journal, and the next start of the server carries it out.
 """
 
 from __future__ import annotations
 
 import json as json_module
 import os
-import shlex
 import time
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,30 +16,33 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel
 
-from atoll.cli.status import HERE
-from atoll.cli.stored_status import admin_token, state_directory, stored_status
-from atoll.errors import TRANSIENT, Conflict, ServerUnreachable, UsageError
+from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.which_run import (
+    HERE,
+    RunArgument,
+    RunDir,
+    is_of_atoll_run,
+    is_served,
+    named_run,
+    quoted,
+    require_one,
+    run_folder,
+    run_folders,
+    start_command,
+)
+from atoll.errors import TRANSIENT, Conflict, ServerUnreachable
 from atoll.format_text import visible
 from atoll.protocol import admin_messages, routes, status_messages
-from atoll.store.reader import has_run
+from atoll.store.reader import has_run, open_state
 from atoll.transport.http_client import ask, http_to, server_address
 from atoll.transport.tls import read_token_file
 
 Server = Annotated[str | None, typer.Option(help="Server address. Default: ATOLL_SERVER.", show_default=False)]
-StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir",
-        help="State directory of the run: its server's address and the admin's token are read there. Default, without "
-        "--server and ATOLL_SERVER: atoll-run.",
-        show_default=False,
-    ),
-]
 TokenFile = Annotated[
     Path | None,
     typer.Option(
         help="File with the admin's token: a copy of admin.token. Default: ATOLL_TOKEN, or the file of "
-        "ATOLL_TOKEN_FILE; with --dir, the one in that directory.",
+        "ATOLL_TOKEN_FILE; for a RUN, the one in its state directory.",
         show_default=False,
     ),
 ]
@@ -52,26 +54,35 @@ LOOK_S = 0.2
 
 
 def pause(
-    server: Server = None, state_dir: StateDir = None, token_file: TokenFile = None, json: AsJson = False
+    run: RunArgument = None,
+    state_dir: RunDir = None,
+    server: Server = None,
+    token_file: TokenFile = None,
+    json: AsJson = False,
 ) -> None:
     """Pause a run: no round begins, and its sites wait. Updates that they are training still count."""
-    run = _Target(server, state_dir, token_file)
-    answer = run.ask(routes.PAUSE, admin_messages.PauseRun(paused=True))
-    run.show(answer, json, f"To go on: atoll resume{run.flags}.")
+    target = _Target(run, state_dir, server, token_file)
+    answer = target.ask(routes.PAUSE, admin_messages.PauseRun(paused=True))
+    target.show(answer, json, f"To go on: atoll resume{target.named}{target.and_start}")
 
 
 def resume(
-    server: Server = None, state_dir: StateDir = None, token_file: TokenFile = None, json: AsJson = False
+    run: RunArgument = None,
+    state_dir: RunDir = None,
+    server: Server = None,
+    token_file: TokenFile = None,
+    json: AsJson = False,
 ) -> None:
-    """Let a paused run go on. With --dir, while no server runs, also a run that was stopped."""
-    run = _Target(server, state_dir, token_file)
-    answer = run.ask(routes.PAUSE, admin_messages.PauseRun(paused=False))
-    run.show(answer, json, f"To watch it: atoll status{run.flags}.")
+    """Let a paused run go on. With RUN, while no server runs, also a run that was stopped."""
+    target = _Target(run, state_dir, server, token_file)
+    answer = target.ask(routes.PAUSE, admin_messages.PauseRun(paused=False))
+    target.show(answer, json, target.watch)
 
 
 def stop(
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     server: Server = None,
-    state_dir: StateDir = None,
     token_file: TokenFile = None,
     now: Annotated[
         bool, typer.Option("--now", help="Do not wait for the end of the open round: its updates are not used.")
@@ -79,16 +90,17 @@ def stop(
     json: AsJson = False,
 ) -> None:
     """End a run in good order: after the present round its result is saved, and its sites and its server end."""
-    run = _Target(server, state_dir, token_file)
-    answer = run.ask(routes.STOP, admin_messages.StopRun(now=now))
-    again = f" To train further later: atoll resume --dir {run.folder}, then start the server." if run.folder else ""
-    run.show(answer, json, f"To watch it: atoll status{run.flags}.{again}")
+    target = _Target(run, state_dir, server, token_file)
+    answer = target.ask(routes.STOP, admin_messages.StopRun(now=now))
+    later = f" To train further later: atoll resume{target.named}, and then {target.again}" if target.again else ""
+    target.show(answer, json, f"{target.watch}{later}")
 
 
 def rollback(
     version: Annotated[int, typer.Argument(min=0, help="Version from which the run goes on.", metavar="VERSION")],
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     server: Server = None,
-    state_dir: StateDir = None,
     token_file: TokenFile = None,
     json: AsJson = False,
 ) -> None:
@@ -96,36 +108,48 @@ def rollback(
 
     Updates since then no longer count. The numbers of the versions since then are not used again.
     """
-    run = _Target(server, state_dir, token_file)
-    answer = run.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
+    target = _Target(run, state_dir, server, token_file)
+    answer = target.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
     if answer.text.startswith("the run goes back"):
-        answer = run.wait_until_back(answer, version)
-    run.show(answer, json, f"To watch it: atoll status{run.flags}.")
+        answer = target.wait_until_back(answer, version)
+    then = f"It is paused; to go on: atoll resume{target.named}{target.and_start}"
+    target.show(answer, json, then if answer.paused else target.watch)
 
 
 class _Target:
     """The run that a command is for: at a server, or in a state directory without one.
 
     Attributes:
-        folder: the state directory, quoted for a shell; empty: none is known.
-        flags: the options that name the run, for the next command.
+        named: the words that name the run, for the next command; they begin with a space.
+        again: the command that starts its server again; empty: its state directory is not known.
+        is_served: whether a server has answered.
     """
 
-    def __init__(self, server: str | None, state_dir: Path | None, token_file: Path | None) -> None:
-        if state_dir is not None and (server is not None or token_file is not None):
-            raise UsageError("--dir cannot be combined with --server and --token-file.", "Leave out one of them.")
-        address = server_address(server)
+    def __init__(self, run: Path | None, directory: Path | None, server: str | None, token_file: Path | None) -> None:
+        require_one(run, directory, has_server=server is not None or token_file is not None)
+        state_dir, address = named_run(run, directory), server_address(server)
         if state_dir is None and not (server or os.environ.get("ATOLL_SERVER")) and has_run(HERE):
             state_dir = HERE
-        state_dir = state_dir and state_directory(state_dir)
         self._dir, self._run, self._address, self._token = state_dir, "", address, None
-        self.folder = shlex.quote(str(state_dir)) if state_dir is not None else ""
-        self.flags = f" --dir {self.folder}" if self.folder else f" --server {server}" if server else ""
+        self.named, self.again, self.is_served = f" --server {server}" if server else "", "", True
         if state_dir is not None:
+            self.named, self.again = f" {quoted(run_folder(state_dir))}", start_command(state_dir)
             stored, _ = stored_status(state_dir)
             self._run, self._address, self._token = stored.run, stored.address, admin_token(state_dir)
         elif token_file is not None:
             self._token = read_token_file(token_file)
+
+    @property
+    def watch(self) -> str:
+        """What to do to see what has come of it."""
+        if self.is_served:
+            return f"To watch it: atoll status{self.named} --watch"
+        return f"To start its server: {self.again}"
+
+    @property
+    def and_start(self) -> str:
+        """The words that start the server after another command, if it does not run."""
+        return "" if self.is_served else f", and then {self.again}"
 
     def ask(self, path: str, message: BaseModel) -> admin_messages.Controlled:
         """Ask the server. If none runs, write into the journal.
@@ -136,17 +160,23 @@ class _Target:
             StateLocked: a server uses the state directory, but does not answer.
         """
         try:
-            if not self._address:
-                raise Conflict(f"No server has served the run in {self._dir}: a simulation has no admin.", "")
+            if not self._address and self._dir is not None:
+                raise Conflict(
+                    f"No server has served the run in {run_folder(self._dir)}: a simulation has no admin.",
+                    "Ctrl-C stops a simulation; the same command goes on.",
+                )
             if self._run and self._status().run != self._run:
                 raise ServerUnreachable(f"The server at {self._address} has another run.")
             with closing(http_to(self._address, token=self._token)) as http:
                 return http.post(path, message, admin_messages.Controlled, timeout_s=30.0)
         except ServerUnreachable as error:
             if self._dir is None or error.is_other:
+                last = run_folders()[-1:]
+                name = f", such as {quoted(last[0])}" if last else ", or with --dir its state directory"
                 raise ServerUnreachable(
-                    error.message, f"{error.remedy} If no server runs, give --dir with its state directory.".strip()
+                    error.message, f"{error.remedy} If no server runs, name the run{name}.".strip()
                 ) from error
+        self.is_served = False
         return _in_journal(self._dir, message)
 
     def _status(self) -> status_messages.Status:
@@ -176,7 +206,10 @@ class _Target:
 
     def show(self, answer: admin_messages.Controlled, as_json: bool, then: str) -> None:
         """Print an answer, and what can be done next."""
-        print(answer.model_dump_json(indent=2) if as_json else visible(f"{answer.text}. {then}"))
+        if as_json:
+            print(answer.model_dump_json(indent=2))
+        else:
+            print(visible(f"{answer.text}. {then}"))
 
 
 def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
@@ -184,27 +217,36 @@ def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
 
     Raises:
         StateLocked: a server has the directory.
-        Conflict: the run is finished.
+        Conflict: the run is over or is being stopped, or it is a swarm and cannot go back.
         Gone: the version is not kept.
     """
     from atoll.store.store import Store  # it locks the directory
 
+    _require_goes_on(state_dir, message)
     with closing(Store(state_dir)) as store:
         log, controls = store.run_log, store.run_log.controls
         heads = store.versions.heads()
         paused, stopping, newest = controls.paused, controls.stopping, max(heads, default=0)
-        if isinstance(message, admin_messages.PauseRun) and not message.paused and (stopping or not log.finished):
-            paused = stopping = False
+        if isinstance(message, admin_messages.PauseRun) and not message.paused:
             text = "goes on with the next start of its server"
-        elif log.finished:
-            raise Conflict(f"The run in {state_dir} is finished.", "To train further, raise rounds.total.")
+            if not (paused or stopping):
+                text = f"was not paused; it {text}"
+            if stopping:
+                log.finish(False)
+            paused = stopping = False
+        elif isinstance(message, admin_messages.StopRun) and stopping:
+            text = "is stopped already" if log.finished else "is being stopped already: its next start ends it"
         elif isinstance(message, admin_messages.PauseRun):
-            paused, text = True, "is paused from the next start of its server on"
+            text = "is paused already" if paused else "is paused from the next start of its server on"
+            paused = True
         elif isinstance(message, admin_messages.StopRun):
             paused, stopping = False, True
             text = "is finished after its present round, with the next start of its server"
         elif log.run is not None and json_module.loads(log.run.settings_json)["swarm.enabled"]:
-            raise Conflict("The run is a swarm, so it cannot go back: earlier versions are at its sites.", "")
+            raise Conflict(
+                "The run is a swarm, so it cannot go back: earlier versions are at its sites.",
+                f"To go on: {start_command(state_dir)}",
+            )
         else:
             text = f"goes back to version {message.version} with the next start of its server"
             if {*heads} != {message.version}:
@@ -214,4 +256,30 @@ def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:
             log.control(paused=paused, stopping=stopping)
         return admin_messages.Controlled(
             paused=paused, stopping=stopping, version=newest, epoch=log.epoch, text=f"no server runs; the run {text}"
+        )
+
+
+def _require_goes_on(state_dir: Path, message: Any) -> None:
+    """Check, without a change of the journal, that the state of a run allows a wish.
+
+    Raises:
+        Conflict: the run is over or is being stopped.
+    """
+    resumes = isinstance(message, admin_messages.PauseRun) and not message.paused
+    stops = isinstance(message, admin_messages.StopRun)
+    verb = "go back" if isinstance(message, admin_messages.RollBack) else "pause"
+    verb = "be stopped" if stops else "resume" if resumes else verb
+    where, start = run_folder(state_dir), start_command(state_dir)
+    with open_state(state_dir) as state:
+        finished, stopping = state.meta()[1], state.controls().stopping
+    if is_served(state_dir):  # its lock says by which process
+        return
+    if finished and not stopping:
+        more = f"{start} --rounds N" if is_of_atoll_run(state_dir) else f"raise rounds.total, and then {start}"
+        raise Conflict(f"The run in {where} is finished, so it cannot {verb}.", f"To train further: {more}")
+    if stopping and not (resumes or stops):
+        is_over = "was stopped by its admin" if finished else "is being stopped: its next start ends it"
+        raise Conflict(
+            f"The run in {where} {is_over}, so it cannot {verb}.",
+            f"To train further: atoll resume {quoted(where)}, and then {start}",
         )

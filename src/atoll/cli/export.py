@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from blake3 import blake3
 
-from atoll.cli.stored_status import state_directory, stored_status
+from atoll.cli.stored_status import stored_status
 from atoll.cli.text import ELSEWHERE, next_step, require_file
+from atoll.cli.which_run import RunArgument, RunDir, named_run, newest_run, require_one
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
 from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, replace_file
@@ -39,12 +40,10 @@ ATTEMPTS = 4
 
 def command(
     out: Annotated[Path, typer.Argument(help="File to write; never left incomplete.", metavar="OUT.safetensors")],
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     server: Annotated[
         str | None, typer.Option(help="Server address. Default: ATOLL_SERVER, else port 8512 here.", show_default=False)
-    ] = None,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option("--dir", help="State directory of a server, running or stopped.", show_default=False),
     ] = None,
     version: Annotated[
         int | None, typer.Option(min=0, help="Version to export. Default: the newest.", show_default=False)
@@ -53,29 +52,36 @@ def command(
         bool, typer.Option("--best", help="Export the best version by rounds.best_metric instead of the newest.")
     ] = False,
 ) -> None:
-    """Write the model of a run to OUT.safetensors, with tied tensors under each of their names."""
-    if server is not None and state_dir is not None:
-        raise UsageError("Both --server and --dir are given.", "Use only one of them.")
+    """Write the model of a run to OUT.safetensors, with tied tensors under each of their names.
+
+    Without RUN and --server, it is the run of the server at port 8512 here; if none answers there, the newest run here.
+    """
+    require_one(run, state_dir, has_server=server is not None)
     require_file(out, "model.safetensors")
     if out.suffix != ".safetensors":
         name = out.with_suffix(".safetensors")
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
-    if state_dir is not None:
-        state_dir = state_directory(state_dir)
-        with permitted(state_dir):
-            written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
+    if (found := named_run(run, state_dir)) is not None:
+        written = _from_run(found, out, version, best=best)
     else:
         address = server_address(server)
         try:
             written = best_of_server(address, out) if best else from_server(address, out, version)
         except ServerUnreachable as error:
-            raise ServerUnreachable(
-                error.message, f"{error.remedy} Without a server, use --dir STATE_DIRECTORY.".strip()
-            ) from error
+            if server or os.environ.get("ATOLL_SERVER") or error.is_other or not (newest := newest_run(error.message)):
+                raise ServerUnreachable(
+                    error.message, f"{error.remedy} Without a server, name the run: atoll export {out} RUN.".strip()
+                ) from error
+            written = _from_run(newest, out, version, best=best)
     print(f"version {written}: {out}")
     next_step(f"safetensors.torch.load_file({str(out)!r}), then model.load_state_dict(...)")
+
+
+def _from_run(state_dir: Path, out: Path, version: int | None, *, best: bool) -> int:
+    with permitted(state_dir):
+        return best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
 
 
 def from_directory(state_dir: Path, out: Path, version: int | None = None) -> int:

@@ -12,12 +12,13 @@ import typer
 from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
-from atoll.cli.status import HERE
-from atoll.cli.stored_status import admin_token, state_directory, stored_status
-from atoll.errors import Gone, ServerUnreachable, UsageError
-from atoll.format_text import listed, of_fragment, visible
+from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.text import next_step
+from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
+from atoll.errors import Gone, ServerUnreachable
+from atoll.format_text import duration, listed, numbers, of_fragment, visible
 from atoll.protocol import routes
-from atoll.store.reader import has_run, open_state
+from atoll.store.reader import open_state
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file
 
@@ -26,17 +27,13 @@ if TYPE_CHECKING:
 
 WAIT_S = routes.LONG_POLL_S
 ENDS = ("run finished", "run failed")
+GOES_ON = ("site joined", "round opened", "run resumed")
+"""After its end, one of these says that the run was started again."""
 
 
 def command(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            help="State directory of a run that lives, has ended or has failed. Default: atoll-run, if it has a run.",
-            metavar="[STATE_DIR]",
-            show_default=False,
-        ),
-    ] = None,
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with what happens next, until the run or its server ends.")
     ] = False,
@@ -47,29 +44,30 @@ def command(
     token_file: TokenFile = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Print what happened in a run, one line an event: joins, rounds and their results, refusals, warnings."""
-    if folder is not None and (server is not None or token_file is not None):
-        raise UsageError("STATE_DIR cannot be combined with --server and --token-file.", "Leave out one of them.")
-    if folder is None and server is None and has_run(HERE):
-        folder = HERE
-    folder = folder and state_directory(folder)
+    """Print what happened in a run, one line an event: joins, rounds and their results, refusals, warnings.
+
+    Without RUN and --server, it is the newest run here; if there is none, that of the server at port 8512.
+    """
+    folder = run_to_read(run, state_dir, has_server=server is not None or token_file is not None)
     last, events = 0, list[Any]()
     if folder is not None:
         with open_state(folder) as state:
             events = list(_known(state.events()))
         last = events[-1].number if events else 0
     ended = _print(events, site, as_json=json)
-    if ended or (folder is not None and not follow):
-        if not json:
-            where = f" {folder}" if folder else ""
-            print(f"To follow a run: atoll logs{where} --follow; its present state: atoll status.", file=sys.stderr)
+    if folder is not None and (ended or not follow or not is_served(folder)):
+        named = quoted(run_folder(folder))
+        if follow and not ended:
+            print(f"atoll: Nothing follows: no server runs. To start it: {start_command(folder)}", file=sys.stderr)
+        next_step(f"atoll logs {named} --follow" if is_served(folder) else f"atoll status {named}")
         return
     address, token = _server_of(folder) if folder is not None else (server_address(server), None)
     if token_file is not None:
         token = read_token_file(token_file)
     for page in _pages(address, token, last, follow=follow):
         if _print(page, site, as_json=json):
-            return
+            break
+    next_step(f"atoll status{f' {quoted(run_folder(folder))}' if folder else f' --server {address}'}")
 
 
 def _server_of(folder: Path) -> tuple[str, Token | None]:
@@ -131,8 +129,9 @@ def _print(events: Iterable[run_events.RunEvent], site: str | None, *, as_json: 
     """Print the events that are of a site or of the whole run. Return whether the run has ended with one of them."""
     ended = False
     for event in events:
-        ended = event.what in ENDS
-        if site is None or site in _sites(event) or ended:
+        is_end = event.what in ENDS
+        ended = is_end or (ended and event.what not in GOES_ON)  # sites leave after the end
+        if site is None or site in _sites(event) or is_end:
             print(event.model_dump_json() if as_json else visible(f"{event.at}  {line(event)}"))
     sys.stdout.flush()
     return ended
@@ -168,6 +167,9 @@ LINES: dict[str, Callable[[Any], str]] = {
     "round closed": lambda event: f"{_round(event)} closed with {_listed(event.sites)}",
     "round reopened": lambda event: f"{_round(event)} is open again",
     "round ended": lambda event: event.summary.line(has_fragments=event.fragment > 0),
+    "version evaluated": lambda event: (
+        f"version {event.version} is evaluated: {numbers(event.metrics) or 'no result'}, {duration(event.seconds)}"
+    ),
     "task opened": lambda event: f"the task {event.task} is sent to {_listed(event.sites)}",
     "task answered": lambda event: f"{event.site} {'could not answer' if event.error else 'answered'} {event.task}",
     "warning": lambda event: f"warning: {event.text}",
@@ -182,5 +184,5 @@ LINES: dict[str, Callable[[Any], str]] = {
 def line(event: run_events.RunEvent) -> str:
     """Return an event as one line of text, without its time."""
     text = LINES[event.what](event) if event.what in LINES else f"the {event.what}"
-    because = getattr(event, "reason", "") or getattr(event, "error", "")
+    because = next(filter(None, (getattr(event, name, "") for name in ("reason", "error", "problem"))), "")
     return f"{text}: {because}" if because else text

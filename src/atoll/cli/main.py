@@ -34,7 +34,7 @@ COMMANDS = {
     "status": "Show the workers and rounds of a run, and for which sites a round waits, how long and why.",
     "logs": "Print what happened in a run, one line an event: joins, rounds and their results, refusals, warnings.",
     "pause": "Pause a run: no round begins, and its sites wait. Updates that they are training still count.",
-    "resume": "Let a paused run go on. With --dir, while no server runs, also a run that was stopped.",
+    "resume": "Let a paused run go on. With RUN, while no server runs, also a run that was stopped.",
     "stop": "End a run in good order: after the present round its result is saved, and its sites and its server end.",
     "rollback": "Let a run go back to an earlier version that its server still has.",
     "compare": "Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.",

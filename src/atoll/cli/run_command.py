@@ -13,7 +13,7 @@ from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
-from atoll.cli.stored_status import RUNS, STATE
+from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
 from atoll.errors import ConfigError, RunFailed, UsageError
 
 EXAMPLES = Path(__file__).with_name("examples")
@@ -23,13 +23,19 @@ ENGINES = ("process", "simulate", "ray")
 def command(
     run_file: Annotated[
         Path | None,
-        typer.Argument(help="Run file (TOML), or the folder of a run to go on with.", metavar="[RUN.TOML]"),
+        typer.Argument(help="Run file (TOML), or the folder or name of a run to go on with.", metavar="[RUN.TOML]"),
     ] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the script (its sys.argv), after `--`.", metavar="-- ARGS")
     ] = None,
     example: Annotated[
-        str | None, typer.Option(help="Run an example of Atoll instead: digits.", metavar="NAME", show_default=False)
+        str | None,
+        typer.Option(
+            help="Run an example of Atoll instead: digits.",
+            metavar="NAME",
+            show_default=False,
+            autocompletion=lambda: _examples(),
+        ),
     ] = None,
     sites: Annotated[
         str | None,
@@ -40,6 +46,7 @@ def command(
         typer.Option(
             help="process (default): a server, and a process for each site; simulate or ray: a simulation.",
             show_default=False,
+            autocompletion=lambda: ENGINES,
         ),
     ] = None,
     rounds: Rounds = None,
@@ -63,14 +70,15 @@ def command(
     raise_on_sigterm()
     from atoll.cli.run_here import Chosen, RunHere, Shown
     from atoll.recipes.recipe import slug
-    from atoll.simulate.inputs import Inputs, earlier_run
+    from atoll.simulate.inputs import FILE, Inputs, earlier_run
     from atoll.simulate.script import name_of
 
     before = None
-    if run_file is not None and run_file.is_dir():
-        before, own = Inputs.read(run_file), run_file
+    if example is None and run_file is not None and run_file.suffix != ".toml" and not run_file.is_file():
+        own = run_folder(state_directory(run_file)) if not (run_file / FILE).exists() else run_file
+        before, run_file = Inputs.read(own), own
         if before is None:
-            raise UsageError(f"{str(run_file)!r} is not the folder of a run.", "`atoll runs` lists the runs.")
+            raise no_such_run(run_file)
         sites, engine = sites or ",".join(before.sites) + ",", engine or before.settings.get("--engine")
         arguments = arguments or before.arguments
         run_file = run_file / RUN_FILE
@@ -112,19 +120,23 @@ def command(
     elif quiet:
         print(run.model)
     else:
-        run.view.say(f"next: {_next(example, run.folder)}")
+        run.view.say(f"next: {run.next or _next(example, run.folder)}")
 
 
 def _example(name: str, run_file: Path | None) -> Path:
     """Return the run file of an example."""
     if run_file is not None:
         raise UsageError(f"Both --example {name} and {run_file} are given.", "Use one of them.")
-    known = sorted(each.name for each in EXAMPLES.iterdir() if (each / RUN_FILE).is_file())
+    known = _examples()
     if name not in known:
         raise UsageError(
             f"There is no example {name!r}.", registry.nearest(name, known, f"The examples are {', '.join(known)}.")
         )
     return EXAMPLES / name / RUN_FILE
+
+
+def _examples() -> list[str]:
+    return sorted(each.name for each in EXAMPLES.iterdir() if (each / RUN_FILE).is_file())
 
 
 def _engine(engine: str, *, needs_server: bool) -> str:
@@ -163,4 +175,4 @@ def _compared(run: Any, twin: Path) -> dict[str, str]:
 
 def _next(example: str | None, folder: Path) -> str:
     own = f"; for data of your own, copy {EXAMPLES / example} and change load_data in train.py" if example else ""
-    return f"atoll runs, or atoll export model.safetensors --dir {folder / STATE}{own}"
+    return f"atoll runs, or atoll export model.safetensors {quoted(folder)}{own}"

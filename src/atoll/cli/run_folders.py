@@ -6,14 +6,14 @@ runs/NAME-1/
     state/            the state directory
     workers/          a folder for each site
     server.log …      what each process printed
+    failure.txt       why it failed last, until it is started again
 """
 
 from __future__ import annotations
 
-import fcntl
 import json as jsons
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -24,8 +24,19 @@ import typer
 from blake3 import blake3
 from pydantic import SecretStr
 
-from atoll.cli.stored_status import RUNS, STATE, stored_status
-from atoll.cli.text import next_step, numbers
+from atoll.cli.stored_status import stored_status
+from atoll.cli.text import fitting, next_step, numbers, width_of_output
+from atoll.cli.which_run import (
+    RUNS,
+    STATE,
+    RunState,
+    is_in_use,
+    is_served,
+    noted_failure,
+    quoted,
+    run_folders,
+    state_of,
+)
 from atoll.config import FIELDS, GROUPS, Settings, default_of, toml_lines
 from atoll.config.run_file import moved
 from atoll.errors import AtollError, UsageError
@@ -133,18 +144,20 @@ class ListedRun:
 
     Attributes:
         run: name of the folder.
-        state: running, finished, stopped, failed, empty, damaged or unreadable.
+        state: its state, as `RunState` has it.
         round: rounds that have ended, of all.
-        metrics: those of the last round.
+        metrics: the sites' metrics of the last round that has some.
+        global_metrics: what `server.evaluate` returned for the last version that was evaluated.
         changed_at: when its journal was written last, as Unix time; None if there is none.
         folder: the folder.
-        detail: why it has failed, or cannot be read.
+        detail: why it has failed or was stopped, or cannot be read.
     """
 
     run: str
-    state: str
+    state: RunState
     round: str
     metrics: dict[str, float]
+    global_metrics: dict[str, float]
     changed_at: float | None
     folder: str
     detail: str = ""
@@ -157,35 +170,24 @@ def listed_run(folder: Path) -> ListedRun:
     try:
         status, at = stored_status(folder / STATE)
     except UsageError:
-        return ListedRun(folder.name, "running" if is_in_use(folder) else "empty", "-", {}, at, str(folder))
+        why = noted_failure(folder)
+        state: RunState = "running" if is_in_use(folder) else "failed" if why else "never started"
+        return ListedRun(folder.name, state, "-", {}, {}, at, str(folder), why)
     except AtollError as error:
-        state = "damaged" if error.code == "state_corrupt" else "unreadable"
-        return ListedRun(folder.name, state, "-", {}, at, str(folder), str(error))
+        return ListedRun(folder.name, "damaged", "-", {}, {}, at, str(folder), str(error))
     with suppress(OSError):
         at = max(each.stat().st_mtime for each in (folder / STATE).glob("journal.sqlite*"))
-    state = "failed" if status.failed else "finished" if status.finished else "stopped"
-    if is_in_use(folder) and not status.finished:
-        state = "running"
-    last = status.history[-1] if status.history else None
-    done = f"{last.round if last else 0} of {status.rounds or '∞'}"
-    return ListedRun(folder.name, state, done, last.metrics if last else {}, at, str(folder), status.failed)
-
-
-def is_in_use(folder: Path) -> bool:
-    """Return whether an `atoll run` has locked the folder."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(fd)
-    return False
+    last = status.history[-1].round if status.history else 0
+    return ListedRun(
+        folder.name,
+        state_of(status, is_served=is_served(folder / STATE)),
+        f"{last} of {status.rounds or '∞'}",
+        next((each.metrics for each in reversed(status.history) if each.metrics), {}),
+        next((each.global_metrics for each in reversed(status.history) if each.global_metrics), {}),
+        at,
+        str(folder),
+        status.failed or status.stopped,
+    )
 
 
 def command(
@@ -193,28 +195,21 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print the runs as JSON.")] = False,
 ) -> None:
     """List the runs of `atoll run`: state, round, metrics, when and where."""
-    found = sorted((each for each in folder.glob("*") if each.is_dir()), key=lambda each: each.stat().st_mtime)
-    runs = [listed_run(each) for each in found]
+    runs = [listed_run(each) for each in run_folders(folder)]
     if json:
         print(jsons.dumps([asdict(each) for each in runs], indent=2))
     elif not runs:
-        print(f"no runs in {folder}")
+        print(f"no runs in {visible(str(folder))}")
     else:
-        for line in _lines(runs):
-            print(line)
-    going_on = next((each.folder for each in reversed(runs) if each.state == "stopped"), None)
-    show = f"atoll status --dir {runs[-1].folder}/{STATE}" if runs else "atoll run --example digits"
-    next_step(f"atoll run {going_on}" if going_on else show)
-
-
-def _lines(runs: Sequence[ListedRun]) -> Iterator[str]:
-    rows = [("run", "state", "round", "when", "folder", "metrics"), *map(_row, runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        rows = list(map(_row, runs))
+        print("\n".join(fitting(("run", "state", "round", "when", "metrics"), rows, width_of_output())))
+    going_on = next((each for each in reversed(runs) if each.state in ("interrupted", "failed")), None)
+    show = f"atoll status {quoted(Path(runs[-1].folder))}" if runs else "atoll run --example digits"
+    next_step(f"atoll run {quoted(Path(going_on.folder))}" if going_on else show)
 
 
 def _row(run: ListedRun) -> tuple[str, ...]:
     when = f"{datetime.fromtimestamp(run.changed_at):%Y-%m-%d %H:%M}" if run.changed_at else "-"
     detail = visible(" ".join(run.detail.split()))
-    return visible(run.run), run.state, run.round, when, visible(run.folder), detail or numbers(run.metrics) or "-"
+    shown = numbers(run.metrics | {f"global {name}": value for name, value in run.global_metrics.items()})
+    return visible(run.run), run.state, run.round, when, "; ".join(filter(None, [shown, detail])) or "-"

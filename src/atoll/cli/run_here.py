@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import time
 import webbrowser
 from contextlib import suppress
@@ -16,8 +15,9 @@ from urllib.parse import urlsplit
 from atoll.child_processes import Terminated
 from atoll.cli.run_folders import Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
-from atoll.cli.stored_status import STATE, admin_token, stored_status
+from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import duration, number_of, numbers
+from atoll.cli.which_run import STATE, note_failure, quoted
 from atoll.config import Settings
 from atoll.errors import AtollError, RunFailed, StateLocked
 from atoll.posix import FolderTaken, replace_file, take_folder
@@ -83,6 +83,11 @@ class RunHere(RunProcesses):
         shown: how it is shown.
         port: port of the server; 0: any free one.
         kills: whether to kill the server halfway, and to start it again.
+
+    Attributes:
+        view: shows the run.
+        named: the folder, for a command to copy.
+        next: what to do next, if it is not the usual; known at the end.
     """
 
     def __init__(self, chosen: Chosen, place: Place, shown: Shown, *, port: int = 0, kills: bool = False) -> None:
@@ -91,11 +96,14 @@ class RunHere(RunProcesses):
         if chosen.engine != "process":  # a simulated swarm computes the same bits, at a server
             own |= {"swarm.enabled": False, "swarm.aggregators": ()}
         settings = chosen.settings.changed(own)
-        goes_on = f"When it is mended: atoll run {shlex.quote(str(folder))}"
+        self.named, self.next = quoted(folder), ""
+        goes_on = f"When it is mended: atoll run {self.named}"
         super().__init__(folder, settings, chosen.sites, goes_on)
         self._chosen, self._place, self._shown, self._port, self._kills = chosen, place, shown, port, kills
         self.main = SERVER if chosen.engine == "process" else "simulation"
-        self.view = RunView(chosen.sites, self.ended, quiet=shown.quiet, verbose=shown.verbose, json=shown.json)
+        self.view = RunView(
+            chosen.sites, self.ended, self.named, quiet=shown.quiet, verbose=shown.verbose, json=shown.json
+        )
         self._address, self._begin_s, self.first_round_s = "", time.monotonic(), math.nan
         self._last: Status | None = None
 
@@ -135,11 +143,14 @@ class RunHere(RunProcesses):
         except FolderTaken as holder:
             raise StateLocked(
                 f"The run in {self.folder} is going on: {holder} has it.",
-                f"`atoll status --dir {self.folder / STATE}` shows it; --fresh begins another run beside it.",
+                f"`atoll status {self.named}` shows it; --fresh begins another run beside it.",
             ) from None
         try:
             with self.children, self.view:
                 self._run()
+        except AtollError as error:
+            note_failure(self.folder, error.message)
+            raise
         finally:
             lock.close()
 
@@ -150,7 +161,13 @@ class RunHere(RunProcesses):
         total = self.settings.rounds.total
         if earlier is not None and earlier.finished and earlier.version >= total:
             view.say(f"{earlier.described(self.folder)}; nothing was trained. Its model: {self.model}")
+            self.next = f"atoll run {self.named} --rounds N trains further, with N above {earlier.version}"
             return
+        if earlier is not None and earlier.finished and stored_status(self.settings.disk.state_dir)[0].stopping:
+            view.say(f"The run in {self.folder} was stopped by its admin; nothing was trained. Its model: {self.model}")
+            self.next = f"to train further: atoll resume {self.named}, and then atoll run {self.named}"
+            return
+        note_failure(self.folder, "")
         try:
             self._start()
             self._watch()
@@ -162,13 +179,17 @@ class RunHere(RunProcesses):
             version = self._last.version if self._last is not None else 0
             with suppress(AtollError):  # a round may have ended since the last look
                 version = stored_status(self.folder / STATE)[0].version
-            view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.folder}")
+            view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.named}")
             raise
         view.is_over = True
+        self._last = self._asked() or self._last  # rounds may have ended since the last look
         self.look()
         metrics = numbers(self._last.history[-1].metrics) if self._last and self._last.history else ""
         seconds = duration(time.monotonic() - self._begin_s)
-        view.say("; ".join(filter(None, [f"finished after {seconds}", metrics, self._told_model()])))
+        how = self._last.stopped if self._last and self._last.stopped else "finished"
+        view.say("; ".join(filter(None, [f"{how} after {seconds}", metrics, self._told_model()])))
+        if self._last and self._last.stopping:
+            self.next = f"to train further: atoll resume {self.named}, and then atoll run {self.named}"
 
     def _told_model(self) -> str:
         return f"{self.model} ({model_digest(self.model)[:DIGEST_CHARS]})" if self.model.exists() else ""
@@ -189,7 +210,10 @@ class RunHere(RunProcesses):
         self._variables = {"PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
         count = number_of(len(chosen.sites), "site")
         if self.main == SERVER:
-            view.begin_phase(f"{self.folder}: starting a server and {count}; they import PyTorch, which takes seconds")
+            view.begin_phase(
+                f"{self.folder}: starting a server and {count}; they import PyTorch, which takes seconds",
+                "still starting",
+            )
             (self.folder / ADDRESS).unlink(missing_ok=True)
             self._serve(self._port)
             self._spawn_sites()
@@ -198,7 +222,8 @@ class RunHere(RunProcesses):
                 self._open_page()
         else:
             view.begin_phase(
-                f"{self.folder}: starting a simulation of {count}; it imports PyTorch, which takes seconds"
+                f"{self.folder}: starting a simulation of {count}; it imports PyTorch, which takes seconds",
+                "still starting",
             )
             self._spawn_simulation()
 
@@ -236,7 +261,7 @@ class RunHere(RunProcesses):
         """Wait until the server runs, and tell the sites its address."""
         self._address = self.wait_for_server().address
         replace_file(self.folder / ADDRESS, [self._address.encode()])
-        self.view.begin_phase(f"the server is ready at {self._address}; waiting for the sites")
+        self.view.begin_phase(f"the server is ready at {self._address}; waiting for the sites", "waiting for the sites")
 
     def _open_page(self) -> None:
         """Open the page of the run in a browser.
@@ -295,7 +320,8 @@ class RunHere(RunProcesses):
         server.wait()
         begin_s = time.monotonic()
         self.view.begin_phase(
-            f"killed the server (SIGKILL, process {server.pid}) at version {status.version}; restarting it"
+            f"killed the server (SIGKILL, process {server.pid}) at version {status.version}; restarting it",
+            "still restarting the server",
         )
         self._serve(urlsplit(self._address).port or 0)
         self._tell_address()

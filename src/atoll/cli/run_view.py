@@ -47,6 +47,7 @@ class RunView:
     Args:
         sites: the names of the sites.
         ended: site → how its process ended, as text; it grows.
+        named: the run, for a command to copy.
         quiet: show errors and warnings alone.
         verbose: show what the processes print, too.
         json: standard output is for the summary; lines go to standard error.
@@ -57,7 +58,7 @@ class RunView:
     """
 
     def __init__(
-        self, sites: Sequence[str], ended: Mapping[str, str], *, quiet: bool, verbose: bool, json: bool
+        self, sites: Sequence[str], ended: Mapping[str, str], named: str, *, quiet: bool, verbose: bool, json: bool
     ) -> None:
         log_lines(sys.stderr if json else None)
         logging.getLogger("atoll").setLevel(logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO)
@@ -66,6 +67,7 @@ class RunView:
         self._live: Live | None = None
         self._begin_s, self._due_s, self._pause_s, self._round = time.monotonic(), 0.0, SILENT_S, 0
         self._joined, self._warned = set[str](), set[str]()
+        self._named, self._version, self._paused, self._stopping = named, 0, False, False
         self._read: dict[Path, int] = {}
         self.phase, self.ended, self.is_over = "", ended, False
 
@@ -91,9 +93,9 @@ class RunView:
     def _spoke(self) -> None:
         self._due_s = time.monotonic() + self._pause_s
 
-    def begin_phase(self, text: str) -> None:
-        """Say what happens now, and repeat it while it takes longer."""
-        self.phase, self._begin_s, self._pause_s = text, time.monotonic(), SILENT_S
+    def begin_phase(self, text: str, still: str) -> None:
+        """Say what happens now; while it takes longer, say `still`, and how long it has taken."""
+        self.phase, self._begin_s, self._pause_s = still, time.monotonic(), SILENT_S
         self.say(text)
 
     def show(self, status: Status | None, where: str) -> None:
@@ -112,7 +114,7 @@ class RunView:
             waited_s = now_s - self._begin_s
             if waited_s > EARLY_S:
                 self._pause_s = min(2 * self._pause_s, LONGEST_S)
-            self.say(f"{self._sentence(status)} ({duration(waited_s)})")
+            self.say(self._sentence(status, duration(waited_s)))
 
     def show_logs(self, logs: Mapping[str, Path]) -> None:
         """With `verbose`, print the new lines of the processes' logs, each with the name of its process."""
@@ -133,7 +135,7 @@ class RunView:
 
     def skip_rounds(self, status: Status) -> None:
         """Leave out the rounds that a run has already, from an earlier start."""
-        self._round = status.history[-1].round if status.history else 0
+        self._round, self._version = _last_round(status), status.version
 
     # -- lines
 
@@ -148,6 +150,7 @@ class RunView:
                 self._warned.add(warning)
                 LOG.warning("%s", visible(warning))
                 self._spoke()
+        self._tell_control(status)
         for summary in status.history:
             if summary.fragment == 0 and summary.round > self._round:
                 self._round, self._begin_s, self._pause_s = summary.round, time.monotonic(), SILENT_S
@@ -156,17 +159,40 @@ class RunView:
                 left = f"; {time_left(status.left_s)}" if status.left_s is not None and not status.finished else ""
                 self.say(f"round {summary.round} of {status.rounds or '∞'}: {told}{left}")
 
-    def _sentence(self, status: Status | None) -> str:
-        """Return what the run waits for."""
+    def _tell_control(self, status: Status) -> None:
+        """Say what the admin has done with the run since the last look."""
+        if status.version < self._version:
+            self._round, self._begin_s = _last_round(status), time.monotonic()
+            self.say(f"the run went back to version {status.version}; it goes on with round {self._round + 1}")
+        self._version = status.version
+        if status.stopping and not self._stopping:
+            self.say("the admin has stopped the run: it ends with this round")
+        elif status.paused != self._paused and not status.stopping:
+            paused = f"the admin has paused the run; to go on: atoll resume {self._named}"
+            self._begin_s = time.monotonic()
+            self.say(paused if status.paused else "the admin lets the run go on")
+        self._paused, self._stopping = status.paused, status.stopping
+
+    def _sentence(self, status: Status | None, waited: str) -> str:
+        """Return what the run waits for, and for how long.
+
+        Args:
+            status: the status; None: there is none yet.
+            waited: for how long it has waited, as text.
+        """
         if status is None or not status.fragments:
-            return self.phase
+            return f"{self.phase} ({waited})"
         if status.finished:
-            return "the run is finished" if self.is_over else "the run is finished; its processes end"
+            return f"the run is finished{'' if self.is_over else f'; its processes end ({waited})'}"
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
-            return f"waiting for {_some(missing)}, which {'imports' if len(missing) == 1 else 'import'} the script"
+            imports = "imports" if len(missing) == 1 else "import"
+            return f"waiting for {_some(missing)}, which {imports} the script ({waited})"
+        if status.paused:
+            return f"the run is paused ({waited}); to go on: atoll resume {self._named}"
         fragment = status.fragments[0]
-        return f"round {self._round + 1} of {status.rounds or '∞'}: {awaited(fragment) or fragment.phase}"
+        text = f"round {self._round + 1} of {status.rounds or '∞'}: {awaited(fragment) or fragment.phase}"
+        return text if fragment.waiting_for else f"{text} ({waited})"  # each awaited site has its own time
 
     # -- the table
 
@@ -195,9 +221,9 @@ class RunView:
             grid.add_row(*cells)
         more = [Text(f"and {len(rows) - most} more sites", style="dim")] if len(rows) > most else []
         left = time_left(status.left_s) if status is not None else ""
-        line = "; ".join(filter(None, [self._sentence(status), left]))
         elapsed = duration(math.floor(time.monotonic() - self._begin_s))
-        return Group(grid, *more, Text(f"{visible(line)} ({elapsed})"), Text(where, style="dim"))
+        line = "; ".join(filter(None, [self._sentence(status, elapsed), left]))
+        return Group(grid, *more, Text(visible(line)), Text(where, style="dim"))
 
     def _rows(self, status: Status | None) -> list[tuple[str, ...]]:
         """Return the cells of all sites: those that have ended first, then those that are awaited."""
@@ -221,6 +247,10 @@ class RunView:
             size(nbytes),
             worker.error or numbers(last.metrics if last else worker.metrics),
         )
+
+
+def _last_round(status: Status) -> int:
+    return max((each.round for each in status.history if each.fragment == 0), default=0)
 
 
 def _some(sites: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.stored_status import admin_token, state_directory, stored_status
+from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import (
     against_data_parallel,
     aligned,
@@ -36,10 +36,20 @@ from atoll.cli.text import (
     time_left,
     workflow_lines,
 )
-from atoll.errors import AtollError, ServerUnreachable, UsageError
+from atoll.cli.which_run import (
+    RunArgument,
+    RunDir,
+    named_run,
+    newest_run,
+    quoted,
+    require_one,
+    run_folder,
+    start_command,
+    state_of,
+)
+from atoll.errors import AtollError, ServerUnreachable
 from atoll.format_text import visible
 from atoll.protocol import routes, status_messages
-from atoll.store.reader import has_run
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file
 
@@ -50,8 +60,6 @@ Fetch = Callable[[], status_messages.Status]
 """Asks a server for its status."""
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
-HERE = Path("atoll-run")
-"""The default state directory, in the current folder."""
 AWAY_S = 60.0
 """Seconds without an answer after which `--watch` ends: the server is taken for dead."""
 AWAY = f"Asking again every second, for at most {AWAY_S:g} s; Ctrl-C stops this."
@@ -61,6 +69,8 @@ LEAST_ROWS = 8
 
 
 def command(
+    run: RunArgument = None,
+    state_dir: RunDir = None,
     server: Annotated[
         str | None, typer.Option(help="Server address. Default: ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
@@ -73,68 +83,70 @@ def command(
             "--watch", help=f"Ask again every second, until the run has ended, or its server is away for {AWAY_S:g} s."
         ),
     ] = False,
-    state_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir",
-            help="Show the run of this state directory: from its server, or from its files if the server is down. "
-            "Without --dir and --server, atoll-run is used if no server answers at port 8512.",
-            show_default=False,
-        ),
-    ] = None,
     token_file: Annotated[
         Path | None,
         typer.Option(
             help="File with a token, such as a copy of the server's reader.token. Default: ATOLL_TOKEN, or the file of "
-            "ATOLL_TOKEN_FILE; with --dir, the admin's token in that directory.",
+            "ATOLL_TOKEN_FILE; for a RUN, the admin's token in its state directory.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
-    if state_dir is not None:
-        if server is not None or token_file is not None:
-            others = "--server and --token-file"
-            raise UsageError(f"--dir cannot be combined with {others}.", f"Leave out {others}.")
-        state_dir = state_directory(state_dir)
-        stored, token = stored_status(state_dir)[0], admin_token(state_dir)
-        if not watch or not stored.address or _asked_by(stored, token) is None:
-            _show_stored(state_dir, json=json)
-            if not json:
-                next_step(f"atoll export model.safetensors --dir {state_dir}")
-            return
-        address, fetch = stored.address, _asking(stored.address, token)
-    else:
-        address = server_address(server)
-        fetch = _asking(address, None if token_file is None else read_token_file(token_file))
+    """Show the workers and rounds of a run, and for which sites a round waits, how long and why.
+
+    If no server answers, the status is read from the state directory of RUN. Without RUN and --server, it is the run of
+    the server at port 8512 here; if none answers there, the newest run here.
+    """
+    require_one(run, state_dir, has_server=server is not None or token_file is not None)
+    if (found := named_run(run, state_dir)) is not None:
+        _show_run(found, json=json, watch=watch)
+        return
+    address = server_address(server)
+    fetch = _asking(address, None if token_file is None else read_token_file(token_file))
     try:
         status = fetch()
     except ServerUnreachable as error:
         named = server or os.environ.get("ATOLL_SERVER")
-        if watch and not error.is_other:
-            status = _ask_until_answered(fetch)
-        elif named or watch or not has_run(HERE):
+        if not (named or watch or error.is_other) and (newest := newest_run(error.message)):
+            _show_run(newest, json=json, watch=False)
+            return
+        if not watch or error.is_other:
             raise ServerUnreachable(
-                error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
+                error.message, f"{error.remedy} To see a run that is over, name it: atoll status RUN.".strip()
             ) from error
-        else:
-            print(f"atoll: {error.message} Showing the status stored in {HERE} instead.", file=sys.stderr)
-            _show_stored(HERE, json=json)
-            return
-    if sys.stdout.isatty() and not json:
-        _on_terminal(status, address, fetch if watch else None)
-        is_over = watch or status.finished or status.failed
-        next_step(f"atoll export model.safetensors --server {address}" if is_over else "atoll status --watch")
-        return
-    while True:
-        print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))
-        sys.stdout.flush()
-        if not watch or status.finished or status.failed:
-            return
-        time.sleep(WATCH_S)
         status = _ask_until_answered(fetch)
-        if not json:
-            print()
+    _show(status, address, fetch if watch else None, f" --server {address}", json=json)
+
+
+def _show_run(state_dir: Path, *, json: bool, watch: bool) -> None:
+    """Show a run by its state directory: from its server if that answers, else as it is stored."""
+    stored, token = stored_status(state_dir)[0], admin_token(state_dir)
+    if not watch or not stored.address or _asked_by(stored, token) is None:
+        _show_stored(state_dir, json=json)
+        return
+    fetch = _asking(stored.address, token)
+    _show(fetch(), stored.address, fetch, f" {quoted(run_folder(state_dir))}", json=json)
+
+
+def _show(status: status_messages.Status, address: str, fetch: Fetch | None, named: str, *, json: bool) -> None:
+    """Show the status of a server; with `fetch`, again and again until the run has ended."""
+    if sys.stdout.isatty() and not json:
+        _on_terminal(status, address, fetch)
+    else:
+        _print(status, address, json=json, is_line=fetch is not None)
+        while fetch is not None and not (status.finished or status.failed):
+            time.sleep(WATCH_S)
+            status = _ask_until_answered(fetch)
+            if not json:
+                print()
+            _print(status, address, json=json, is_line=True)
+    is_over = fetch is not None or status.finished or status.failed
+    next_step(f"atoll export model.safetensors{named}" if is_over else f"atoll status{named} --watch")
+
+
+def _print(status: status_messages.Status, address: str, *, json: bool, is_line: bool) -> None:
+    print(status.model_dump_json(indent=None if is_line else 2) if json else "\n".join(plain(status, address)))
+    sys.stdout.flush()
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
@@ -143,17 +155,22 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
     The server's address is read from the stored status, and the admin's token from the directory.
     """
     status, saved_at = stored_status(state_dir)
+    named = quoted(run_folder(state_dir))
     if (live := live_status(status, state_dir)) is not None:
         status, source = live, status.address
+        then = f"atoll status {named} --watch"
     else:
         when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}, {duration(max(0.0, time.time() - saved_at))} ago"
         source = f"{state_dir} (stored at {when}; no server answers)"
+        is_over = state_of(status, is_served=False) in ("finished", "stopped")
+        then = f"atoll export model.safetensors {named}" if is_over else start_command(state_dir)
         if not json:
             status = status.model_copy(update={"workers": list(map(_then, status.workers))})
     if sys.stdout.isatty() and not json:
         _on_terminal(status, source, None)
-        return
-    print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, source)))
+    else:
+        _print(status, source, json=json, is_line=False)
+    next_step(then)
 
 
 def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
@@ -351,8 +368,8 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """Return the lines about the run as a whole."""
-    marks = {"FAILED": status.failed, "FINISHED": status.finished, "STOPPING": status.stopping, "PAUSED": status.paused}
-    end = next((f", {mark}" for mark, is_set in marks.items() if is_set), "")
+    state = state_of(status, is_served=not status.stored)
+    end = f", {state.upper()}" if state != "running" else ""
     run = f"run {status.run[:8]}, epoch {status.epoch}{end}"
     if status.model_bytes and not status.algorithm:  # the saved status is missing
         lines = [f"{status.name} at {address}: model {size(status.model_bytes)}, {run}"]

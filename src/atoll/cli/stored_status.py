@@ -8,12 +8,14 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from atoll.cli.which_run import is_of_atoll_run, is_served, noted_failure, start_command
+from atoll.cli.which_run import state_directory as state_directory
 from atoll.errors import StoreError
 from atoll.protocol import routes, status_messages
 from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.store.caller_tokens import stored_tokens
 from atoll.store.journal_tables import MemberRow
-from atoll.store.reader import StateReader, has_run, open_state, saved_status
+from atoll.store.reader import StateReader, open_state, saved_status
 from atoll.tensors.schema import Schema
 from atoll.transport.tls import Token
 
@@ -30,19 +32,6 @@ def admin_token(state_dir: Path) -> Token | None:
     return None
 
 
-RUNS, STATE = Path("runs"), "state"
-"""Where `atoll run` puts runs, and the name of the state directory in the folder of each."""
-
-
-def state_directory(named: Path) -> Path:
-    """Return the state directory that a path or a name leads to; the path itself if it leads to none.
-
-    Args:
-        named: a state directory; the folder of a run of `atoll run`; or the name of one in the folder `runs`.
-    """
-    return next((each for each in (named, named / STATE, RUNS / named, RUNS / named / STATE) if has_run(each)), named)
-
-
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
     """Return the status that the server saved last, and when (Unix time).
 
@@ -54,12 +43,16 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
         StoreError: this user has no permission to read the directory.
         StateCorrupt: the journal is damaged. Its rows are checked only if the saved status cannot be read.
     """
+    served = is_served(state_dir)  # before the journal: a server that ends meanwhile has written it
     with open_state(state_dir) as state:
         last, saved_at = _last_status(state, state_dir)
         status = _status(state, last, max(0.0, time.time() - saved_at))
     when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}"
     status = status.model_copy(update={"stored": f"stored in {state_dir} at {when}"})
-    headline = headline_of(status, Trouble(stored=str(state_dir)), str(state_dir))
+    if not (served or status.finished or status.failed) and is_of_atoll_run(state_dir):
+        status = status.model_copy(update={"failed": noted_failure(state_dir.parent)})
+    trouble = Trouble(stored="" if served else str(state_dir), start=start_command(state_dir))
+    headline = headline_of(status, trouble, str(state_dir))
     return status.model_copy(update={"headline": headline}), saved_at
 
 
@@ -86,7 +79,8 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
     is_over = all(each.state == "done" for each in workflows) if workflows else ended
     controls = state.controls()
     idle = "paused" if controls.paused else "gathering"
-    finished = is_over or (last.finished and last.epoch == epoch)
+    is_resumed = last.stopping and not controls.stopping  # since it ended, and no server has served it since
+    finished = is_over or (last.finished and last.epoch == epoch and not is_resumed)
     before, heads, phases = {worker.site: worker for worker in last.workers}, state.heads(), state.round_states()
     history = [
         status_messages.RoundSummary.model_validate_json(each.summary_json)
@@ -97,6 +91,7 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
         update={
             "epoch": epoch,
             "finished": finished,
+            "stopped": last.stopped if finished else "",
             "failed": failed or last.failed,
             "paused": controls.paused,
             "stopping": controls.stopping,

@@ -7,7 +7,9 @@ import logging
 import logging.handlers
 import os
 import queue
+import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,6 +86,52 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows of a table as lines of text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+WIDE = 10_000
+"""Width of a table that no terminal shows: a program that reads it gets each row in one line."""
+FOLD_CHARS = 24
+"""Least width of a column whose texts are folded."""
+
+
+def width_of_output() -> int:
+    """Return the width of the terminal on standard output in characters; `WIDE` if it is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDE
+
+
+def fitting(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return a table as lines of text that fit into a width.
+
+    If its last column has too little room beside the others, it is folded; if it has none, each row becomes a block of
+    lines: its first cell, and below that one line a column.
+
+    Args:
+        titles: the titles of the columns.
+        rows: the cells.
+        width: the width in characters.
+    """
+    lines = aligned([titles, *rows])
+    if max(map(len, lines)) <= width:
+        return lines
+    heads = aligned([titles[:-1], *(row[:-1] for row in rows)])
+    begin = max(map(len, heads)) + 2
+    if width - begin >= FOLD_CHARS:
+        return [
+            f"{head if not number else '':{begin}}{part}".rstrip()
+            for head, cells in zip(heads, (titles, *rows), strict=True)
+            for number, part in enumerate(textwrap.wrap(cells[-1], width - begin) or [""])
+        ]
+    return [
+        line
+        for row in rows
+        for title, cell in zip(titles, row, strict=True)
+        for line in textwrap.wrap(
+            cell if title == titles[0] else f"{title}: {cell}",
+            max(width, FOLD_CHARS // 2),
+            initial_indent="" if title == titles[0] else "  ",
+            subsequent_indent="    ",
+        )
+    ]
 
 
 def staleness(counts: Mapping[str, int]) -> str:

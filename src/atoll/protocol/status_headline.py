@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from atoll.format_text import duration, number_of, visible
+from atoll.format_text import about, duration, number_of, visible
 from atoll.protocol.status_messages import FragmentStatus, Headline, RoundSummary, Status, WorkerStatus
 
 LATE = 2.0
@@ -31,11 +31,13 @@ class Trouble(NamedTuple):
         disk: why uploads are refused or a version cannot be written.
         sites: why too few sites take part for the round to close.
         stored: state directory, if no server answers and the status is the stored one.
+        start: the command that starts the run again, if it is not `atoll server`.
     """
 
     disk: str = ""
     sites: str = ""
     stored: str = ""
+    start: str = ""
 
 
 NO_TROUBLE = Trouble()
@@ -50,14 +52,16 @@ def headline_of(status: Status, trouble: Trouble = NO_TROUBLE, state_dir: str = 
         state_dir: the run's state directory, for commands; empty if there is none.
     """
     folder = f" --dir {shlex.quote(state_dir)}" if state_dir else ""
-    again = f"atoll server run.toml{folder}"
+    again = trouble.start or f"atoll server run.toml{folder}"
     if status.failed:
         return _act(f"The run has failed: {_short(status.failed)}", again)
     if status.finished:
-        why = f" early, because {status.stopped}" if status.stopped else ""
         rounds = min((each.round for each in status.fragments), default=0)
         done = f" after {number_of(rounds, 'round')}" if rounds and status.model_bytes else ""
-        return _calm(f"The run is finished{done}{why}.{_learns(status)}", f"atoll export model.safetensors{folder}")
+        text = f"The run is finished{done}."
+        if status.stopped:
+            text = f"After{done[6:]}, the run was {status.stopped}." if done else f"The run was {status.stopped}."
+        return _calm(f"{text}{_learns(status)}", f"atoll export model.safetensors{folder}")
     if trouble.stored:
         at = f" in round {_slowest(status).round}" if status.fragments else ""
         return _act(
@@ -180,7 +184,7 @@ def usual_round_s(history: Sequence[RoundSummary]) -> float | None:
 
 def _end(status: Status) -> str:
     if status.left_s is not None:
-        return f" Done in about {duration(status.left_s)}."
+        return f" Done in {about(status.left_s)}."
     return "" if status.rounds else " The run has no last round: it trains until it is stopped."
 
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit.processes import run_commands
+from kit.processes import Outcome, run_commands
 from safetensors.torch import load_file
 
 import atoll
@@ -89,14 +90,17 @@ WRONG = [
     *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
     ("status --dir state", "There is no run in 'state'."),
     ("status --dir state --server http://127.0.0.1:1", "--dir cannot be combined with --server"),
-    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
+    ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Leave out one of them"),
     ("export x.safetensors --dir .", "There is no run in '.'"),
     ("evaluate --server http://127.0.0.1:9 --out .", "'.' is a folder, not a file. Give a file name: evaluation.md."),
     (f"export {256 * 'x'}.safetensors --dir state", "xxx.safetensors' has more than 255 bytes. Give a shorter one."),
     (f"new {256 * 'x'}", "xxx' has more than 255 bytes. Give a shorter one."),
     ("audit .", "There is no run in"),
-    ("audit", "No state directory is given. Name the directory: atoll audit STATE_DIR."),
-    ("audit a --dir b", "Both STATE_DIR and --dir are given."),
+    ("audit", "There is no run in 'atoll-run'."),
+    ("audit a --dir b", "Both RUN, 'a', and --dir are given."),
+    ("compare", "No run is named, and there is none in the folder runs."),
+    ("run runs/nope-1", "There is no run in 'runs/nope-1'."),
+    ("run --example digits --sites a,b,a", "--sites is 'a,b,a', which names a twice."),
     ("server --num-workers 3", "atoll server has no option --num-workers. Use --set rounds.sites=VALUE."),
     ("simulate run.toml --num-rounds 3", "Did you mean --rounds?"),
     ("server --sett rounds.total=1", "Did you mean --set? `atoll server --help` lists all options."),
@@ -305,3 +309,25 @@ def test_new_escapes_special_characters_in_a_run_name(atoll_command, tmp_path: P
     name = 'a"b\\c'
     atoll_command("new", name)
     assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("run --example d", ["digits"]),
+        ("run --engine s", ["simulate"]),
+        ("simulate --engine ", ["local", "ray"]),
+        ("logs tri", ["triage-2"]),
+        ("compare digits-1 tri", ["triage-2"]),
+        ("status runs/d", ["runs/digits-1/"]),
+    ],
+)
+def test_a_shell_completes_values(
+    words: str, completed: list[str], atoll_command: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Names of examples, engines and runs, and the folders of a path that is begun."""
+    for name in ("digits-1", "triage-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    given = f"atoll {words}"
+    asked = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": given, "COMP_CWORD": str(len(given.split(" ")) - 1)}
+    assert atoll_command(**asked).stdout.split() == completed

@@ -252,10 +252,10 @@ def test_a_damaged_version_is_never_exported(
 
 
 def test_an_export_without_a_server_suggests_the_state_directory(atoll_command) -> None:
-    """If no server answers, the error of `atoll export` suggests `--dir` with the state directory."""
+    """If no server answers, the error of `atoll export` suggests to name the run."""
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5
-    assert outcome.stderr.endswith("Without a server, use --dir STATE_DIRECTORY.\n")
+    assert outcome.stderr.endswith("Without a server, name the run: atoll export model.safetensors RUN.\n")
 
 
 def test_a_missing_version_leaves_the_old_file(nursery: Nursery, server, tmp_path) -> None:

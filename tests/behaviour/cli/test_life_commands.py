@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kit.processes import Outcome, command, running
 from kit.tls import write_certificate
 
 from atoll.store.reader import open_state
+from atoll.store.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def paused(nursery: Nursery, tmp_path: Path, ask: Callable[..., str]) -> Iterato
         said = ask("pause", "--dir", "state")
         assert said == (
             "the run is paused: no round begins; round 2 is under way, and 2 updates of it may still come. "
-            "To go on: atoll resume --dir state.\n"
+            "To go on: atoll resume state\n"
         )
         gate.open()
         wait_until(lambda: fragment_of(ask("status", "--dir", "state", "--json"))["version"] == 2, "version 2")
@@ -88,7 +90,7 @@ def test_a_run_is_paused_resumed_and_stopped(
     words = ("--server", server.url, "--token-file", "state/reader.token")
     assert refused("resume", *words).startswith("8 ")
     assert ask("resume", *words[:3], "state/admin.token") == (
-        f"the run goes on. To watch it: atoll status --server {server.url}.\n"
+        f"the run goes on. To watch it: atoll status --server {server.url} --watch\n"
     )
     answer = json.loads(ask("stop", "--dir", "state", "--json"))
     assert (answer["paused"], answer["stopping"]) == (False, True)
@@ -98,7 +100,7 @@ def test_a_run_is_paused_resumed_and_stopped(
     status = json.loads(ask("status", "--dir", "state", "--json"))
     assert status["finished"]
     assert status["stopped"] == "stopped by its admin"
-    assert "the run in state is finished" in refused("pause", "--dir", "state").lower()
+    assert "The run in state was stopped by its admin, so it cannot pause." in refused("pause", "state")
     lines = ask("logs", "state").splitlines()
     assert [each.partition("  ")[2] for each in lines if "admin" in each] == [
         "the admin has paused the run",
@@ -134,7 +136,7 @@ def test_following_ends_with_the_run(
         shown, _ = watching.communicate(timeout=60)
     assert following.returncode == watching.returncode == 0
     assert rest.splitlines()[-1].endswith("the run finished: stopped by its admin")
-    assert "FINISHED" in shown
+    assert "STOPPED" in shown
 
 
 @pytest.mark.slow
@@ -198,12 +200,92 @@ def test_a_stopped_run_is_resumed_without_its_server(halfway: Halfway, killed: P
         assert [row.version for row in state.heads()] == [3]
 
 
+NOW = "no server runs; the run"
+NEXT = "the next start of its server"
+START = "To start its server: atoll server run.toml --dir state"
+RESUME = "atoll resume state, and then atoll server run.toml --dir state"
+MORE = "To train further: raise rounds.total, and then atoll server run.toml --dir state"
+CELLS: dict[tuple[str, str], tuple[int, str]] = {
+    ("interrupted", "pause"): (0, f"{NOW} is paused from {NEXT} on. To go on: {RESUME}"),
+    ("interrupted", "resume"): (
+        0,
+        f"{NOW} was not paused; it goes on with {NEXT}. {START}",
+    ),
+    ("interrupted", "stop"): (
+        0,
+        f"{NOW} is finished after its present round, with {NEXT}.",
+    ),
+    ("interrupted", "rollback 0"): (
+        0,
+        f"{NOW} goes back to version 0 with {NEXT}. {START}",
+    ),
+    ("paused", "pause"): (0, f"{NOW} is paused already. To go on: {RESUME}"),
+    ("paused", "resume"): (0, f"{NOW} goes on with {NEXT}. {START}"),
+    ("paused", "rollback 0"): (
+        0,
+        f"{NOW} goes back to version 0 with {NEXT}. It is paused; to go on: {RESUME}",
+    ),
+    ("stopping", "pause"): (6, "The run in state is being stopped: its next start ends it, so it cannot pause."),
+    ("stopping", "resume"): (0, f"{NOW} goes on with {NEXT}. {START}"),
+    ("stopping", "stop"): (0, f"{NOW} is being stopped already: its next start ends it."),
+    ("stopping", "rollback 0"): (6, f"so it cannot go back. To train further: {RESUME}"),
+    ("stopped", "pause"): (
+        6,
+        f"was stopped by its admin, so it cannot pause. To train further: {RESUME}",
+    ),
+    ("stopped", "resume"): (0, f"{NOW} goes on with {NEXT}. {START}"),
+    ("stopped", "stop"): (0, f"{NOW} is stopped already. {START}"),
+    ("stopped", "rollback 0"): (6, "The run in state was stopped by its admin, so it cannot go back."),
+    ("finished", "pause"): (6, f"The run in state is finished, so it cannot pause. {MORE}"),
+    ("finished", "resume"): (6, f"The run in state is finished, so it cannot resume. {MORE}"),
+    ("finished", "stop"): (6, f"The run in state is finished, so it cannot be stopped. {MORE}"),
+    ("finished", "rollback 0"): (6, f"The run in state is finished, so it cannot go back. {MORE}"),
+    ("nowhere", "pause"): (2, "There is no run in 'state'. Give the run file's disk.state_dir."),
+    ("nowhere", "resume"): (2, "There is no run in 'state'."),
+    ("nowhere", "stop"): (2, "There is no run in 'state'."),
+    ("nowhere", "rollback 0"): (2, "There is no run in 'state'."),
+}
+"""State of a run without a server, command → exit code, and what the command says."""
+
+
+@pytest.mark.parametrize(("state", "words"), CELLS, ids=lambda each: str(each).replace(" ", "-"))
+def test_each_command_fits_the_runs_state(nursery: Nursery, killed: Path, state: str, words: str) -> None:
+    """What a command says and names next is possible in that state; a refused one changes nothing."""
+    if state == "nowhere":
+        (killed / "state").rename(killed / "elsewhere")
+    elif state != "interrupted":
+        mark(killed, state)
+    code, said = CELLS[state, words]
+    before = command(nursery, killed, "status", "state", "--json").stdout
+    outcome = command(nursery, killed, *words.split(), "state")
+    assert (outcome.returncode, said in outcome.stdout + outcome.stderr) == (code, True), outcome
+    if code == 6:
+        after = command(nursery, killed, "status", "state", "--json").stdout
+        assert [json.loads(each)["epoch"] for each in (before, after)] == [2, 2]
+
+
+def test_a_resumed_run_is_no_longer_over(killed: Path, ask: Callable[..., str]) -> None:
+    """After the resume of a stopped run, its stored status says that it goes on."""
+    mark(killed, "stopped")
+    assert "STOPPED" in ask("status", "state", folder=killed)
+    ask("resume", "state", folder=killed)
+    assert "INTERRUPTED" in ask("status", "state", folder=killed)
+
+
+def mark(folder: Path, state: str) -> None:
+    """Let the journal of a run say that it is in a state."""
+    with closing(Store(folder / "state")) as store:
+        store.run_log.control(paused=state == "paused", stopping=state in ("stopping", "stopped"))
+        if state in ("stopped", "finished"):
+            store.run_log.finish()
+
+
 def test_commands_say_what_they_need(refused: Callable[..., str]) -> None:
     assert "There is no run in 'nowhere'" in refused("pause", "--dir", "nowhere")
     assert "--dir cannot be combined" in refused("stop", "--dir", "state", "--server", "http://x")
     said = refused("stop", "--server", "http://127.0.0.1:9")
     assert said.startswith("5 ")
-    assert "give --dir with its state directory" in said
+    assert "name the run, or with --dir its state directory" in said
 
 
 # -- compare, doctor, completion
@@ -220,7 +302,7 @@ def test_compares_runs_as_a_table_and_a_plot(
     assert (killed / "both.png").read_bytes().startswith(b"\x89PNG")
     found = json.loads(ask("compare", "state", "--json", folder=killed))
     (run,) = found
-    assert (run["rounds"], run["version"], run["state"]) == (1, 1, "not over")
+    assert (run["rounds"], run["version"], run["state"]) == (1, 1, "interrupted")
     assert run["metrics"]["loss"]["points"] == [[1, 1.0]]
     assert "There is no run" in refused("compare", "nowhere", folder=killed)
 

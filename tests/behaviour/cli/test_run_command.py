@@ -397,13 +397,13 @@ def test_open_hands_the_token_over_in_a_file(atoll_command, small: Path) -> None
         (["run.toml", "--engine", "simulated"], "--engine is 'simulated'. Did you mean 'simulate'?"),
         (["run.toml", "--engine", "simulate", "--kill-server"], "need a server"),
         (["run.toml", "--sites", "many"], "--sites is 'many'. Give a number"),
-        (["run.toml", "--sites", "a,a"], "different names"),
+        (["run.toml", "--sites", "a,a"], "names a twice"),
         (["run.toml", "--sites", "0"], "--sites is '0'"),
         (["run.toml", "--set", "run.script=tain.py"], "tain.py"),
         (["run.toml", "--set", "algorithm.name=fedavgg"], "Did you mean 'fedavg'?"),
         (["run.toml", "--resume"], "There is no run runs/small-N to go on with."),
         (["run.toml", "--resume", "--fresh"], "Both --fresh and --resume are given."),
-        (["."], "'.' is not the folder of a run."),
+        (["."], "There is no run in '.'."),
     ],
     ids=lambda each: " ".join(each)[:30] if isinstance(each, list) else "",
 )
@@ -455,16 +455,13 @@ def test_runs_lists_living_dead_and_damaged(nursery, atoll_command, small: Path)
     assert found == {
         "small-1": ("finished", "4 of 4"),
         "small-8": ("damaged", "-"),
-        "small-9": ("empty", "-"),
-        "small-10": ("stopped", "1 of 3"),
+        "small-9": ("never started", "-"),
+        "small-10": ("interrupted", "1 of 3"),
         "small-11": ("running", "1 of 4"),
     }
     lines = atoll_command("runs").stdout.splitlines()
-    assert re.match(r"run +state +round +when +folder +metrics", lines[0])
-    assert any(
-        re.match(r"small-1 +finished +4 of 4 +20\d\d-\S+ \d\d:\d\d +runs/small-1 +share 0\.8333", each)
-        for each in lines
-    )
+    assert re.match(r"run +state +round +when +metrics", lines[0])
+    assert any(re.match(r"small-1 +finished +4 of 4 +20\d\d-\S+ \d\d:\d\d +share 0\.8333", each) for each in lines)
     living.kill()
 
 

@@ -12,8 +12,12 @@ from harness.processes import wait_until
 
 from atoll.cli import evaluate, server
 from atoll.cli import text as cli_text
-from atoll.cli.text import number_of, task_totals
+from atoll.cli.logs import line
+from atoll.cli.run_view import RunView
+from atoll.cli.text import fitting, number_of, task_totals, time_left
 from atoll.protocol import status_messages
+from atoll.protocol.run_events import VersionEvaluated
+from atoll.protocol.status_messages import FragmentStatus, RoundSummary, Status
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
 # -- reminders of late sites
@@ -218,3 +222,54 @@ def test_silence_is_filled_with_what_is_awaited(
             said = max(said, len(own()))
         assert said == 3
     assert not [each for each in threading.enumerate() if each.name == "atoll-awaited"]
+
+
+def test_a_table_fits_into_the_terminal() -> None:
+    """A last column with enough room is folded; with less, each row is a block of lines."""
+    titles, rows = ("run", "state", "metrics"), [("digits-1", "finished", "accuracy 0.9, loss 0.25, recall 0.75")]
+    wide = fitting(titles, rows, 80)
+    assert wide == ["run       state     metrics", "digits-1  finished  accuracy 0.9, loss 0.25, recall 0.75"]
+    assert fitting(titles, rows, 46)[1:] == [
+        "digits-1  finished  accuracy 0.9, loss 0.25,",
+        "                    recall 0.75",
+    ]
+    assert fitting(titles, rows, 40) == [
+        "digits-1",
+        "  state: finished",
+        "  metrics: accuracy 0.9, loss 0.25,",
+        "    recall 0.75",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, ""), (0.04, "less than 1 s left"), (1.0, "about 1.0 s left")])
+def test_no_time_left_is_told_as_zero(seconds: float | None, text: str) -> None:
+    assert time_left(seconds) == text
+
+
+def test_a_run_says_what_its_admin_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rollback, a pause and a stop each have a line in `atoll run`; rounds after a rollback are told again."""
+    view = RunView(["a"], {}, "runs/x-1", quiet=False, verbose=False, json=False)
+    ended = [
+        RoundSummary(fragment=0, round=each, version=each, metrics={}, counts={}, seconds=0, grad_norm=0, bytes_up=0)
+        for each in (1, 2)
+    ]
+    head = FragmentStatus(fragment=0, version=2, phase="open", waiting_for=[], reason="")
+    status = Status(run="r", protocol=1, rounds=9, fragments=[head], history=ended)
+    back = {"fragments": [head.model_copy(update={"version": 1})], "history": ended[:1]}
+    for change in ({}, back, {"paused": True} | back, back, {}, {"stopping": True}):
+        view.show(status.model_copy(update=change), "")
+    said = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert [each.partition(":")[0] for each in said if each.startswith("round")] == [
+        *("round 1 of 9", "round 2 of 9", "round 2 of 9")
+    ]
+    assert [each for each in said if not each.startswith("round")] == [
+        "the run went back to version 1; it goes on with round 2",
+        "the admin has paused the run; to go on: atoll resume runs/x-1",
+        "the admin lets the run go on",
+        "the admin has stopped the run: it ends with this round",
+    ]
+
+
+def test_logs_name_the_values_of_an_evaluated_version() -> None:
+    event = VersionEvaluated(number=1, at="", fragment=0, round=3, version=3, metrics={"accuracy": 0.5}, seconds=2.0)
+    assert line(event) == "version 3 is evaluated: accuracy 0.5, 2.0 s"

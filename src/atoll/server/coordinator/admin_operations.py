@@ -13,6 +13,9 @@ from atoll.server.coordinator.run_core import RunCore
 
 LOG = logging.getLogger("atoll.server")
 
+RESUME = "To train further, wait until its server has ended; then `atoll resume`, and start it again."
+STOPS = f"It ends with the present round. {RESUME}"
+
 
 class AdminOperations:
     """Carries out the operations of `protocol/openapi.py` that only the admin may use. Each may be repeated.
@@ -35,7 +38,7 @@ class AdminOperations:
         what = "pause" if message.paused else "resume"
         self._require_rounds(what)
         if self._run.state.stopping:
-            raise Conflict(f"The run is being stopped, so it cannot {what}.", "It ends with the present round.")
+            raise Conflict(f"The run is being stopped, so it cannot {what}.", STOPS)
         was = self._run.state.paused
         self._record(events.RunPaused() if message.paused else events.RunResumed())
         if not message.paused:
@@ -48,6 +51,8 @@ class AdminOperations:
         Raises:
             Conflict: the run has ended, or it has no rounds.
         """
+        if self._run.state.finished and self._run.state.stopping:
+            return self._reply("the run is stopped already")
         self._require_rounds("stop")
         self._record(events.RunStopped(now=message.now))
         if self._run.state.finished:
@@ -78,9 +83,8 @@ class AdminOperations:
             else ""
         )
         if why:
-            remedy = (
-                "Stop the server, run `atoll rollback` with --dir, and start it again." if run.has_workflows else ""
-            )
+            remedy = "Stop the server, run `atoll rollback` for its directory, and start it again."
+            remedy = STOPS if run.state.stopping else remedy if run.has_workflows else ""
             raise Conflict(f"The run {why}, so it cannot go back while it runs.", remedy)
         if all(round_.head == version for round_ in run.state.rounds):
             return self._reply(f"version {version} is the newest already")
@@ -102,8 +106,11 @@ class AdminOperations:
         if not self._tasks.trains:
             ended = "over" if self._tasks.rounds == "over" else "none"
             raise Conflict(f"The run cannot {what}: its rounds are {ended}.", "Only rounds can be controlled.")
+        if self._run.state.finished and self._run.state.stopping:
+            raise Conflict(f"The run was stopped by its admin, so it cannot {what}.", RESUME)
         if self._run.state.finished:
-            raise Conflict(f"The run has ended, so it cannot {what}.", "To train further, raise rounds.total.")
+            more = "To train further, wait until its server has ended; then raise rounds.total, and start it again."
+            raise Conflict(f"The run is finished, so it cannot {what}.", more)
 
     def _under_way(self) -> str:
         """Return a text about the rounds under way: "; round 4 is open, and …"; empty if there is none."""

@@ -94,7 +94,7 @@ class Coordinator:
             self._last_write = run.spawn(self._written_after(resumed[1], resumed[0], ""))
         if run.state.finished:
             if not run.has_workflows:
-                how = "run `atoll resume` with --dir" if run.state.stopping else "raise rounds.total"
+                how = "run `atoll resume`" if run.state.stopping else "raise rounds.total"
                 LOG.info("this run has ended. To train further, %s; for a new run, use another folder", how)
             if snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
                 run.spawn(self._finish())
