@@ -91,7 +91,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 WIDE = 10_000
 """Width of a table that no terminal shows: a program that reads it gets each row in one line."""
 FOLD_CHARS = 24
-"""Least width of a column whose texts are folded."""
+"""Least width of a column with folded texts."""
 
 
 def width_of_output() -> int:

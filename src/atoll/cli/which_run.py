@@ -36,7 +36,7 @@ FAILURE = "failure.txt"
 """Name of the file in the folder of an `atoll run` that says why it failed, until it is started again."""
 FAILURE_CHARS = 2000
 MOST_NEAR = 3
-"""Number of runs that a message names whose names are like a wrong one."""
+"""Number of runs with names like a wrong one that a message names."""
 
 RunState = Literal[
     "never started", "running", "paused", "stopping", "finished", "stopped", "failed", "interrupted", "damaged"
@@ -173,7 +173,7 @@ def named_run(run: Path | None, directory: Path | None = None) -> Path | None:
 
 
 def no_such_run(named: Path) -> UsageError:
-    """Return the error for a name that leads to no run. It names what was begun there, or runs with like names."""
+    """Return the error for a name that leads to no run. It tells of the start that failed, or names near runs."""
     for folder in _places(named):
         if (folder / FILE).exists():
             why = noted_failure(folder)

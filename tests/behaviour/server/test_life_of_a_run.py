@@ -132,7 +132,7 @@ def test_a_stopped_run_finishes_after_the_round(tmp_path: Path) -> None:
         for name in "ab":
             world.submit(name, 1.0)
         world.wait(2)
-        with pytest.raises(Conflict, match="The run has ended, so it cannot pause"):
+        with pytest.raises(Conflict, match="The run was stopped by its admin, so it cannot pause"):
             pause(world)
         assert torch.equal(world.finish()["w"], torch.full((4,), 2.0))
         assert (world.status.stopped, world.version) == ("stopped by its admin", 2)
