@@ -173,6 +173,7 @@ PLACES = ("north", "of-the-university-of-bonn-radiology")
 HOSPITALS = [f"hospital-{place}-{number}" for place in PLACES for number in "012"]
 
 
+@pytest.mark.covers("P9")
 @pytest.mark.parametrize("width", [20, 40, 80, 240])
 def test_names_of_sites_are_never_cut(width: int) -> None:
     """Nor are numbers and names of models: a table that does not fit is turned, and then divided into lines."""
