@@ -132,15 +132,15 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1561,
+    ".": 1566,
     "aggregation": 1339,
     "algorithms": 1924,
     "blobs": 466,
-    "cli": 3539,
+    "cli": 3628,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
-    "config": 1584,
+    "config": 1609,
     "data": 512,
     "filters": 286,
     "integrations": 1025,
@@ -158,7 +158,7 @@ LINES: dict[str, int] = {
     "store": 3655,
     "tensors": 2237,
     "testing": 479,
-    "trackers": 296,
+    "trackers": 319,
     "transport": 2958,
     "worker": 255,
     "worker/exchange": 2408,

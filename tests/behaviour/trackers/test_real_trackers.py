@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.peers import Peer
+from kit.peers import Connection, Peer, Request
 from kit.world import World
 from tracked import Points, of_mlflow, of_tensorboard, of_trackio, of_wandb, runs_of_mlflow
 
@@ -154,7 +154,12 @@ def test_a_collector_that_goes_away_is_said_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)  # as in a program without one
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    collector = Peer.answering(lambda connection, request: connection.answer(200, b""))
+
+    def take(connection: Connection, request: Request) -> None:
+        connection.body(request)
+        connection.answer(200)
+
+    collector = Peer.answering(take)
     chosen = {"opentelemetry": {"endpoint": f"{collector.url}/v1/traces"}}
     with World(tmp_path, START, "a", rounds=1000, **{"server.trackers": chosen}) as world:
         with collector:
