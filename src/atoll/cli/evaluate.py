@@ -194,7 +194,7 @@ def lines_of(evaluation: Evaluation, width: int) -> list[str]:
 
     Each table has a row a model; where that is too wide, a row a site, and else a block of lines a site.
     """
-    lines = []
+    lines = list[str]()
     for metric in evaluation.metrics:
         rows = [[visible(cell) for cell in row] for row in evaluation.rows(metric)]
         turned = [list(row) for row in zip(*rows, strict=True)]
