@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import logging
 import sys
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
-from atoll.cli.text import log_lines, next_step, number_of, require_file
+from atoll.cli.text import (
+    aligned,
+    fitting,
+    log_lines,
+    next_step,
+    number_of,
+    require_file,
+    telling_what_is_awaited,
+    width_of_output,
+)
 from atoll.config import Settings
 from atoll.config.workflow_settings import EVALUATES
-from atoll.errors import UsageError
+from atoll.errors import AtollError, UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes
 from atoll.protocol.task_messages import Evaluation, markdown, plain
 from atoll.store.reader import require_run
 from atoll.transport.http_client import ask, server_address
+
+if TYPE_CHECKING:
+    from atoll.server.serve import Server
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -122,53 +137,70 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
     require_run(settings.disk.state_dir)
     log_lines(sys.stderr)
     raise_on_sigterm()
+    started: list[Server] = []
+    LOG.info("starting the evaluation of %s; loading PyTorch takes a few seconds", settings.run.name)
+    try:
+        with telling_what_is_awaited(lambda: _awaited(started)):
+            return _serve(settings, arguments, started)
+    except (KeyboardInterrupt, Terminated):
+        LOG.info("the evaluation was stopped; the run and its models are unchanged")
+        raise
+    finally:
+        for server in started:
+            server.stop()
+
+
+def _serve(settings: Settings, arguments: dict[str, Any], started: list[Server]) -> Evaluation:
     from atoll.server.serve import Server
     from atoll.server.tasks.cross_site_evaluation import is_file
 
     server = Server(settings=settings, evaluation=arguments)
-    try:
-        server.start()
-        LOG.info("on each site, start a script that calls worker.evaluates(function)")
-        for name in arguments.get("versions", ()):
-            if isinstance(name, str) and is_file(name) and not Path(name).is_file():
-                LOG.warning("the model file %s is not in %s: put it there before the sites join", name, Path.cwd())
-        LOG.info("waiting for %s; to change the number: --set rounds.sites=N", number_of(settings.rounds.sites, "site"))
-        server.run()
-        assert server.evaluation is not None
-        return server.evaluation
-    except Terminated:
-        LOG.info("the evaluation was stopped; the run and its models are unchanged")
-        raise
-    finally:
-        server.stop()
+    started.append(server)
+    server.start()
+    LOG.info("on each site, start a script that calls worker.evaluates(function)")
+    for name in arguments.get("versions", ()):
+        if isinstance(name, str) and is_file(name) and not Path(name).is_file():
+            LOG.warning("the model file %s is not in %s: put it there before the sites join", name, Path.cwd())
+    LOG.info("waiting for %s; to change the number: --set rounds.sites=N", number_of(settings.rounds.sites, "site"))
+    server.run()
+    assert server.evaluation is not None
+    return server.evaluation
+
+
+def _awaited(started: Sequence[Server]) -> str:
+    """Return what the evaluation waits for."""
+    with suppress(AtollError):  # it has no status yet, or no more
+        for server in started:
+            status = server.status()
+            if status.finished:
+                return "the evaluation is over; its sites end"
+            return next((each.detail for each in status.workflows if each.detail), "the evaluation begins")
+    return "the server starts" if started else "PyTorch is loaded"
 
 
 def show(evaluation: Evaluation, *, as_json: bool) -> None:
     """Print the results of an evaluation: as JSON if `as_json`, as tables on a terminal, else as lines of text."""
     if as_json:
         print(evaluation.model_dump_json(indent=2))
-    elif sys.stdout.isatty():
-        _tables(evaluation)
     else:
-        print("\n".join(map(visible, plain(evaluation))) or "no site has sent results yet")
+        lines = lines_of(evaluation, width_of_output()) if sys.stdout.isatty() else plain(evaluation)
+        print("\n".join(map(visible, lines)) or "no site has sent results yet")
     if not as_json:
         next_step("atoll export OUT.safetensors --version N, for the version that you choose")
 
 
-def _tables(evaluation: Evaluation) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def lines_of(evaluation: Evaluation, width: int) -> list[str]:
+    """Return the results as lines of text that fit into a width. No name and no number is cut.
 
-    console = Console()
+    Each table has a row a model; where that is too wide, a row a site, and else a block of lines a site.
+    """
+    lines = list[str]()
     for metric in evaluation.metrics:
-        head, *rows = evaluation.rows(metric)
-        table = Table()
-        for column, name in enumerate(head):
-            table.add_column(Text(visible(name)), justify="right" if column else "left")
-        for row in rows:
-            table.add_row(*(Text(visible(cell)) for cell in row))
-        console.print(Text(f"{visible(metric)} (rows: models, columns: sites)", style="bold"))
-        console.print(table)
-    for line in evaluation.empty():
-        console.print(Text(visible(f"empty: {line}"), style="yellow"))
+        rows = [[visible(cell) for cell in row] for row in evaluation.rows(metric)]
+        turned = [list(row) for row in zip(*rows, strict=True)]
+        turned[0][0] = "site"
+        how, table = "rows: models, columns: sites", aligned(rows)
+        if max(map(len, table)) > width:
+            how, table = "rows: sites, columns: models", fitting(turned[0], turned[1:], width)
+        lines += [*textwrap.wrap(f"{visible(metric)} ({how})", width), *table, ""]
+    return lines + [part for line in evaluation.empty() for part in textwrap.wrap(visible(f"empty: {line}"), width)]

@@ -11,7 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atoll.cli.text import awaited, duration, log_lines, number_of, numbers, size, time_left
+from atoll.cli.text import (
+    EARLY_S,
+    LONGEST_S,
+    SILENT_S,
+    awaited,
+    duration,
+    log_lines,
+    number_of,
+    numbers,
+    size,
+    time_left,
+)
 from atoll.format_text import visible
 from atoll.protocol.status_messages import Status, WorkerStatus
 
@@ -21,11 +32,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("atoll.cli")
 
-SILENT_S = 1.5
-"""Seconds without a line after which a line says what is awaited. Later pauses double, up to `LONGEST_S`."""
-EARLY_S = 30.0
-"""Seconds of one wait in which the pauses do not double: a person may be watching the start."""
-LONGEST_S = 60.0
 NARROW = 60
 """Columns of a terminal below which the table shows fewer columns."""
 MANY = 20

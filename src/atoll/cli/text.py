@@ -11,7 +11,8 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import LOG_JSON, JsonLines, VisibleLines, json_line
+from atoll.format_text import LOG_JSON, JsonLines, VisibleLines, json_line, listed
 from atoll.format_text import duration as duration
 from atoll.format_text import logs_json as logs_json
 from atoll.format_text import number_of as number_of
@@ -42,7 +43,11 @@ MOST_LINES = 1000
 """Largest number of log lines that wait for standard output; further lines are dropped."""
 UNREAD_S = 2.0
 """Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
-
+SILENT_S = 1.5
+"""Seconds without a line after which a line says what is awaited. Later pauses double, up to `LONGEST_S`."""
+EARLY_S = 30.0
+"""Seconds of one wait in which the pauses do not double: a person may be watching the start."""
+LONGEST_S = 60.0
 
 MOST_NAMED = 20
 """Largest number of sites that a line names."""
@@ -173,9 +178,9 @@ def task_line(task: status_messages.TaskStatus) -> str:
     """Return one line about a task: its sites, its answers, and which sites have not answered."""
     count = sum(task.answers.values())
     ways = f" ({_ways(task.answers)})" if task.answers else ""
-    waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
+    waits = f"; {'waiting for' if task.open else 'none from'} {listed(task.missing)}" if task.missing else ""
     return (
-        f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {', '.join(task.sites)}; "
+        f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {listed(task.sites)}; "
         f"{count} of {number_of(len(task.sites), 'answer')}{ways}{waits}, {duration(task.seconds)}"
     )
 
@@ -275,6 +280,54 @@ def log_lines(stream: TextIO | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _LastLine(logging.Handler):
+    """A log handler that notes when the last line came."""
+
+    at_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.at_s = time.monotonic()
+
+
+@contextmanager
+def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
+    """Within the block, log what is awaited, and for how long, after each `SILENT_S` seconds without a line.
+
+    Call this after `log_lines`.
+
+    Args:
+        what: returns what is awaited. A thread calls it.
+    """
+    ended, last, logger = threading.Event(), _LastLine(), logging.getLogger("atoll")
+
+    def follow() -> None:
+        text, begin_s, own_s, pause_s = "", 0.0, 0.0, SILENT_S
+        while not ended.wait(SILENT_S / 10):
+            now_s = time.monotonic()
+            if last.at_s != own_s:  # another line
+                pause_s = SILENT_S
+            if now_s - last.at_s < pause_s:
+                continue
+            if (new := what()) != text:
+                text, begin_s, pause_s = new, last.at_s, SILENT_S
+            elif now_s - begin_s > EARLY_S:
+                pause_s = min(2 * pause_s, LONGEST_S)
+            if not ended.is_set():
+                logging.getLogger("atoll.cli").info("%s (%s)", text, duration(now_s - begin_s))
+            own_s = last.at_s
+
+    thread = threading.Thread(target=follow, name="atoll-awaited", daemon=True)
+    last.at_s = time.monotonic()
+    logger.addHandler(last)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(UNREAD_S)
+        logger.removeHandler(last)
 
 
 def log_json(wanted: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, JsonValue
 
-from atoll.format_text import number_of, numbers, of_fragment, size
+from atoll.format_text import listed, number_of, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Estimate, Many, Message, Report, Shown, Steps, Table
 
 KEPT = "status.json"
@@ -149,18 +149,18 @@ class RoundSummary(Message):
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
         of = of_fragment(self.fragment if has_fragments else None)
         if self.version is None:
-            return f"round {self.round}{of}: no version, because all sites sat out ({', '.join(self.sat_out)})"
+            return f"round {self.round}{of}: no version, because all sites sat out ({listed(self.sat_out)})"
         updates = number_of(len(self.sites), "update")
         is_partial = len(self.sites) + len(self.sat_out) < self.expected
         instead = f" instead of {self.expected}" if is_partial else ""
-        sat_out = f"; {', '.join(self.sat_out)} sat out" if self.sat_out else ""
+        sat_out = f"; {listed(self.sat_out)} sat out" if self.sat_out else ""
         lags = [each.staleness for each in self.sites]
-        behind = f", {', '.join(map(str, lags))} behind" if any(lags) else ""
+        behind = f", up to {max(lags)} behind" if any(lags) else ""
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
         told += f"; evaluated: {numbers(self.global_metrics)}" if self.global_metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
-            f"({', '.join(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
+            f"({listed(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
             f"aggregated in {self.seconds:.2f} s{told}"
         )
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit.processes import run_commands
+from kit.processes import Outcome, run_commands
 from safetensors.torch import load_file
 
 import atoll
@@ -190,7 +191,7 @@ def test_new_files_run_by_the_printed_commands(
     folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
     serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
     server = run_commands(nursery, folder, [*serve, "--rounds=3", *flags], work)
-    assert "round 3: version 3 from 2 updates (a, b)" in server.output()
+    assert "round 3: version 3 from 2 updates (a and b)" in server.output()
     assert "finished at version 3" in server.output()
     rows = history(folder / "atoll-run")
     assert [(row["version"], [each["site"] for each in row["sites"]]) for row in rows] == [
@@ -310,3 +311,25 @@ def test_new_escapes_special_characters_in_a_run_name(atoll_command, tmp_path: P
     name = 'a"b\\c'
     atoll_command("new", name)
     assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("run --example d", ["digits"]),
+        ("run --engine s", ["simulate"]),
+        ("simulate --engine ", ["local", "ray"]),
+        ("logs tri", ["triage-2"]),
+        ("compare digits-1 tri", ["triage-2"]),
+        ("status runs/d", ["runs/digits-1/"]),
+    ],
+)
+def test_a_shell_completes_values(
+    words: str, completed: list[str], atoll_command: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Names of examples, engines and runs, and the folders of a path that is begun."""
+    for name in ("digits-1", "triage-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    given = f"atoll {words}"
+    asked = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": given, "COMP_CWORD": str(len(given.split(" ")) - 1)}
+    assert atoll_command(**asked).stdout.split() == completed

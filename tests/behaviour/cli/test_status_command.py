@@ -27,6 +27,7 @@ from kit.wire import WireSite
 from torch import nn
 
 import atoll
+from atoll.protocol.status_messages import RoundSummary
 from atoll.testing.run import Status, together
 
 
@@ -66,7 +67,9 @@ def test_status_names_the_sites_that_a_round_waits_for(canned, atoll_command) ->
     assert "1.2 GB" in first
     assert "loss 2.25" in first
     assert second.endswith("no heartbeat for 120 s")
-    assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
+    assert (
+        lines[-1] == "round 2: version 2 from 2 updates (clinic-a and clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
+    )
     assert "\x1b" not in outcome.stdout
 
 
@@ -307,7 +310,7 @@ def test_an_async_run_shows_staleness(known, lines) -> None:
     assert "streaming: 1 fragment, tau 20, alpha 0.5" in shown
     assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in shown
     assert "4.50 (H 166)" in "\n".join(shown)
-    assert "from 2 updates (clinic-a, clinic-b, 0, 4 behind)," in shown[-1]
+    assert "from 2 updates (clinic-a and clinic-b, up to 4 behind)," in shown[-1]
 
 
 # -- without a server, or with one that is to be found
@@ -505,6 +508,25 @@ def test_the_live_table_shows_sites_that_need_attention(known) -> None:
     (rest,) = [line for line in lines if line.startswith("and ")]
     assert rest.strip() == f"and {500 - len(shown)} more: {500 - len(shown)} alive (atoll status --json has all)"
     assert any("s469 (3.0 s), and 20 more" in line for line in drawn(many, 1000, 30))
+
+
+def test_lines_about_many_sites_stay_short(lines, known) -> None:
+    """The lines of a round and of a task name three sites and count the others; `atoll logs` prints the same lines."""
+    names = [f"s{number:03}" for number in range(500)]
+    (done,) = known["history"][-1:]
+    site = done["sites"][0]
+    done |= {"sites": [site | {"site": name, "staleness": 0} for name in names], "expected": 500, "sat_out": []}
+    task = {"number": 1, "name": "train", "way": "inline", "sites": names, "answers": {}, "missing": names}
+    shown = lines(known | {"history": [done], "sent": [task | {"open": True, "seconds": 1.0}]})
+    assert "version 2 from 500 updates (s000, s001, s002 and 497 others), " in shown[-2]
+    assert shown[-1].endswith(
+        "to s000, s001, s002 and 497 others; 0 of 500 answers; waiting for s000, s001, s002 and 497 others, 1.0 s"
+    )
+    late = done | {"sites": [*done["sites"][:400], done["sites"][0] | {"site": "z", "staleness": 3}], "version": None}
+    assert "3 behind" in RoundSummary.model_validate(late | {"version": 2}).line()
+    nothing = done | {"version": None, "sites": [], "sat_out": names}
+    for summary in (late, nothing):
+        assert len(RoundSummary.model_validate(summary).line()) < 200
 
 
 def test_a_watch_gives_up_after_a_while(tmp_path, monkeypatch, capsys) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -439,6 +441,20 @@ def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tm
     exported = nursery.start("atoll", "export", "out.safetensors", "--dir", "state", cwd=tmp_path)
     assert exported.wait() == 0
     assert "version 4" in exported.output()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_evaluation_says_what_it_waits_for(nursery: Nursery, tmp_path: Path, number: int, code: int) -> None:
+    """From its first second on, also while PyTorch is loaded and while no site comes; a signal ends it with a line."""
+    trained(nursery, tmp_path, 1)
+    server = nursery.start("atoll", "evaluate", "run.toml", "--port=0", cwd=tmp_path)
+    wait_until(lambda: "waits for sites: 0 of 2 take part (" in server.output(), "the line about the sites", 60)
+    first, *lines = server.output().splitlines()
+    assert "starting the evaluation of " in first
+    assert any("waiting for 2 sites; " in line for line in lines)
+    os.kill(server.pid, number)
+    assert server.wait(30) == code, server.output()
+    assert server.output().splitlines()[-1].endswith("the evaluation was stopped; the run and its models are unchanged")
 
 
 def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:

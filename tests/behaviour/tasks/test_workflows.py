@@ -439,7 +439,7 @@ def test_each_task_shows_how_it_was_sent(nursery: Nursery, tmp_path: Path, caplo
     assert status.warnings == [warning]
     assert caplog.messages.count(warning) == 1
     assert "4 tasks sent: 1 streamed, 1 inline, 2 without tensors" in lines
-    assert lines[-3].startswith("task 2 validate: inline to a, b; 2 of 2 answers (1 failed, 1 without tensors), ")
+    assert lines[-3].startswith("task 2 validate: inline to a and b; 2 of 2 answers (1 failed, 1 without tensors), ")
     assert f"warning: {warning}" in lines
 
 

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from kit.admin import roll_back
+from kit.peers import Connection, Peer, Request
 from kit.world import World
 from tracked import Points, of_mlflow, of_tensorboard, of_trackio, of_wandb, runs_of_mlflow
+
+from atoll.testing.run import wait_until
 
 START = {"w": torch.zeros(2)}
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25)]
@@ -146,6 +149,37 @@ def test_mlflow_accepts_unusual_metric_names(tmp_path: Path, monkeypatch: pytest
         "_": [(1, 3.0)],
         "ok": [(1, 4.0)],
     }
+
+
+@needs("opentelemetry.exporter")
+def test_a_collector_that_goes_away_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry exports in a thread of its own: what it cannot deliver is said later, and the run goes on."""
+    from opentelemetry import trace
+
+    monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)  # as in a program without one
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+
+    def take(connection: Connection, request: Request) -> None:
+        connection.body(request)
+        connection.answer(200)
+
+    collector = Peer.answering(take)
+    chosen = {"opentelemetry": {"endpoint": f"{collector.url}/v1/traces"}}
+    with World(tmp_path, START, "a", rounds=1000, **{"server.trackers": chosen}) as world:
+        with collector:
+            world.rounds(1.0, 1)
+            wait_until(lambda: bool(collector.requests), "the spans of the first round")
+            assert not world.status.warnings
+        number = 1
+        while not world.status.warnings and number < 900:
+            number += 1
+            world.rounds(1.0, number)
+        (warning,) = world.status.warnings
+        assert "tracker opentelemetry failed, and may lack something from now on: OSError: " in warning
+        assert f"{collector.url}/v1/traces did not take " in warning
+        world.rounds(1.0, *range(number + 1, number + 20))
+    assert world.text.count("tracker opentelemetry failed") == 1
 
 
 def spans_of_this_process() -> Any:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll import Settings
 from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
-from atoll.config.run_file import OTHER_KEYS
+from atoll.config.run_file import OTHER_KEYS, WITHOUT_SETTING
 from atoll.config.settings import Async, Rounds
 from atoll.errors import ConfigError
 
@@ -326,6 +326,10 @@ FOREIGN = {
     "FedAdam": "fraction-train=rounds.sample_fraction min-train-nodes=rounds.min_sites server_address=network.host "
     "min-available-nodes=rounds.sites initial_parameters=model.source eta=algorithm.outer_optimizer "
     "proximal_mu=algorithm.mu clipping_norm=aggregation.max_update_norm",
+    "FedAvg of Flower": "on_evaluate_config_fn=rounds.config_function on_fit_config_fn=rounds.config_function "
+    "accept_failures=rounds.min_sites evaluate_fn=server.evaluate",
+    "ScatterAndGather": "quantization_type=aggregation.upload_codec early_stopping=rounds.early_stop_after "
+    "learn_task_timeout=rounds.deadline_s train_timeout=rounds.deadline_s",
     "flwr run": "num-server-rounds=rounds.total num-supernodes=rounds.sites root-certificates=network.tls_cert",
     "trackers": "report_to=server.trackers tracking_uri=server.trackers webhook_url=server.webhook",
 }
@@ -338,6 +342,39 @@ def test_other_frameworks_settings_suggest_atolls(tmp_path: Path, where: str) ->
     for pair in FOREIGN[where].split():
         name, meant = pair.split("=")
         assert f"Did you mean {meant}?" in refusal(tmp_path, f"{name} = 1\n").remedy, name
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("evaluate_metrics_aggregation_fn", "Atoll averages each metric"),
+        ("fit_metrics_aggregation_fn", "Atoll averages each metric"),
+        ("fraction_evaluate", "Atoll evaluates at all sites"),
+        ("min-evaluate-clients", "Atoll evaluates at all sites"),
+        ("client_resources", "atoll simulate --processes N"),
+        ("num_cpus", "atoll simulate --processes N"),
+        ("num_gpus", "atoll simulate --processes N"),
+        ("num_partitions", "atoll.data divides data"),
+        ("start_round", "goes on with the round that was open"),
+        ("allow_empty_global_weights", "model.source names it"),
+        ("task_check_period", "no period to ask in"),
+        ("submit_model_timeout", "evaluation_timeout_s"),
+        ("participating_clients", "workflow.steps: sites"),
+        ("shareable_generator_id", "sites send the difference"),
+        ("use_async_quorum", "the server decides when a round closes"),
+    ],
+)
+def test_settings_without_counterpart_get_a_sentence(tmp_path: Path, name: str, advice: str) -> None:
+    """It says what Atoll does in place of a setting of FLARE, Flower or torchft, and suggests no similar name."""
+    for text in (f"{name} = 1\n", f"{name} = {{a = 1}}\n", f"[rounds]\n{name} = 1\n"):
+        remedy = refusal(tmp_path, text).remedy
+        assert advice in remedy
+        assert "Did you mean" not in remedy
+
+
+def test_a_name_is_a_setting_or_has_a_sentence() -> None:
+    """No foreign name leads to both, and none of those with a sentence is a setting."""
+    assert not WITHOUT_SETTING.keys() & (OTHER_KEYS.keys() | FIELDS.keys())
 
 
 @pytest.mark.parametrize("name", ["lr", "learning-rate", "local_epochs", "batch_size"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
 
 import pytest
+from harness.processes import wait_until
 
 from atoll.cli import evaluate, server
+from atoll.cli import text as cli_text
 from atoll.cli.logs import line
 from atoll.cli.run_view import RunView
 from atoll.cli.text import fitting, number_of, task_totals, time_left
@@ -127,15 +131,15 @@ def test_an_evaluation_without_results_says_so(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.covers("P9")
-def test_a_terminal_shows_evaluations_as_rich_tables(
+def test_a_terminal_shows_evaluations_as_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a terminal, an evaluation is shown as a table of the library rich."""
+    """On a terminal, an evaluation is shown as a table that fits into its width."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "100")
     evaluate.show(evaluation(), as_json=False)
     shown = capsys.readouterr().out
-    assert "│ version 1 │" in shown
+    assert "version 1  not finite  —  —" in shown
     assert "loss (rows: models, columns: sites)" in shown
     assert "empty: b on every site: gone" in shown
 
@@ -161,6 +165,62 @@ def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) ->
 )
 def test_a_count_has_its_noun_in_singular_or_plural(count: int, what: str, said: str) -> None:
     assert number_of(count, what) == said
+
+
+PLACES = ("north", "of-the-university-of-bonn-radiology")
+HOSPITALS = [f"hospital-{place}-{number}" for place in PLACES for number in "012"]
+
+
+@pytest.mark.covers("P9")
+@pytest.mark.parametrize("width", [20, 40, 80, 240])
+def test_names_of_sites_are_never_cut(width: int) -> None:
+    """Nor are numbers and names of models: a table that does not fit is turned, and then divided into lines."""
+    cells = [Cell(model="version 12", site=name, metrics={"loss": 0.123456}, weight=8.0) for name in HOSPITALS]
+    lost = Cell(model="version 1", site=HOSPITALS[0], error="it left the run before it had evaluated the model")
+    models = [EvaluatedModel(name=f"version {number}", kind="version", means={"loss": 0.123456}) for number in (12, 1)]
+    found = Evaluation(run="r", name="r", finished=True, sites=HOSPITALS, models=models, cells=[*cells, lost])
+    lines = evaluate.lines_of(found, width)
+    assert max(map(len, lines)) <= width
+    table = [line.strip() for line in lines[: lines.index("")]]
+    text = "".join(table)
+    assert [text.count(name) for name in HOSPITALS] == [1] * len(HOSPITALS)
+    assert text.count("0.123456") == len(HOSPITALS) + 2  # the mean of each model, too
+    assert "…" not in "".join(lines)
+    if width == 240:
+        assert table[2].split()[:4] == ["version", "12", "0.123456", "0.123456"]
+    if width == 80:
+        assert f"{HOSPITALS[0]}  " in table[2]
+    assert "it left the run" in " ".join(lines)
+
+
+# -- what a command waits for
+
+
+def test_silence_is_filled_with_what_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a pause without lines, one says what is awaited and for how long; none comes between other lines."""
+    monkeypatch.setattr(cli_text, "SILENT_S", 0.1)
+    monkeypatch.setattr(cli_text, "EARLY_S", 0.0)
+    logger = logging.getLogger("atoll.cli")
+    monkeypatch.setattr(logging.getLogger("atoll"), "propagate", True)
+    caplog.set_level(logging.INFO, "atoll")
+
+    def own() -> list[str]:
+        return [line for line in caplog.messages if line.startswith("PyTorch")]
+
+    with cli_text.telling_what_is_awaited(lambda: "PyTorch is loaded"):
+        wait_until(lambda: len(own()) == 3, "three lines")
+        times = [record.created for record in caplog.records]
+        assert own()[0].startswith("PyTorch is loaded (0.")
+        assert times[2] - times[1] > 0.1  # the pauses double
+        begin_s, said = time.monotonic(), 0
+        while time.monotonic() - begin_s < 0.5:
+            threading.Event().wait(0.02)
+            logger.info("another line")
+            said = max(said, len(own()))
+        assert said == 3
+    assert not [each for each in threading.enumerate() if each.name == "atoll-awaited"]
 
 
 def test_a_table_fits_into_the_terminal() -> None:

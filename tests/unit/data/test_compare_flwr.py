@@ -4,7 +4,8 @@ Atoll draws from NumPy's frozen stream, `flwr-datasets` from a `Generator`. Here
 so that both draw the same numbers. Then the sites must have the same examples.
 
 `flwr-datasets` wants older versions of `rich` and `datasets` than the other packages of the tests, so it is not in the
-extra `test`. It works with the newer ones: pip install --no-deps flwr-datasets tqdm seaborn.
+extra `test`. It works with the newer ones, so `.ci/run` installs it alone: pip install --no-deps flwr-datasets tqdm
+seaborn.
 """
 
 from __future__ import annotations

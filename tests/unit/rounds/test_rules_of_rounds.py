@@ -10,8 +10,9 @@ import pytest
 from round_story import Story
 
 from atoll import Settings
+from atoll.format_text import listed
 from atoll.rounds import machine
-from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
 from atoll.rounds.events import (
     BestFound,
@@ -244,6 +245,7 @@ def test_a_policy_decides_by_accepted_and_missing_updates(policy, seen, now_s, d
 @pytest.mark.parametrize(
     ("names", "text"),
     [
+        ("", ""),
         ("a", "a"),
         ("ab", "a and b"),
         ("abc", "a, b and c"),

@@ -20,12 +20,11 @@ from statistics import mean, median
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import number_of, of_fragment, visible
+from atoll.format_text import listed, number_of, of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.protocol.status_headline import LATE, LEAST_LATE_S
 from atoll.registry import nearest
 from atoll.rounds import events
-from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
 from atoll.store.journal_tables import MemberRow, utc_text
 from atoll.tensors.reference import hash_of_secret, new_id
