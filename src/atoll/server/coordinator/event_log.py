@@ -48,7 +48,7 @@ class EventLog:
 
     def __init__(self, store: Store, after: int | None = None) -> None:
         self._store, self._rows = store, store.events
-        self.passed = newest_event(store.journal.rows) if after is None else after
+        self.passed = self._rows.newest if after is None else after
         query = run_events.EventQuery(after=self.passed)
         # written, but not yet passed to the subscribers: at first what recovery has written, such as `WentBack`
         self._told: list[run_events.Happened] = [*event_page(store.journal.rows, query).events]
