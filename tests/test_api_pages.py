@@ -20,16 +20,16 @@ def listed(page: Path) -> list[str]:
     return re.findall(r"^   (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_api_pages_are_those_of_the_code(tmp_path: Path) -> None:
-    """`make reference` writes them."""
+def test_api_pages_match_the_code(tmp_path: Path) -> None:
+    """The API pages in the docs are those that `make reference` would write now."""
     subprocess.run([sys.executable, ROOT / "tools" / "api_pages.py", "--out", tmp_path], check=True)
     assert sorted(path.name for path in API.glob("*.md")) == sorted(path.name for path in tmp_path.iterdir())
     for path in tmp_path.iterdir():
         assert path.read_text() == (API / path.name).read_text(), f"{path.name}: run make reference"
 
 
-def test_every_public_name_has_a_page() -> None:
-    """What `__all__` has at the top level, and one level down, is on a page."""
+def test_every_public_name_has_an_api_page() -> None:
+    """Every name in `__all__`, at the top level and one level down, has an entry on an API page."""
     assert set(listed(API / "atoll.md")) == set(atoll.__all__) - {"__version__"}
     for module in atoll._MODULES:
         pages = list(API.glob(f"atoll.{module}*.md"))
@@ -40,7 +40,7 @@ def test_every_public_name_has_a_page() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", tmp_path / "trees"]
     done = subprocess.run([*command, ROOT / "docs", tmp_path / "site"], capture_output=True, text=True)

@@ -132,33 +132,33 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1592,
+    ".": 1600,
     "aggregation": 1339,
     "algorithms": 2017,
     "blobs": 466,
-    "cli": 3676,
+    "cli": 3713,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
-    "config": 1607,
+    "config": 1632,
     "data": 512,
     "filters": 286,
     "integrations": 1027,
     "outer_optimizers": 429,
-    "protocol": 2140,
+    "protocol": 2229,
     "recipes": 874,
     "reducers": 259,
-    "rounds": 1190,
+    "rounds": 1184,
     "server": 1898,
-    "server/coordinator": 4515,
-    "server/http": 1080,
+    "server/coordinator": 4549,
+    "server/http": 1182,
     "server/swarm": 726,
     "server/tasks": 1482,
     "simulate": 2278,
-    "store": 3673,
+    "store": 3811,
     "tensors": 2237,
     "testing": 479,
-    "trackers": 310,
+    "trackers": 333,
     "transport": 2962,
     "worker": 255,
     "worker/exchange": 2408,
@@ -538,9 +538,9 @@ def articles_of_types(package: Path) -> list[str]:
     return [f"{path}: {found}" for path, text in sources(package) for found in before_type.findall(text)]
 
 
-def test_messages_have_no_article_before_type_names(tmp_path: Path) -> None:
-    """No message has an article before the name of a type. Type names have any first letter, so messages say "of type
-    int".
+def test_messages_have_no_article_before_types(tmp_path: Path) -> None:
+    """No message has "a" or "an" before the name of a type, since the first letter of the name is not known. Messages
+    say "of type int".
     """
     assert articles_of_types(PACKAGE) == []
     plant(tmp_path, "a.py", 'f"{x!r} is a {type(x).__name__}."\n')
@@ -638,9 +638,8 @@ def test_only_listed_files_import_by_name() -> None:
     ],
 )
 def test_code_that_imports_received_names_is_found(tmp_path: Path, text: str, expected: str) -> None:
-    """The check of the sources reports a call that imports by a received name. The test plants each such call in a
-    file.
-    """
+    """The check of the sources reports a call that imports by a received name."""
+    # The test plants each such call in a file.
     (complaint,) = loading_calls(plant(tmp_path, "worker/x.py", text))
     assert complaint.endswith(f": {expected}")
 

@@ -110,10 +110,8 @@ def test_a_copied_folder_keeps_bytes_and_holes(tmp_path: Path) -> None:
 
 
 def test_a_wire_site_matches_a_joined_site(tmp_path: Path) -> None:
-    """A site that sends plain HTTP requests gives the same bits as a site that joins and calls `submit`.
-
-    The model has several parts and an integer buffer.
-    """
+    """A site that sends plain HTTP requests gives the same bits as a site that joins and calls `submit`."""
+    # The model has several parts and an integer buffer.
 
     def add_(tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -98,9 +98,8 @@ def test_mutant_ids_must_be_unique(tmp_path: Path) -> None:
 
 
 def test_an_unnoticed_mutant_is_an_error(tmp_path: Path) -> None:
-    """The tool runs the tests of each mutant. If no test notices a mutant, the tool fails and reports it. The sources
-    stay unchanged.
-    """
+    """The tool runs the tests of each mutant. If no test notices a mutant, the tool fails and reports it."""
+    # The sources stay unchanged.
     blind = MUTANT | {"id": "blind", "tests": ["tests/test_sums.py::test_zero"]}
     planted(tmp_path, MUTANT, blind)
     source = (tmp_path / "src/atoll/sums.py").read_text()

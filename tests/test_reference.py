@@ -61,11 +61,10 @@ def test_the_reference_says_how_settings_may_change(pages: Path) -> None:
 
 
 def test_settings_sent_to_sites_do_not_change() -> None:
-    """The settings that sites get when they join do not change during a run, except `heartbeat_timeout_s` and `name`.
-    Only the server uses these two.
-
-    `rounds` comes with every reply that counts rounds.
+    """The settings that sites get when they join do not change during a run, except
+    `heartbeat_timeout_s` and `name`.
     """
+    # Only the server uses these two. `rounds` comes with every reply that counts rounds.
     lasting = {key.rpartition(".")[2] for key in (*settings.FROZEN, *settings.AT_THE_BEGINNING, *settings.FOR_SITES)}
     told = set(RunInfo.model_fields) & {key.rpartition(".")[2] for key in FIELDS}
     assert told - lasting == {"heartbeat_timeout_s", "name"}

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
 
@@ -52,6 +52,20 @@ def number_of(count: int, what: str) -> str:
 def of_fragment(number: int | None) -> str:
     """Return " of fragment 2", to append to "version 3"; empty for None, which means that there is one fragment."""
     return "" if number is None else f" of fragment {number}"
+
+
+def quoted(name: str) -> str:
+    """Return a name that another process has chosen, in quotation marks that it cannot close."""
+    inner = visible(name).replace('"', "'")
+    return f'"{inner}"'
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`; empty for none."""
+    words = list(names)
+    if len(names) > 4:
+        words[3:] = [f"{len(names) - 3} others"]
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def numbers(metrics: Mapping[str, float]) -> str:

@@ -68,6 +68,8 @@ UNASKED = frozenset(
         "get_readiness",
         "get_events",
         "get_site_curves",
+        "get_updates_table",
+        "get_model",
         "get_settings",
         "get_page",
         "get_page_file",

@@ -84,6 +84,10 @@ class Browser:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
+    def save_in(self, folder: Path) -> None:
+        """Save downloads in this folder."""
+        self.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """Write what is seen, or the whole page, as PNG."""
         found = self.driver.execute_cdp_cmd(

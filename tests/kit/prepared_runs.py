@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
+import atoll
 from atoll.errors import AtollError
 from atoll.testing.run import wait_until
+from kit.admin import pause
 from kit.wire import WireSite
 from kit.world import World
 
@@ -196,9 +198,52 @@ def asynchronous(folder: Path) -> World:
     return world
 
 
+def paused(folder: Path) -> World:
+    world = run(folder).start()
+    play(world, range(1, 9))
+    training(world, *NAMES)
+    pause(world)
+    for place, name in enumerate(NAMES):
+        world.submit(name, 0.01, steps=20, metrics=metrics_of(9, falls, place))
+    wait_until(lambda: "is paused" in said(world), "the pause", 30)
+    return world
+
+
+def swarm(folder: Path) -> World:
+    """Workers aggregate; one site holds the ninth round up."""
+    names = NAMES[:3]
+    world = run(folder, names=names, **{"swarm.enabled": True, "network.heartbeat_timeout_s": 30.0}).start()
+    for place, name in enumerate(names):
+        threading.Thread(target=swarm_site, args=(world, name, place), daemon=True).start()
+    wait_until(lambda: world.status.fragments[0].round == 9, "round 9", 60)
+    wait_until(lambda: len(world.status.fragments[0].waiting_for) == 1, "the last site", 30)
+    return world
+
+
+def swarm_site(world: World, name: str, place: int) -> None:
+    """The site takes part until round 9, in which the second one trains for ever."""
+    with suppress(AtollError), atoll.join(world.url, site=name, folder=world.workers, swarm=True) as worker:
+        for fl_round in worker:
+            time.sleep(0.2)  # its local steps
+            while fl_round.number == 9 and place == 1:
+                time.sleep(1)
+            moved = {key: value + 0.01 * (place + 1) for key, value in fl_round.state_dict().items()}
+            fl_round.submit(moved, steps=20, metrics=metrics_of(fl_round.number, falls, place))
+
+
+def evaluate(model: Any) -> dict[str, float]:
+    """What the server finds of a version: the further the model has moved, the better it is."""
+    moved = float(model["bias"].mean())
+    return {"loss": 0.3 + 0.6 * 0.01 ** min(moved, 1.0), "calibration": 0.5 + 0.4 * min(moved, 1.0)}
+
+
 def finished(folder: Path) -> World:
-    """A run that is over, while its server is still there for a site that has not fetched the result."""
-    world = run(folder, **{"rounds": 12, "rounds.best_metric": "loss"}).start()
+    """A run that is over, while its server is still there for a site that has not fetched the result.
+
+    Its server has evaluated every second version.
+    """
+    settings = {"rounds": 12, "rounds.best_metric": "loss", "server.evaluate_every": 2}
+    world = run(folder, **settings, evaluate=evaluate).start()
     play(world, range(1, 13))
     wait_until(lambda: world.status.finished, "the run to be finished", 30)
     return world
@@ -212,7 +257,9 @@ SITUATIONS: dict[str, Make] = {
     "nan": nan,
     "full": full,
     "waiting": waiting,
+    "paused": paused,
     "hostile": hostile,
+    "swarm": swarm,
     "async": asynchronous,
     "finished": finished,
 }

@@ -13,7 +13,7 @@ import typer
 
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, still, width_of_output
-from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, state_of
+from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, run_names, state_of
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
@@ -33,7 +33,11 @@ Compared = dict[str, Any]
 def command(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(help=f"The runs: each by its {NAMED}. Default: the newest ones.", metavar="[RUN]…"),
+        typer.Argument(
+            help=f"The runs: each by its {NAMED}. Default: the newest ones.",
+            metavar="[RUN]…",
+            autocompletion=run_names,
+        ),
     ] = None,
     directories: Annotated[
         list[Path] | None, typer.Option("--dir", help="Another way to give a RUN; can be repeated.", show_default=False)

@@ -8,7 +8,6 @@ atoll evaluate --server http://host:8512                 print the results that 
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -21,7 +20,17 @@ import typer
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
 from atoll.cli.run_folders import RUN_FILE
-from atoll.cli.text import aligned, log_lines, next_step, number_of, require_file, still, telling_what_is_awaited
+from atoll.cli.text import (
+    aligned,
+    fitting,
+    log_lines,
+    next_step,
+    number_of,
+    require_file,
+    still,
+    telling_what_is_awaited,
+    width_of_output,
+)
 from atoll.cli.which_run import is_of_atoll_run, state_directory
 from atoll.config import Settings
 from atoll.config.workflow_settings import EVALUATES
@@ -195,7 +204,7 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
     if as_json:
         print(evaluation.model_dump_json(indent=2))
     else:
-        lines = lines_of(evaluation, shutil.get_terminal_size().columns) if sys.stdout.isatty() else plain(evaluation)
+        lines = lines_of(evaluation, width_of_output()) if sys.stdout.isatty() else plain(evaluation)
         print("\n".join(map(visible, lines)) or "no site has sent results yet")
     if not as_json:
         next_step("atoll export OUT.safetensors --version N, for the version that you choose")
@@ -206,19 +215,13 @@ def lines_of(evaluation: Evaluation, width: int) -> list[str]:
 
     Each table has a row a model; where that is too wide, a row a site, and else a block of lines a site.
     """
-    lines = []
+    lines = list[str]()
     for metric in evaluation.metrics:
         rows = [[visible(cell) for cell in row] for row in evaluation.rows(metric)]
         turned = [list(row) for row in zip(*rows, strict=True)]
         turned[0][0] = "site"
         how, table = "rows: models, columns: sites", aligned(rows)
         if max(map(len, table)) > width:
-            how, table = "rows: sites, columns: models", aligned(turned)
-        if max(map(len, table)) > width:
-            titles, *cells = turned
-            how, table = "of each site: the models", []
-            for name, *values in cells:
-                pairs = (f"  {title}: {value}" for title, value in zip(titles[1:], values, strict=True))
-                table += [part for line in (name, *pairs) for part in textwrap.wrap(line, width)]
+            how, table = "rows: sites, columns: models", fitting(turned[0], turned[1:], width)
         lines += [*textwrap.wrap(f"{visible(metric)} ({how})", width), *table, ""]
     return lines + [part for line in evaluation.empty() for part in textwrap.wrap(visible(f"empty: {line}"), width)]

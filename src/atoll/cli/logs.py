@@ -16,9 +16,8 @@ from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import next_step, still
 from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
 from atoll.errors import Gone, ServerUnreachable
-from atoll.format_text import duration, numbers, of_fragment, visible
+from atoll.format_text import duration, listed, numbers, of_fragment, visible
 from atoll.protocol import routes
-from atoll.rounds.closing_policy import listed
 from atoll.store.reader import open_state
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file

@@ -29,7 +29,13 @@ def command(
         list[str] | None, typer.Argument(help="Arguments of the script (its sys.argv), after `--`.", metavar="-- ARGS")
     ] = None,
     example: Annotated[
-        str | None, typer.Option(help="Run an example of Atoll instead: digits.", metavar="NAME", show_default=False)
+        str | None,
+        typer.Option(
+            help="Run an example of Atoll instead: digits.",
+            metavar="NAME",
+            show_default=False,
+            autocompletion=lambda: _examples(),
+        ),
     ] = None,
     sites: Annotated[
         str | None,
@@ -40,6 +46,7 @@ def command(
         typer.Option(
             help="process (default): a server, and a process for each site; simulate or ray: a simulation.",
             show_default=False,
+            autocompletion=lambda: ENGINES,
         ),
     ] = None,
     rounds: Rounds = None,
@@ -121,12 +128,16 @@ def _example(name: str, run_file: Path | None) -> Path:
     """Return the run file of an example."""
     if run_file is not None:
         raise UsageError(f"Both --example {name} and {run_file} are given.", "Use one of them.")
-    known = sorted(each.name for each in EXAMPLES.iterdir() if (each / RUN_FILE).is_file())
+    known = _examples()
     if name not in known:
         raise UsageError(
             f"There is no example {name!r}.", registry.nearest(name, known, f"The examples are {', '.join(known)}.")
         )
     return EXAMPLES / name / RUN_FILE
+
+
+def _examples() -> list[str]:
+    return sorted(each.name for each in EXAMPLES.iterdir() if (each / RUN_FILE).is_file())
 
 
 def _engine(engine: str, *, needs_server: bool) -> str:

@@ -43,8 +43,8 @@ from atoll.cli.text import (
 from atoll.cli.text import log_json as print_json
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import AtollError, ConfigError
+from atoll.format_text import listed
 from atoll.protocol import status_messages
-from atoll.rounds.closing_policy import listed
 from atoll.runtime import return_freed_memory
 
 if TYPE_CHECKING:

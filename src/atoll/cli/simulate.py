@@ -30,7 +30,7 @@ from atoll.cli.text import (
 )
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
-from atoll.simulate import with_own_folder
+from atoll.simulate import ENGINES, with_own_folder
 
 if TYPE_CHECKING:
     from atoll.simulate.simulation import Simulated, Simulation
@@ -51,7 +51,10 @@ def command(
     processes: Annotated[
         int | None, typer.Option(min=1, help="Training processes. Default: one for each CPU core.", show_default=False)
     ] = None,
-    engine: Annotated[str, typer.Option(help="local: processes on this machine; ray: a Ray cluster.")] = "local",
+    engine: Annotated[
+        str,
+        typer.Option(help="local: processes on this machine; ray: a Ray cluster.", autocompletion=lambda: ENGINES),
+    ] = "local",
     address: Annotated[
         str | None,
         typer.Option(help="Address of a Ray cluster (host:6379). Default: start Ray here.", show_default=False),

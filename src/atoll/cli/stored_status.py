@@ -48,11 +48,11 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
         last, saved_at = _last_status(state, state_dir)
         status = _status(state, last, max(0.0, time.time() - saved_at))
     when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}"
-    status = status.model_copy(update={"stored": f"stored in {state_dir} at {when}"})
+    status = status.model_copy(update={"stored": f"stored in {state_dir} at {when}", "state_dir": str(state_dir)})
     if not (served or status.finished or status.failed) and is_of_atoll_run(state_dir):
         status = status.model_copy(update={"failed": noted_failure(state_dir.parent)})
     trouble = Trouble(stored="" if served else str(state_dir), start=start_command(state_dir))
-    headline = headline_of(status, trouble, str(state_dir))
+    headline = headline_of(status, trouble)
     return status.model_copy(update={"headline": headline}), saved_at
 
 
@@ -112,11 +112,26 @@ def _status(state: StateReader, last: status_messages.Status, age_s: float) -> s
                 _worker(each, before.get(each.site), age_s, has_failed=failed != "") for each in state.members()
             ],
             "history": history,
+            "first": state.first_values(),
+            "kept_versions": _kept_versions(state),
             "deaths": state.counter("deaths"),
             "refused": state.counter("refused"),
             "durable_version": min((head.durable for head in heads if head.durable is not None), default=None),
         }
     )
+
+
+def _kept_versions(state: StateReader) -> list[int]:
+    """Return the versions of the whole model that can be read from the directory."""
+    run, heads = state.run(), state.heads()
+    settings = json.loads(run.settings_json)
+    if Schema.from_json(json.loads(run.schema_json)).is_nothing or not heads:
+        return []
+    if settings["swarm.enabled"] or not settings["disk.in_files"]:
+        return []
+    has_masters = settings["aggregation.download_codec.name"] != "none"
+    rows = [row for row in state.versions() if not has_masters or row.has_state]
+    return sorted(set.intersection(*({row.version for row in rows if row.fragment == head.fragment} for head in heads)))
 
 
 def _workflows(ended: set[int], last: list[status_messages.WorkflowStatus]) -> list[status_messages.WorkflowStatus]:

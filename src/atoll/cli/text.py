@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import LOG_JSON, LOG_LEVEL, JsonLines, VisibleLines, json_line
+from atoll.format_text import LOG_JSON, LOG_LEVEL, JsonLines, VisibleLines, json_line, listed
 from atoll.format_text import duration as duration
 from atoll.format_text import log_level as log_level
 from atoll.format_text import logs_json as logs_json
@@ -189,9 +189,9 @@ def task_line(task: status_messages.TaskStatus) -> str:
     """Return one line about a task: its sites, its answers, and which sites have not answered."""
     count = sum(task.answers.values())
     ways = f" ({_ways(task.answers)})" if task.answers else ""
-    waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
+    waits = f"; {'waiting for' if task.open else 'none from'} {listed(task.missing)}" if task.missing else ""
     return (
-        f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {', '.join(task.sites)}; "
+        f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {listed(task.sites)}; "
         f"{count} of {number_of(len(task.sites), 'answer')}{ways}{waits}, {duration(task.seconds)}"
     )
 

@@ -7,6 +7,7 @@ only read take the newest run here if none is named, and say which one that is.
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import shlex
 import sys
@@ -41,7 +42,18 @@ RunState = Literal[
 """The state of a run. Stopped: its admin ended it early. Interrupted: it is not over, but no process serves it."""
 
 NAMED = "folder, state directory, or name in the folder runs"
-RunArgument = Annotated[Path | None, typer.Argument(help=f"The run: its {NAMED}.", metavar="[RUN]", show_default=False)]
+
+
+def run_names(incomplete: str) -> list[str]:
+    """Return the names of the runs here, and the folders that a path may mean, for the completion of a shell."""
+    folders = sorted(glob.glob(f"{glob.escape(incomplete)}*/")) if incomplete else []
+    return [*(each.name for each in run_folders()), *folders]
+
+
+RunArgument = Annotated[
+    Path | None,
+    typer.Argument(help=f"The run: its {NAMED}.", metavar="[RUN]", show_default=False, autocompletion=run_names),
+]
 RunDir = Annotated[Path | None, typer.Option("--dir", help="Another way to give RUN.", show_default=False)]
 
 

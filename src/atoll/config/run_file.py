@@ -68,14 +68,14 @@ OTHER_KEYS = {
         "rounds.sites": "clients num_clients n_clients workers num_workers num_sites num_supernodes "
         "min_available_clients min_available_nodes expected_clients num_nodes min_nodes",
         "rounds.min_sites": "min_clients min_workers min_fit_clients min_train_nodes min_responses min_replica_size "
-        "min_evaluate_clients min_evaluate_nodes min_responses_required min_completion_clients",
+        "min_responses_required min_completion_clients accept_failures",
         "rounds.deadline_s": "round_timeout train_timeout round_deadline wait_time_after_min_received task_timeout "
-        "wait_time_after_min_resps_received",
-        "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate fraction_evaluate",
+        "wait_time_after_min_resps_received learn_task_timeout",
+        "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate",
         "rounds.best_metric": "key_metric",
         "rounds.config": "fit_config train_config round_config",
-        "rounds.config_function": "on_fit_config_fn fit_config_fn configure_fit configure_train",
-        "rounds.early_stop_after": "early_stop_rounds patience stop_patience stop_cond",
+        "rounds.config_function": "on_fit_config_fn fit_config_fn configure_fit configure_train on_evaluate_config_fn",
+        "rounds.early_stop_after": "early_stop_rounds patience stop_patience stop_cond early_stopping",
         "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name "
         "initial_ckpt initial_state_dict",
         "run.script": "client train_script client_app clientapp task_script_path",
@@ -85,7 +85,7 @@ OTHER_KEYS = {
         "server_learning_rate server_momentum eta beta_1 beta_2 optimizer_args lr_scheduler_args",
         "algorithm.mu": "proximal_mu fedprox_mu fedproxloss_mu",
         "aggregation.aggregator": "aggregator_id",
-        "aggregation.upload_codec": "codec compression quantization should_quantize",
+        "aggregation.upload_codec": "codec compression quantization should_quantize quantization_type",
         "aggregation.download_codec": "downlink_codec",
         "diloco.sync_every": "h local_steps inner_steps sync_interval min_sync_every",
         "diloco.fragment_sync_delay": "tau",
@@ -121,6 +121,7 @@ OTHER_KEYS = {
         "aggregation.max_update_norm": "clipping_norm max_norm",
         "workflow.steps": "workflows controllers",
         "network.token_file": "auth_token",
+        "server.evaluate": "evaluate_fn",
         "server.trackers": "tracking_uri report_to experiment_tracking analytics_receivers",
         "server.webhook": "webhook_url",
     }.items()
@@ -128,10 +129,30 @@ OTHER_KEYS = {
 }
 """Names of a setting in earlier releases and in other frameworks → `group.key`."""
 
-OF_THE_SCRIPT = frozenset(
-    ("lr", "learning_rate", "client_lr", "eta_l", "local_lr", "local_epochs", "epochs", "batch_size")
-)
-"""Settings of other frameworks that are not Atoll's: they belong to the training script."""
+WITHOUT_SETTING = {
+    other: advice
+    for advice, others in {
+        "It belongs to the training script of the sites.": "lr learning_rate client_lr eta_l local_lr local_epochs "
+        "epochs batch_size",
+        "It belongs to the training script, in which atoll.data divides data over sites.": "num_partitions",
+        "Atoll averages each metric over the sites that report it, by weight.": "fit_metrics_aggregation_fn "
+        "evaluate_metrics_aggregation_fn train_metrics_aggr_fn evaluate_metrics_aggr_fn",
+        "Atoll evaluates at all sites: each reports its metrics with its update, or in `atoll evaluate`.": ""
+        "fraction_evaluate min_evaluate_clients min_evaluate_nodes",
+        "It is an option of `atoll evaluate`, and of the step in workflow.steps: evaluation_timeout_s.": ""
+        "submit_model_timeout validation_timeout",
+        "It is an option of `atoll evaluate`, and of the step in workflow.steps: sites.": "participating_clients",
+        "`atoll simulate --processes N` says how many sites train at the same time.": "client_resources num_cpus "
+        "num_gpus",
+        "A server that is started again goes on with the round that was open.": "start_round",
+        "A run always begins with a model: model.source names it.": "allow_empty_global_weights",
+        "Sites wait at the server until there is work, so they have no period to ask in.": "task_check_period",
+        "Atoll needs none: sites send the difference to the version that they have pulled.": "shareable_generator_id",
+        "Sites hold no quorum among each other: the server decides when a round closes.": "use_async_quorum",
+    }.items()
+    for other in others.split()
+}
+"""Names of settings in other frameworks that have no counterpart → what there is instead, as a sentence."""
 
 TRUTHS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -229,9 +250,13 @@ def nearest_key(key: str, fields: Fields, value: Any = None) -> str:
         value: the value that was given. If it is a table, `key` may be the misspelt name of a group.
     """
     meant = f"Did you mean {found}? " if (found := meant_key(key, fields, value)) else ""
-    if key.rpartition(".")[2].replace("-", "_").lower() in OF_THE_SCRIPT:
-        meant = "It belongs to the training script of the sites. "
+    if advice := WITHOUT_SETTING.get(_leaf(key)):
+        meant = f"{advice} "
     return f"{meant}`atoll config schema` lists all settings."
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2].replace("-", "_").lower()
 
 
 def meant_key(key: str, fields: Fields, value: Any = None) -> str:
@@ -239,7 +264,9 @@ def meant_key(key: str, fields: Fields, value: Any = None) -> str:
     groups = [each.partition(".")[0] for each in fields] if isinstance(value, Mapping) and "." not in key else []
     group = difflib.get_close_matches(key.lower(), groups, n=1, cutoff=0.7)
     inside = [f"{each}.{name}" for each in group for name in value if f"{each}.{name}" in fields]
-    leaf = key.rpartition(".")[2].replace("-", "_").lower()
+    leaf = _leaf(key)
+    if leaf in WITHOUT_SETTING:
+        return ""
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
     same += [OTHER_KEYS[leaf]] if leaf in OTHER_KEYS else []

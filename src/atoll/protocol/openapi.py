@@ -63,9 +63,9 @@ in their file of the server's state directory. A `stranger` has none of these.
 EVERYONE: tuple[CallerKind, ...] = ("stranger", "site", "peer", "reader", "admin")
 SITES: tuple[CallerKind, ...] = ("site",)
 READERS: tuple[CallerKind, ...] = ("site", "reader", "admin")
-"""For what is shown of a run. A reader learns of the sites and their metrics, and cannot download the model."""
+"""For what is shown of a run: its sites, their metrics, and its versions as model files."""
 EXPORTERS: tuple[CallerKind, ...] = ("site", "admin")
-"""For what `atoll export` needs."""
+"""For what `atoll export --server` needs: parts of versions, and what a worker is told of the run."""
 ADMIN: tuple[CallerKind, ...] = ("admin",)
 HOLDERS: tuple[CallerKind, ...] = ("site", "peer")
 """For an object; the request has its secret."""
@@ -431,6 +431,25 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=site_curves.SiteCurves,
     ),
     Operation(
+        "get_updates_table",
+        "GET",
+        routes.UPDATES_TABLE,
+        "Get all updates of all rounds as CSV: one row a site, and one of the round, without a site.",
+        callers=READERS,
+        reply=bytes,
+        media="text/csv",
+    ),
+    Operation(
+        "get_model",
+        "GET",
+        routes.MODEL,
+        "Get the model of a version as a safetensors file, as atoll export writes it.",
+        callers=READERS,
+        reply=bytes,
+        media="application/octet-stream",
+        problems=("gone",),
+    ),
+    Operation(
         "get_settings",
         "GET",
         routes.SETTINGS,
@@ -570,6 +589,9 @@ def _responses(operation: Operation) -> dict[str, Any]:
         if operation.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
         answers["200"] = {"description": "OK", "content": content}
+    elif reply is bytes and operation.media:
+        content = {operation.media: {"schema": {"type": "string", "format": "binary"}}}
+        answers["200"] = {"description": "The whole file.", "content": content}
     elif reply is bytes:
         binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
         answers["200"] = {"description": "The whole file.", "content": binary}

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from atoll.protocol.messages import METRIC_CHARS, Count, Many, Message, Shown
-from atoll.protocol.status_messages import SiteRound
+from atoll.protocol.status_messages import GLOBAL, SiteRound
 
 NUMBERS = tuple(name for name in SiteRound.model_fields if name not in ("site", "metrics"))
 OF_METRIC = "metrics."
@@ -16,7 +16,9 @@ SomeSite = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-
 """Name of a site; or empty."""
 Value = Annotated[
     str,
-    StringConstraints(max_length=len(OF_METRIC) + METRIC_CHARS, pattern=rf"^({'|'.join(NUMBERS)}|metrics\.[^\n]+)$"),
+    StringConstraints(
+        max_length=len(OF_METRIC) + METRIC_CHARS, pattern=rf"^({'|'.join(NUMBERS)}|(metrics|global)\.[^\n]+)$"
+    ),
 ]
 
 
@@ -24,7 +26,11 @@ class SiteCurvesQuery(Message):
     """Which curves a client asks for."""
 
     fragment: Count = 0
-    value: Value = Field("metrics.loss", description=f"metrics.NAME, or one of: {', '.join(NUMBERS)}.")
+    value: Value = Field(
+        "metrics.loss",
+        description=f"metrics.NAME, or one of: {', '.join(NUMBERS)}; or {GLOBAL}NAME: a metric of the server's "
+        "evaluation, of the rounds that have it, without curves of sites.",
+    )
     first: Count = Field(0, description="Only rounds that led to this version or a later one.")
     last: Count | None = Field(None, description="Only rounds that led to this version or an earlier one.")
     points: int = Field(
@@ -51,7 +57,8 @@ class SiteCurves(Message):
     versions: Many[Count] = Field(description="Versions that the rounds led to, in order.")
     rounds: Many[Count] = Field(description="Number of each of these rounds.")
     mean: Many[float | None] = Field(
-        default_factory=list, description="Of a metric, its mean in each of these rounds; empty for other values."
+        default_factory=list,
+        description="Of a metric, its mean in each of these rounds, or the server's value; else empty.",
     )
     curves: Many[SiteCurve]
     after: Shown = Field(

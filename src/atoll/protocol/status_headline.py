@@ -1,4 +1,8 @@
-"""The sentence at the top of a status: what the run does, what it waits for, whether it learns, and when it ends."""
+"""The sentence at the top of a status: what the run does, what it waits for, whether it learns, and when it ends.
+
+It tells an end only while nothing is in its way. Else it says what the end waits for (`Headline.held_up`). Names of
+sites stand in quotation marks: a site chooses its name, which may look like a part of the sentence.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from atoll.format_text import about, duration, number_of, visible
-from atoll.protocol.status_messages import FragmentStatus, Headline, RoundSummary, Status, WorkerStatus
+from atoll.format_text import about, duration, number_of, quoted, visible
+from atoll.protocol.status_messages import GLOBAL, FragmentStatus, Headline, RoundSummary, Status, WorkerStatus
 
 LATE = 2.0
 """A round is late if it is open for longer than this many times the usual time of a round."""
@@ -43,37 +47,38 @@ class Trouble(NamedTuple):
 NO_TROUBLE = Trouble()
 
 
-def headline_of(status: Status, trouble: Trouble = NO_TROUBLE, state_dir: str = "") -> Headline:
+def headline_of(status: Status, trouble: Trouble = NO_TROUBLE) -> Headline:
     """Return the sentence about a run, whether a person must act, and the command for it.
 
     Args:
         status: the status. Its own `headline` is not read.
         trouble: what only the server knows.
-        state_dir: the run's state directory, for commands; empty if there is none.
     """
-    folder = f" --dir {shlex.quote(state_dir)}" if state_dir else ""
+    folder = f" --dir {shlex.quote(status.state_dir)}" if status.state_dir else ""
     again = trouble.start or f"atoll server run.toml{folder}"
+    learns = _learns(status)
     if status.failed:
-        return _act(f"The run has failed: {_short(status.failed)}", again)
+        return _act(f"The run has failed{_at(status)}: {_short(status.failed)}{_stop(status.failed)}{learns}", again)
     if status.finished:
         rounds = min((each.round for each in status.fragments), default=0)
         done = f" after {number_of(rounds, 'round')}" if rounds and status.model_bytes else ""
         text = f"The run is finished{done}."
         if status.stopped:
             text = f"After{done[6:]}, the run was {status.stopped}." if done else f"The run was {status.stopped}."
-        return _calm(f"{text}{_learns(status)}", f"atoll export model.safetensors{folder}")
+        return _calm(f"{text}{learns}", f"atoll export model.safetensors{folder}")
     if trouble.stored:
-        at = f" in round {_slowest(status).round}" if status.fragments else ""
         return _act(
-            f"No server runs: the run stopped{at}. Start it again, and it continues there.{_learns(status)}", again
+            f"No server runs: the run stopped{_at(status)}. Start it again, and it continues there.{learns}", again
         )
     if trouble.disk:
-        return _act(f"The run waits for the disk: {_short(trouble.disk)}", f"df -h{folder[6:] or ' .'}")
+        name = _round(status, _slowest(status)) if status.fragments else "The run"
+        text = f"{name} waits for the disk: {_short(trouble.disk)}{_end(status, 'that')}{learns}"
+        return _act(text, f"df -h {shlex.quote(status.state_dir or '.')}")
     if status.paused:
-        at = f" in round {_slowest(status).round}" if status.fragments else ""
-        return _calm(
-            f"The run is paused{at}: no site trains until it is resumed.{_learns(status)}", f"atoll resume{folder}"
-        )
+        is_open = bool(status.fragments) and _slowest(status).phase == "open"
+        what = "it may still end, but no other begins" if is_open else "no site trains"
+        text = f"The run is paused{_at(status)}: {what} until it is resumed.{_end(status, 'that')}{learns}"
+        return _held_up(text, f"atoll resume{folder}")
     if not status.fragments or not status.model_bytes or _slowest(status).phase == "finished":
         return _calm(_workflow(status))
     return _training(status, trouble)
@@ -81,47 +86,58 @@ def headline_of(status: Status, trouble: Trouble = NO_TROUBLE, state_dir: str = 
 
 def _training(status: Status, trouble: Trouble) -> Headline:
     """Return the sentence about a run in which rounds are under way."""
-    fragment = _slowest(status)
+    fragment, learns = _slowest(status), _learns(status)
     if fragment.phase == "gathering" and not status.history:
-        text = f"The first round has not begun: it {fragment.reason or 'waits for sites'}."
+        text = f"The first round has not begun: it {fragment.reason or 'waits for sites'}.{_end(status, 'that')}"
         is_act = status.uptime_s >= START_S and "join" in fragment.reason
-        return Headline(text=text, act=is_act, command=_start(status, "NAME"))
+        return Headline(text=visible(text), act=is_act, held_up=is_act, command=_start(status, "NAME"))
     ended = [each for each in status.workers if each.state in ("dead", "failed")]
     if trouble.sites:
         name = ended[0].site if ended else "NAME"
-        return _act(f"{_round(status, fragment)} cannot close: {_short(trouble.sites)}", _start(status, name))
-    rest = f"{_awaited(status, fragment)}{_end(status)}{_learns(status)}"
-    text = f"{_round(status, fragment)} {rest}"
+        text = f"{_round(status, fragment)} cannot close: {_short(trouble.sites)}{_stop(trouble.sites)}"
+        return _act(f"{text}{_end(status, 'that')}{learns}", _start(status, name))
+    awaited, end_waits_for = _awaited(status, fragment)
+    opened = f"{_round(status, fragment)} {awaited}"
     if ended:
         others = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
         how = {"dead": "is dead", "failed": "has failed"}[ended[0].state]
         why = f": {_short(ended[0].error)}" if ended[0].error else ""
-        return _act(
-            f"{ended[0].site}{others} {how}{why}. The run goes on without it. {text}", _start(status, ended[0].site)
-        )
+        text = f"{quoted(ended[0].site)}{others} {how}{why}{_stop(why)} The run goes on without it. {opened}"
+        text += f"{_end(status, end_waits_for)}{learns}"
+        return _act(text, _start(status, ended[0].site), held_up=bool(end_waits_for))
     refused = [each for each in status.workers if each.state == "alive" and each.refused]
     if refused:
         first = refused[0]
-        why = f"The updates of {first.site} do not count: {_short(first.refused)}."
+        why = f"The updates of {quoted(first.site)} do not count: {_short(first.refused)}{_stop(first.refused)}"
         todo = "Check its data and learning rate, and start it again."
-        stands = f"{_round(status, fragment)} {_awaited(status, fragment)}{_learns(status)}"  # no end while it stands
-        return _act(f"{why} {todo} {stands}", _start(status, first.site))
-    if rise := _rises(_losses(status.history)):
+        return _act(f"{why} {todo} {opened}{_end(status, quoted(first.site))}{learns}", _start(status, first.site))
+    if rise := _rise(status):
+        until = f" Unless it is stopped, it goes on to round {status.rounds}." if status.rounds else ""
         stop = "atoll stop" + (f" --server {status.address}" if status.address else "")
-        return _act(f"The run diverges: its loss rose from {rise[0]:.4g} to {rise[1]:.4g}. {text}", stop)
-    return _calm(text)
+        return _act(f"The run diverges: its loss rose {rise}. {opened}{until}", stop)
+    text = f"{opened}{_end(status, end_waits_for)}{learns}"
+    return _held_up(text) if end_waits_for else _calm(text)
 
 
-def _act(text: str, command: str = "") -> Headline:
-    return Headline(text=visible(text), act=True, command=command)
+def _act(text: str, command: str, *, held_up: bool = True) -> Headline:
+    return Headline(text=visible(text), act=True, held_up=held_up, command=command)
 
 
 def _calm(text: str, command: str = "") -> Headline:
-    return Headline(text=visible(text), act=False, command=command)
+    return Headline(text=visible(text), command=command)
+
+
+def _held_up(text: str, command: str = "") -> Headline:
+    return Headline(text=visible(text), held_up=True, command=command)
 
 
 def _short(text: str) -> str:
     return text if len(text) <= SHORT else f"{text[: SHORT - 1]}…"
+
+
+def _stop(text: str) -> str:
+    """Return the full stop that a quoted text lacks."""
+    return "" if text.endswith((".", "!", "?")) else "."
 
 
 def _slowest(status: Status) -> FragmentStatus:
@@ -138,32 +154,44 @@ def _round(status: Status, fragment: FragmentStatus) -> str:
     return f"Round {fragment.round}{of}"
 
 
-def _awaited(status: Status, fragment: FragmentStatus) -> str:
-    """Return how long the round is open, whether that is long, and what it waits for, as the rest of a sentence."""
+def _at(status: Status) -> str:
+    round_ = _round(status, _slowest(status)) if status.fragments and status.model_bytes else ""
+    return f" in {round_[:1].lower()}{round_[1:]}" if round_ else ""
+
+
+def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str]:
+    """Return how long the round is open and what it waits for, as the rest of a sentence; and what the end waits for.
+
+    The second text is empty while nothing is in the way of the end.
+    """
     if fragment.phase == "closing":
-        where = f" at {fragment.place.aggregator}" if fragment.place and fragment.place.aggregator else ""
-        return f"is closed: its updates are aggregated{where}."
+        aggregator = fragment.place.aggregator if fragment.place else ""
+        where = f" at {quoted(aggregator)}" if aggregator else ""
+        return f"is closed: its updates are aggregated{where}.", ""
     usual_s = usual_round_s(status.history)
     late = usual_s is not None and fragment.open_s > max(LATE * usual_s, LEAST_LATE_S)
     opened = f"has been open for {duration(fragment.open_s)}"
     if late and usual_s:
         opened += f", {fragment.open_s / usual_s:.0f} times as long as usual,"
     if not fragment.waiting_for:
-        return f"{opened} and {fragment.reason or 'is about to close'}."
+        is_short = "for another site" in fragment.reason
+        return f"{opened} and {fragment.reason or 'is about to close'}.", "that" if late or is_short else ""
     workers = {each.site: each for each in status.workers}
     sites = [each.site for each in fragment.waiting_for]
     facts = [_doing(workers.get(site), status.workers) for site in sites[:MOST_NAMES]]
     if len(set(facts)) == 1:
         facts = [""] * (len(facts) - 1) + facts[-1:]
     alive = sum(each.state == "alive" for each in status.workers)
-    if not late and len(sites) == alive > 1 and len({fact for fact in facts if fact}) <= 1:
-        return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}."
-    names = [f"{site} ({fact})" if fact else site for site, fact in zip(sites, facts, strict=False)]
+    why = fragment.reason.partition("; ")[2].partition("; ")[0]
+    is_away = any(site not in workers or workers[site].state != "alive" for site in sites)
+    in_the_way = ("it" if len(sites) == 1 else "them") if late or why or is_away else ""
+    if not in_the_way and len(sites) == alive > 1 and len({fact for fact in facts if fact}) <= 1:
+        return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}.", ""
+    names = [f"{quoted(site)} ({fact})" if fact else quoted(site) for site, fact in zip(sites, facts, strict=False)]
     if len(sites) > len(names):
         names.append(number_of(len(sites) - len(names), "other site"))
-    why = fragment.reason.partition("; ")[2].partition("; ")[0]
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}."
+    return f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}.", in_the_way
 
 
 def _doing(worker: WorkerStatus | None, workers: Sequence[WorkerStatus]) -> str:
@@ -182,36 +210,64 @@ def usual_round_s(history: Sequence[RoundSummary]) -> float | None:
     return median(times) if times else None
 
 
-def _end(status: Status) -> str:
+def _end(status: Status, waits_for: str) -> str:
+    """Return when the run ends, as a sentence with a space before it.
+
+    Args:
+        status: the status.
+        waits_for: what is in the way of the end, such as the name of a site; empty: nothing.
+    """
+    if not status.rounds:
+        return "" if waits_for else " The run has no last round: it trains until it is stopped."
+    if not status.fragments or not status.model_bytes:
+        return ""
+    if waits_for:
+        more, usual_s = status.rounds - _slowest(status).round, usual_round_s(status.history)
+        each = f" of about {duration(usual_s)}" if usual_s else ""
+        then = "" if status.stopping or more < 1 else f", then for {number_of(more, 'more round')}{each}"
+        return f" The end waits for {waits_for}{then}."
+    if status.stopping:
+        return " The run is being stopped: this is its last round."
     if status.left_s is not None:
         return f" Done in {about(status.left_s)}."
-    return "" if status.rounds else " The run has no last round: it trains until it is stopped."
+    return " The end can be estimated after some more rounds."
 
 
-def _losses(history: Sequence[RoundSummary]) -> list[float]:
-    found = [row.metrics["loss"] for row in history if "loss" in row.metrics]
-    return [each for each in found if math.isfinite(each)]
+def _rise(status: Status) -> str:
+    """Return from which value to which the loss of a diverging run has risen, and when; empty: it does not diverge."""
+    found = [(row.metrics["loss"], row.round) for row in _of_first_fragment(status) if "loss" in row.metrics]
+    found = [each for each in found if math.isfinite(each[0])]
+    last = [loss for loss, _ in found[-RISES - 1 :]]
+    if len(last) <= RISES or any(one >= other for one, other in pairwise(last)):
+        return ""
+    (lowest, low), (now, number) = min(found), found[-1]
+    return f"from {lowest:.4g} in round {low} to {now:.4g} in round {number}" if now > RISE * lowest > 0 else ""
 
 
-def _rises(losses: Sequence[float]) -> tuple[float, float] | None:
-    """Return the lowest and the last loss of a run that diverges; None: it does not."""
-    last = losses[-RISES - 1 :]
-    rises = len(last) > RISES and all(one < other for one, other in pairwise(last))
-    return (min(losses), last[-1]) if rises and last[-1] > RISE * min(losses) > 0 else None
+def _of_first_fragment(status: Status) -> list[RoundSummary]:
+    """Return the rounds that the charts show: those of a model without fragments, or of its first one."""
+    return [row for row in status.history if row.fragment == 0]
 
 
 def _learns(status: Status) -> str:
-    """Return how the run's metric has moved over the rounds of the status."""
-    best = status.best
-    name = best.metric if best is not None else "loss"
-    found = [(row.metrics[name], row.round) for row in status.history if name in row.metrics]
-    if not found:
-        return ""
+    """Return how the run's metric has moved since its first recorded value."""
+    best, history = status.best, _of_first_fragment(status)
+    wanted = [best.metric, "loss"] if best is not None else ["loss"]
+    known = {name for row in history for name in row.values}
+    name = next((each for each in [*wanted, *sorted(known)] if each in known), "")
+    if not name:
+        ended = [row for row in history if row.version is not None]
+        return " Whether it learns is not known: no site reports a metric." if ended else ""
+    found = [(row.values[name], row.round) for row in history if name in row.values]
     (first, begun), (last, number) = found[0], found[-1]
-    text = f" {name[:1].upper()}{name[1:]} {last:.4g} in round {number}"
-    if first != last:
-        text += f", {'down' if last < first else 'up'} from {first:.4g} in round {begun}"
-    if best is not None and best.value is not None:
+    if name in status.first:
+        first, begun = status.first[name].value, status.first[name].round
+    shown = f"{name.removeprefix(GLOBAL)}{' at the server' if name.startswith(GLOBAL) else ''}"
+    text = f" {shown[:1].upper()}{shown[1:]} {last:.4g} in round {number}"
+    if begun != number:
+        moved = f"{'down' if last < first else 'up'} from {first:.4g} in" if last != first else "unchanged since"
+        text += f", {moved} round {begun}"
+    if best is not None and best.metric == name and best.value is not None:
         text += f"; best {best.value:.4g} at version {best.version}"
     return f"{text}."
 

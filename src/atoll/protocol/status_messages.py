@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, JsonValue
 
-from atoll.format_text import number_of, numbers, of_fragment, size
+from atoll.format_text import listed, number_of, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Estimate, Many, Message, Report, Shown, Steps, Table
 
 KEPT = "status.json"
@@ -116,6 +116,11 @@ class RoundSummary(Message):
         """The sites with an update in the round, sorted."""
         return [each.site for each in self.sites]
 
+    @property
+    def values(self) -> dict[str, float]:
+        """The round's metrics: means of the sites, and those of the server's evaluation with the prefix `GLOBAL`."""
+        return {**self.metrics, **{GLOBAL + name: value for name, value in self.global_metrics.items()}}
+
     @classmethod
     def sat_out_by_all(cls, fragment: int, number: int, sites: Sequence[str], population: int) -> Self:
         """Return the summary of a round that ended without a version, because all sites sat out.
@@ -144,18 +149,18 @@ class RoundSummary(Message):
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
         of = of_fragment(self.fragment if has_fragments else None)
         if self.version is None:
-            return f"round {self.round}{of}: no version, because all sites sat out ({', '.join(self.sat_out)})"
+            return f"round {self.round}{of}: no version, because all sites sat out ({listed(self.sat_out)})"
         updates = number_of(len(self.sites), "update")
         is_partial = len(self.sites) + len(self.sat_out) < self.expected
         instead = f" instead of {self.expected}" if is_partial else ""
-        sat_out = f"; {', '.join(self.sat_out)} sat out" if self.sat_out else ""
+        sat_out = f"; {listed(self.sat_out)} sat out" if self.sat_out else ""
         lags = [each.staleness for each in self.sites]
-        behind = f", {', '.join(map(str, lags))} behind" if any(lags) else ""
+        behind = f", up to {max(lags)} behind" if any(lags) else ""
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
         told += f"; evaluated: {numbers(self.global_metrics)}" if self.global_metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
-            f"({', '.join(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
+            f"({listed(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
             f"aggregated in {self.seconds:.2f} s{told}"
         )
 
@@ -193,6 +198,13 @@ class BestStatus(Message):
     value: float | None = None
     stale: Count = Field(0, description="Measurements since the last gain above `early_stop_min_delta`.")
     file: Shown = Field("", description="File of the best version; empty until it is written.")
+
+
+class Recorded(Message):
+    """The value of a metric in a round."""
+
+    round: Count
+    value: float
 
 
 class EvaluationStatus(Message):
@@ -236,6 +248,9 @@ class Headline(Message):
 
     text: Shown = Field(description="Round, what is awaited and why, when the run will be done, whether it learns.")
     act: bool = Field(False, description="Whether the run needs a person.")
+    held_up: bool = Field(
+        False, description="Whether the run is late or paused, or lacks what its end depends on. No end is then told."
+    )
     command: Shown = Field("", description="The command for what comes next; NAME and train.py stand for your own.")
 
 
@@ -257,14 +272,19 @@ class Status(Message):
     stopping: bool = Field(False, description="Whether the admin has ended the run: the current round is the last.")
     failed: Shown = Field("", description="Why the run has failed and the server has ended; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
+    state_dir: Shown = Field("", description="State directory of the server.")
+    mode: Literal["rounds", "asynchronous", "swarm"] = Field(
+        "rounds",
+        description="asynchronous: no site waits for another. swarm: the sites' workers aggregate, not the server.",
+    )
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     evaluation: EvaluationStatus | None = Field(None, description="Null: the run has no server.evaluate.")
     uptime_s: Estimate = 0.0
     left_s: Estimate | None = Field(
         None,
         description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: fewer "
-        "than three rounds have ended since the server's start, too few sites take part, or the run is finished or has "
-        "no number of rounds.",
+        "than three rounds have ended since the server's start, the run is held up, or it is finished or has no number "
+        "of rounds.",
     )
     model_bytes: Count = 0
     codec: Shown = "none"
@@ -277,6 +297,14 @@ class Status(Message):
     fragments: Many[FragmentStatus] = Field(default_factory=list)
     workers: Many[WorkerStatus] = Field(default_factory=list)
     history: Many[RoundSummary] = Field(default_factory=list, description="The last rounds, oldest first.")
+    first: Table[Recorded] = Field(
+        default_factory=dict,
+        description="First recorded value of each metric, in rounds of fragment 0; a metric of the "
+        "server's evaluation has the prefix global.",
+    )
+    kept_versions: Many[Count] = Field(
+        default_factory=list, description="Versions of the whole model that can be downloaded, oldest first."
+    )
     bytes_up: Count = Field(0, description="Bytes of updates received since the server started.")
     bytes_down: Count = Field(0, description="Bytes of versions sent since the server started.")
     deaths: Count = Field(0, description="Workers declared dead during the run.")

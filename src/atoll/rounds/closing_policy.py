@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.format_text import number_of
+from atoll.format_text import listed, number_of
 from atoll.rounds.transitions import IssuedTicket
 
 
@@ -238,11 +237,3 @@ class AsyncBuffer(Policy):
 def _free(view: RoundView) -> tuple[str, ...]:
     """Return the missing sites that do not wait for another fragment."""
     return tuple(site for site in view.missing if site not in view.elsewhere)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`."""
-    words = list(names)
-    if len(names) > 4:
-        words[3:] = [f"{len(names) - 3} others"]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -15,9 +15,9 @@ from operator import attrgetter
 from typing import Any
 
 from atoll.config import Settings
-from atoll.format_text import number_of
+from atoll.format_text import listed, number_of
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen, listed
+from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.early_stopping import MetricProgress, Tracking
 from atoll.rounds.events import Effect, LeaseRefused, Woken
 from atoll.rounds.leases import Member

@@ -33,7 +33,7 @@ from blake3 import blake3
 from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import NoteDamaged, seal, unseal
 from atoll.posix import NAMED_FILE, OwnedFile, open_own, read_own, write_at
-from atoll.store.journal import Journal
+from atoll.store.journal import Journal, KeptValue
 from atoll.store.journal_tables import AUDIT, AuditRow, utc_text
 
 START = "0" * 64
@@ -44,8 +44,7 @@ class AuditLog:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._end: tuple[int, str] | None = None
-        self._end_as_of = journal.undone
+        self._end = KeptValue(journal, lambda: tip(journal.rows))
         self._head: AuditHeadFile | None = None
         self._noted: tuple[int, str] | None = None  # (entries, last hash) in the head file
 
@@ -56,11 +55,11 @@ class AuditLog:
             what: kind of the entry, such as "accepted".
             detail: values of the entry, stored as JSON.
         """
-        entries, previous = self._known_end()
+        entries, previous = self._end.get()
         seq, stamp, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
         digest = hash_of(seq, stamp, what, text, previous)
         self._journal.insert(AUDIT, AuditRow(seq, stamp, what, text, previous, digest))
-        self._end = seq, digest
+        self._end.set((seq, digest))
 
     def keep_head(self, head: AuditHeadFile) -> None:
         """Write the last entry's number and hash to `head` now, and after each later commit that adds an entry."""
@@ -73,13 +72,8 @@ class AuditLog:
         if self._head is not None:
             self._head.close()
 
-    def _known_end(self) -> tuple[int, str]:
-        if self._end is None or self._end_as_of != self._journal.undone:
-            self._end, self._end_as_of = tip(self._journal.rows), self._journal.undone
-        return self._end
-
     def _note_end(self) -> None:
-        end = self._known_end()
+        end = self._end.get()
         if end != self._noted and self._head is not None:
             self._noted = end
             self._head.write(*end)

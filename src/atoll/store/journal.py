@@ -8,14 +8,16 @@ all changes of a transaction are in the file, or none of them.
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import re
 import sqlite3
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, transient_reason
 from atoll.format_text import of_fragment
@@ -26,6 +28,7 @@ from atoll.store.journal_tables import CHECKED, CHECKED_LATER, SCHEMA, SCHEMA_VE
 
 Durability = Literal["process", "power"]
 Row = TypeVar("Row")
+Answer = TypeVar("Answer")
 UNUSABLE = "Check the disk, and that this user may write the file and its folder; then start the run again."
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
@@ -36,6 +39,12 @@ BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
 """SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
+
+SELDOM_CHANGED = {"run", "shapes", "heads", "versions", "deltas", "history", "generations"}
+"""Tables that change about once a round, and are read many times: the journal remembers what it has read of them."""
+MOST_ANSWERS = 200
+"""Number of answers that are remembered at most. A client can ask for any version, so it has to be bounded."""
+_TABLES = {*CHECKED, "audit", "counters", "exports_under_way"}
 
 NEW_RUN = (
     "Restore the whole directory from a backup, or start a new run with another disk.state_dir and "
@@ -74,6 +83,9 @@ class Journal:
         self._on_rollback: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
+        self._checkpointing = threading.Lock()
+        self._checkpoints: sqlite3.Connection | None = None  # copies the write-ahead log beside this thread's changes
+        self._answers: dict[tuple[Any, ...], Any] = {}  # query, its values, how it was fetched → the answer
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
         self._open_files()
@@ -159,6 +171,7 @@ class Journal:
                 self._torn = self._torn or self._db.total_changes != changes
                 if outermost:
                     self.undone += 1
+                    self._answers.clear()
                     if self._db.in_transaction:  # SQLite ends it by itself if the disk is full
                         self._db.execute("ROLLBACK")
                 self._forget(*marks)
@@ -219,15 +232,20 @@ class Journal:
 
     def execute(self, sql: str, *values: Any) -> int:
         """Execute one statement that changes rows, and return the number of changed rows. Call it in a transaction."""
-        assert self._depth, "a change outside of a transaction"
+        self._begin_change(sql)
         with self._translated:
             return self._db.execute(sql, values).rowcount
 
-    def execute_many(self, sql: str, values: Iterable[tuple[Any, ...]]) -> None:
+    def execute_many(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
         """Execute a statement once for each tuple of values. Call it inside a transaction."""
-        assert self._depth, "a change outside of a transaction"
+        self._begin_change(sql)
         with self._translated:
             self._db.executemany(sql, values)
+
+    def _begin_change(self, sql: str) -> None:
+        assert self._depth, "a change outside of a transaction"
+        if not _tables_in(sql).isdisjoint(SELDOM_CHANGED):
+            self._answers.clear()
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
         """Return the rows of a table that match `where`, as dataclass objects.
@@ -245,15 +263,30 @@ class Journal:
         return None if row is None else table.read(row)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return every row of a query."""
-        with self.lock, self._translated:
-            return self._db.execute(sql, values).fetchall()
+        """Return every row of a query. Do not change the list."""
+        return self._ask(sql, values, sqlite3.Cursor.fetchall)
 
     def row(self, sql: str, *values: Any) -> tuple[Any, ...] | None:
         """Return the first row of a query; None if there is no row."""
+        found: tuple[Any, ...] | None = self._ask(sql, values, sqlite3.Cursor.fetchone)
+        return found
+
+    def _ask(self, sql: str, values: tuple[Any, ...], fetch: Callable[[sqlite3.Cursor], Answer]) -> Answer:
+        """Return the answer to a query. If all its tables change seldom, ask SQLite only once until one changes.
+
+        Only this process writes the journal, through this connection. Outside of a transaction, each question to SQLite
+        locks and unlocks the file.
+        """
         with self.lock, self._translated:
-            found: tuple[Any, ...] | None = self._db.execute(sql, values).fetchone()
-            return found
+            if not (tables := _tables_in(sql)) or not tables <= SELDOM_CHANGED:
+                return fetch(self._db.execute(sql, values))
+            key = sql, values, fetch
+            if key not in self._answers:
+                if len(self._answers) >= MOST_ANSWERS:
+                    self._answers.clear()
+                self._answers[key] = fetch(self._db.execute(sql, values))
+            answer: Answer = self._answers[key]
+            return answer
 
     def value(self, sql: str, *values: Any) -> Any:
         """Return the first column of a query's first row; None if there is no row."""
@@ -329,10 +362,13 @@ class Journal:
             is_there = os.path.samestat(self.path.lstat(), self._file)
         if not is_there:
             raise StoreError(f"{self.path} was removed or replaced while the server was running.", NEW_RUN)
-        with self._translated:
+        with self._checkpointing, self._translated:
+            if self.closed:
+                return
             try:
-                with closing(sqlite3.connect(self.path)) as db:
-                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                if self._checkpoints is None:  # kept, because opening a connection reads the whole schema
+                    self._checkpoints = sqlite3.connect(self.path, check_same_thread=False)
+                self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # ends its locks
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
                     raise
@@ -353,6 +389,9 @@ class Journal:
         with self.lock:
             if not self.closed:
                 self.closed = True
+                with self._checkpointing:
+                    if self._checkpoints is not None:
+                        self._checkpoints.close()
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
@@ -371,6 +410,37 @@ class Journal:
                 "server again: nothing is lost.",
             )
         return StoreError(f"{self.path}: {error}.", UNUSABLE)
+
+
+class KeptValue(Generic[Answer]):
+    """A value of the journal that is also kept in memory: it is read from the journal only after a rollback.
+
+    A transaction that changes the value calls `set` or `forget`.
+
+    Args:
+        journal: the journal.
+        read: reads the value from the journal.
+    """
+
+    _value: Answer
+
+    def __init__(self, journal: Journal, read: Callable[[], Answer]) -> None:
+        self._journal, self._read, self._as_of = journal, read, -1
+
+    def get(self) -> Answer:
+        """Return the value."""
+        with self._journal.lock:
+            if self._as_of != self._journal.undone:
+                self.set(self._read())
+            return self._value
+
+    def set(self, value: Answer) -> None:
+        """Replace the value. Call it in the transaction that changes the value in the journal."""
+        self._value, self._as_of = value, self._journal.undone
+
+    def forget(self) -> None:
+        """Read the value from the journal the next time. Call it in the transaction that changes it."""
+        self._as_of = -1
 
 
 class _Translated:
@@ -467,6 +537,12 @@ def require_row(table: str, keys: Sequence[str], *values: object, check: int, re
 
 def _changed(path: Path | str, what: str, remedy: str = NEW_RUN) -> StateCorrupt:
     return StateCorrupt(f"{path} is damaged: the content of {what} does not match its checksum.", remedy)
+
+
+@functools.lru_cache(1000)
+def _tables_in(sql: str) -> frozenset[str]:
+    """Return the journal's tables that an SQL statement names, and perhaps others: a column may have a table's name."""
+    return frozenset(_TABLES.intersection(re.findall(r"\w+", sql)))
 
 
 def placeholders(values: Iterable[object]) -> str:

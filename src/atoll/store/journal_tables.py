@@ -279,6 +279,11 @@ class VersionRow:
     summary_json: str
     created_at: str
 
+    @property
+    def has_state(self) -> bool:
+        """Whether all state of the outer optimizer after this version is still kept."""
+        return not self.state_digests or self.state_slot is not None
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:

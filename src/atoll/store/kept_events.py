@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.errors import StateCorrupt
-from atoll.store.journal import NEW_RUN, Journal, require_row
+from atoll.store.journal import NEW_RUN, Journal, KeptValue, require_row
 from atoll.store.round_summaries import Query
 
 KEPT = 10_000
@@ -22,6 +22,12 @@ class EventRows:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self._newest = KeptValue(journal, lambda: newest_event(journal.rows))
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest event; 0 if there is none."""
+        return self._newest.get()
 
     def append(self, number: int, event_json: str, *, of_site: bool) -> None:
         """Add an event. Call it inside a transaction.
@@ -33,6 +39,7 @@ class EventRows:
         """
         sql = "INSERT INTO events (number, of_site, event_json) VALUES (?, ?, ?)"
         self._journal.execute(sql, number, of_site, event_json)
+        self._newest.set(number)
         if number % _SLACK == 0:
             for kind in (False, True):
                 self._journal.execute(

@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,7 +29,7 @@ from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_
 from atoll.protocol import run_events
 from atoll.protocol.run_events import EventPage, EventQuery
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
-from atoll.protocol.status_messages import KEPT, Status
+from atoll.protocol.status_messages import KEPT, Recorded, Status
 from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, read_head
 from atoll.store.event_pages import event_page
@@ -47,7 +47,7 @@ from atoll.store.journal_tables import (
     controls,
 )
 from atoll.store.kept_events import events_after
-from atoll.store.round_summaries import Summary, site_curves, summaries, with_sites
+from atoll.store.round_summaries import Summary, first_values, site_curves, summaries, table_rows, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.schema import Schema
@@ -168,6 +168,10 @@ class StateReader:
         """Return the summaries of the last `limit` rounds that have ended, oldest first."""
         return summaries(self.rows, limit)
 
+    def first_values(self) -> dict[str, Recorded]:
+        """Return the first recorded value of each metric, in rounds of fragment 0."""
+        return first_values(self.rows)
+
     def site_curves(self, asked: SiteCurvesQuery) -> SiteCurves:
         """Return one number of the sites' updates over the rounds.
 
@@ -176,6 +180,10 @@ class StateReader:
             StateCorrupt: a row is damaged.
         """
         return site_curves(self.rows, asked)
+
+    def table_rows(self) -> Iterator[str]:
+        """Yield the lines of a CSV file with all updates of all rounds; see `round_summaries.table_rows`."""
+        return table_rows(lambda: nullcontext(self.rows))
 
     def events(self) -> list[dict[str, Any]]:
         """Return what the journal keeps of what happened in the run, oldest first, as the server's stream has it.

@@ -5,16 +5,20 @@ The rows of sites are checked here, when they are read: no start reads all of th
 
 from __future__ import annotations
 
+import csv
 import heapq
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from atoll.errors import BadRequest
 from atoll.format_text import number_of
 from atoll.protocol.messages import NUMBER_BELOW
 from atoll.protocol.routes import ANSWER_BYTES, SITE_CURVES
-from atoll.protocol.site_curves import OF_METRIC, SiteCurve, SiteCurves, SiteCurvesQuery
+from atoll.protocol.site_curves import NUMBERS, OF_METRIC, SiteCurve, SiteCurves, SiteCurvesQuery
+from atoll.protocol.status_messages import GLOBAL, Recorded, RoundSummary, SiteRound
 from atoll.store.journal import require_row
 from atoll.store.journal_tables import SiteRoundRow
 
@@ -63,6 +67,23 @@ def summaries(query: Query, limit: int) -> list[Summary]:
     ]
 
 
+def first_values(query: Query) -> dict[str, Recorded]:
+    """Return the first recorded value of each metric, in rounds of fragment 0.
+
+    Metrics of the server's evaluation have the prefix `GLOBAL`.
+    """
+    found: dict[str, Recorded] = {}
+    for key, prefix in (("metrics", ""), ("global_metrics", GLOBAL)):
+        rows = query(
+            "SELECT each.key, each.value, json_extract(summary_json, '$.round'), min(version) "  # of the same row
+            "FROM history, json_each(summary_json, ?) AS each WHERE NOT lost AND fragment = 0 AND summary_json != '' "
+            "AND each.value IS NOT NULL GROUP BY each.key",
+            f"$.{key}",
+        )
+        found |= {prefix + name: Recorded(round=number, value=value) for name, value, number, _ in rows}
+    return found
+
+
 def with_sites(query: Query, fragment: int, summary_json: str) -> str:
     """Return the summary of a round as JSON, with its sites, which the journal keeps in rows of their own.
 
@@ -109,6 +130,81 @@ def site_rounds(query: Query, where: str = "", *values: Any) -> list[SiteRoundRo
     return found
 
 
+# -- all updates as a table
+
+
+BATCH = 2000
+"""About so many rows of sites are read at a time."""
+
+
+def table_rows(connect: Callable[[], AbstractContextManager[Query]]) -> Iterator[str]:
+    """Yield the lines of a CSV file with all rounds that led to a version: one row a site, and one of the round.
+
+    In the row of a round, `site` is empty; metrics are means over the sites, `norm` is that of the reduced update, and
+    `nbytes` the sum. All rows of some rounds are read at a time, so that no long transaction holds up the journal.
+
+    Args:
+        connect: opens the journal for reading; called once for each piece that is yielded.
+    """
+    with connect() as query:
+        names = {
+            key: [
+                name
+                for (name,) in query(
+                    "SELECT DISTINCT each.key FROM history, json_each(summary_json, ?) AS each "
+                    "WHERE NOT lost AND summary_json != '' ORDER BY each.key",
+                    f"$.{key}",
+                )
+            ]
+            for key in ("metrics", "global_metrics")
+        }
+        ((fragments,),), ((sites,),) = query("SELECT count(*) FROM heads"), query("SELECT count(*) FROM members")
+    metrics, evaluated = names["metrics"], names["global_metrics"]
+    yield _csv(
+        [
+            ["fragment", "version", "round", "ended_at", "site", *NUMBERS]
+            + [OF_METRIC + name for name in metrics]
+            + [GLOBAL + name for name in evaluated]
+        ]
+    )
+    for fragment in range(fragments):
+        version = -1
+        while True:
+            lines: list[list[object]] = []
+            with connect() as query:
+                rounds = query(
+                    "SELECT version, summary_json, created_at FROM history WHERE NOT lost AND summary_json != '' AND "
+                    "fragment = ? AND version > ? ORDER BY version LIMIT ?",
+                    fragment,
+                    version,
+                    max(BATCH // (sites + 1), 1),
+                )
+                for version, text, at in rounds:
+                    summary = RoundSummary.model_validate_json(text)
+                    about = [fragment, version, summary.round, at]
+                    of_round = {"nbytes": summary.bytes_up, "norm": summary.grad_norm}
+                    lines.append(
+                        [*about, "", *(of_round.get(name) for name in NUMBERS)]
+                        + [summary.metrics.get(name) for name in metrics]
+                        + [summary.global_metrics.get(name) for name in evaluated]
+                    )
+                    for row in map(SiteRound.model_validate_json, sites_of_round(query, fragment, version)):
+                        lines.append(
+                            [*about, row.site, *(getattr(row, name) for name in NUMBERS)]
+                            + [row.metrics.get(name) for name in metrics]
+                            + [None] * len(evaluated)
+                        )
+            if not lines:
+                break
+            yield _csv(lines)
+
+
+def _csv(lines: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    csv.writer(text).writerows(lines)
+    return text.getvalue()
+
+
 # -- one number of each site's updates over the rounds
 
 
@@ -128,6 +224,10 @@ def site_curves(query: Query, asked: SiteCurvesQuery) -> SiteCurves:
         StateCorrupt: a row is damaged.
     """
     versions = _chosen(_versions(query, asked), asked.points)
+    if asked.value.startswith(GLOBAL):
+        evaluated = [RoundSummary.model_validate(_summary(query, asked.fragment, version)) for version in versions]
+        mean = [each.values.get(asked.value) for each in evaluated]
+        return SiteCurves(versions=versions, rounds=[each.round for each in evaluated], mean=mean, curves=[])
     most = (ANSWER_BYTES[SITE_CURVES] - REST_BYTES) // (CURVE_BYTES + VALUE_BYTES * len(versions))
     found = query(
         "SELECT site FROM members WHERE site > ? AND ? IN ('', site) ORDER BY site LIMIT ?",
@@ -169,11 +269,13 @@ def _versions(query: Query, asked: SiteCurvesQuery) -> list[int]:
     found = query(
         "SELECT version FROM history WHERE NOT lost AND fragment = ?1 AND version BETWEEN ?2 AND ?3 AND (?4 = '' OR "
         "EXISTS (SELECT 1 FROM site_rounds AS s WHERE s.fragment = ?1 AND s.version = history.version AND s.site = ?4)"
-        ") ORDER BY version",
+        ") AND (?5 = '' OR summary_json != '' AND "
+        "EXISTS (SELECT 1 FROM json_each(summary_json, '$.global_metrics') WHERE key = ?5)) ORDER BY version",
         asked.fragment,
         max(asked.first, 1),  # no round led to version 0
         last,
         asked.site,
+        asked.value.removeprefix(GLOBAL) if asked.value.startswith(GLOBAL) else "",
     )
     return [version for (version,) in found]
 

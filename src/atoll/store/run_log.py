@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atoll.errors import StoreError
+from atoll.protocol.status_messages import Recorded
 from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
@@ -31,7 +32,7 @@ from atoll.store.journal_tables import (
     controls,
     utc_text,
 )
-from atoll.store.round_summaries import Summary, ended_rounds, summaries, with_sites
+from atoll.store.round_summaries import Summary, ended_rounds, first_values, summaries, with_sites
 
 
 def restored_counter(fragment: int) -> str:
@@ -402,6 +403,10 @@ class RunLog:
     def summaries(self, limit: int) -> list[Summary]:
         """Return the last `limit` rounds that have ended, oldest first, with their sites."""
         return summaries(self._journal.rows, limit)
+
+    def first_values(self) -> dict[str, Recorded]:
+        """Return the first recorded value of each metric, in rounds of fragment 0."""
+        return first_values(self._journal.rows)
 
     def with_sites(self, fragment: int, summary_json: str) -> str:
         """Return the summary of a round as JSON, with its sites.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
+from atoll.format_text import size
 from atoll.json_files import NoteDamaged
 from atoll.posix import (
     FolderTaken,
@@ -196,8 +197,7 @@ class Store:
         if free < min_free_bytes:
             what = "memory left" if self.slots.in_memory else "disk left"
             error = DiskFull(
-                f"The server has {free / 1000000.0:.0f} MB of {what}, but must keep "
-                f"{min_free_bytes / 1000000.0:.0f} MB free.",
+                f"The server has {size(free)} of {what}, but must keep {size(min_free_bytes)} free.",
                 "Free some space: the run then continues by itself, and nothing is lost.",
             )
             error.retry_after_s = RETRY_S

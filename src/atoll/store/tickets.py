@@ -12,7 +12,7 @@ from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
-from atoll.store.journal import Journal, placeholders
+from atoll.store.journal import Journal, KeptValue, placeholders
 from atoll.store.journal_tables import PARTS, TICKETS, PartRow, TicketRow, TicketState
 from atoll.store.update_spool import PartWriter, Spool
 
@@ -28,6 +28,8 @@ class Tickets:
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._spools: dict[int, Spool] = {}
+        newest_order = "SELECT coalesce(max(accepted_order), 0) FROM tickets WHERE accepted_order > 0"
+        self._newest_order = KeptValue(journal, lambda: int(journal.value(newest_order)))
 
     # -- rows
 
@@ -101,8 +103,7 @@ class Tickets:
 
     def next_order(self) -> int:
         """Return the position of the update that is accepted next: one above the highest so far."""
-        sql = "SELECT 1 + coalesce(max(accepted_order), 0) FROM tickets WHERE accepted_order > 0"
-        return int(self._journal.value(sql))
+        return self._newest_order.get() + 1
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
         """Return site → base version of the site's newest ticket for a fragment."""
@@ -156,14 +157,14 @@ class Tickets:
         slot = pool.take(WRITER)  # without the lock, because creating a file may be slow
         try:
             with self._journal.transaction():
-                row = self.get(ticket)
-                if not row.is_live:  # it has ended while the file was created
-                    raise why_closed(row)
-                if row.slot is None:
-                    self.change("slot = ?", [ticket], slot.number)
+                take = "UPDATE tickets SET slot = ? WHERE ticket = ? AND state = 'open' AND slot IS NULL"
+                if self._journal.execute(take, slot.number, ticket):
                     pool.hold(slot, JOURNAL)
                     self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
                     return self._open_spool(row, slot)
+                row = self.get(ticket)
+                if not row.is_live:  # it has ended while the file was created
+                    raise why_closed(row)
                 return self._spools[ticket]
         finally:
             pool.drop(slot, WRITER)
@@ -291,6 +292,7 @@ class Tickets:
             nbytes,
             order,
         )
+        self._newest_order.set(order)
         self._journal.count("bytes", nbytes)
         self._audit.append(
             "accepted",
@@ -369,6 +371,7 @@ class Tickets:
                 "state = 'open', digest = NULL, report = '{}', norm = 0, accepted_order = 0, slot = NULL",
                 [row.ticket for row in rows],
             )
+            self._newest_order.forget()
             self._journal.count("bytes", -sum(row.bytes for row in rows))
             self._drop_spools(rows, "open", "its update is collected again")
             thawed = self._journal.execute(

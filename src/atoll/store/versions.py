@@ -255,8 +255,10 @@ class Versions:
         self._count(fragment, previous, version, tickets)
         self._journal.insert(VERSIONS, row)
         self._journal.insert(HISTORY, HistoryRow(fragment, version, row.digest, row.summary_json, row.created_at))
-        for site, summary_json in (sites or {}).items():
-            self._journal.insert(SITE_ROUNDS, SiteRoundRow(fragment, version, site, summary_json))
+        self._journal.execute_many(
+            SITE_ROUNDS.insert,
+            (SITE_ROUNDS.write(SiteRoundRow(fragment, version, *each)) for each in (sites or {}).items()),
+        )
         self._journal.count("versions")
         if draft.delta and previous is not None:
             base, delta = self.get(fragment, previous).digest, (written.delta_digest, written.delta_digests)

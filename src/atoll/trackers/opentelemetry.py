@@ -8,8 +8,10 @@ aggregate   from the closing to the new version
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
+from atoll.format_text import number_of, without_credentials
 from atoll.protocol import run_events
 from atoll.trackers.base import TrackedRun, Tracker, of_run, require_reachable, seconds_of
 
@@ -18,6 +20,37 @@ def _endpoint() -> str:
     """Return the address to which OpenTelemetry's own variables send spans."""
     names = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     return next(filter(None, map(os.environ.get, names)), "http://localhost:4318")
+
+
+class _Exporter:
+    """Exports spans, and counts those that the collector did not take: the SDK's own thread would only log that.
+
+    Args:
+        exporter: an exporter of the SDK.
+    """
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter, self._lost = exporter, 0
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Send spans, and return whether that was possible."""
+        result = self._exporter.export(spans)
+        if result.name != "SUCCESS":
+            self._lost += len(spans)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exporter, name)
+
+    def require_taken(self, endpoint: str) -> None:
+        """Raise an error if spans were lost since the last call.
+
+        Raises:
+            OSError: they were.
+        """
+        lost, self._lost = self._lost, 0
+        if lost:
+            raise OSError(f"{without_credentials(endpoint)} did not take {number_of(lost, 'span')}")
 
 
 class OpenTelemetry(Tracker):
@@ -41,14 +74,20 @@ class OpenTelemetry(Tracker):
         if not isinstance(provider, TracerProvider):
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-            require_reachable(endpoint or _endpoint())
+            self._endpoint = endpoint or _endpoint()
+            require_reachable(self._endpoint)
+            self._exporter = _Exporter(OTLPSpanExporter(endpoint or None))
             provider = self._own = TracerProvider(resource=Resource.create({"service.name": "atoll"}))
-            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint or None)))
+            provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = provider.get_tracer("atoll")
         self._open = dict[int, tuple[Any, Any]]()  # fragment → the spans of its round, and of the phase of that
 
     def on_event(self, event: run_events.Happened) -> None:
-        """Begin and end spans."""
+        """Begin and end spans.
+
+        Raises:
+            OSError: the collector did not take earlier spans.
+        """
         at_ns = int(seconds_of(event) * 1e9)
         match event:
             case run_events.RoundOpened():
@@ -76,6 +115,11 @@ class OpenTelemetry(Tracker):
                 for fragment, (span, _) in list(self._open.items()):
                     span.set_status(self._trace.StatusCode.ERROR, reason)
                     self._end(fragment, at_ns, {})
+        self._require_taken()
+
+    def _require_taken(self) -> None:
+        if self._own is not None:
+            self._exporter.require_taken(self._endpoint)
 
     def _phase(self, span: Any, name: str, at_ns: int) -> Any:
         return self._tracer.start_span(name, self._trace.set_span_in_context(span), start_time=at_ns)
@@ -97,3 +141,4 @@ class OpenTelemetry(Tracker):
         """Send what is left. The spans of open rounds begin anew when the run goes on."""
         if self._own is not None:
             self._own.shutdown()
+        self._require_taken()

@@ -149,10 +149,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 @DTYPES
 @RESULTS
 def test_corrections_reach_the_master_weights(kind: Any, dtype: torch.dtype, algorithm: str, result: float) -> None:
-    """FedProx and SCAFFOLD correct the master copy that an optimizer keeps of the weights.
-
-    SCAFFOLD's numbers: c − c_i = −1/4, so each of 3 steps adds 1/4 + 1/4. Δc_i = (x − y)/3 − c = −1/2 + 1/4.
-    """
+    """FedProx and SCAFFOLD correct the master copy that an optimizer keeps of the weights."""
+    # SCAFFOLD's numbers: c − c_i = −1/4, so each of 3 steps adds 1/4 + 1/4. Δc_i = (x − y)/3 − c = −1/2 + 1/4.
     model = two(dtype)
     optimizer = kind(model.parameters())
     hooks = hooks_of(algorithm, model)
@@ -208,10 +206,8 @@ def test_fedprox_adds_its_term_to_main_grad_once() -> None:
 
 @MASTERS
 def test_master_weights_keep_corrections_that_bf16_loses(kind: Any) -> None:
-    """Master weights in fp32 sum up SCAFFOLD corrections that are too small for weights in bf16.
-
-    Each of 8 steps adds 1/1024. In bf16, 1 + 1/1024 rounds to 1, and the next number after 1 is 1 + 8/1024.
-    """
+    """Master weights in fp32 sum up SCAFFOLD corrections that are too small for weights in bf16."""
+    # Each of 8 steps adds 1/1024. In bf16, 1 + 1/1024 rounds to 1, and the next number after 1 is 1 + 8/1024.
     model = two()
     optimizer = kind(model.parameters())
     train(model, Scaffold(model, *controls(-SMALL)).attach(optimizer), optimizer.step, 0.0, steps=8)
@@ -221,11 +217,9 @@ def test_master_weights_keep_corrections_that_bf16_loses(kind: Any) -> None:
 
 
 def test_scaffold_does_not_correct_averages_or_anchors() -> None:
-    """SCAFFOLD does not correct an average or a stored first value of the weights, since no step starts from them.
-
-    Each of 3 steps adds 1/4 + 1/4. The average sees each step before its correction: 1.25, then (1.25 + 1.75)/2, then
-    1.875.
-    """
+    """SCAFFOLD does not correct an average or a stored first value of the weights, since no step starts from them."""
+    # Each of 3 steps adds 1/4 + 1/4. The average sees each step before its correction: 1.25, then (1.25 + 1.75)/2, then
+    # 1.875.
     model = two(torch.float32)
     optimizer = WithMoment(model.parameters(), lr=1.0)
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer), optimizer.step, -0.25)
@@ -238,9 +232,8 @@ def test_scaffold_does_not_correct_averages_or_anchors() -> None:
     ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
 )
 def test_scaffold_refuses_lookahead_and_schedule_free(kind: Any, named: str) -> None:
-    """SCAFFOLD refuses Lookahead and Schedule-Free, whose copies of the weights follow the weights only at some steps.
-
-    Such a copy would undo a part of a correction.
+    """SCAFFOLD refuses Lookahead and Schedule-Free, because their own copies of the weights would undo a part of each
+    correction.
     """
     model = two(torch.float32)
     optimizer = kind(model.parameters())
@@ -250,10 +243,8 @@ def test_scaffold_refuses_lookahead_and_schedule_free(kind: Any, named: str) -> 
 
 
 def test_scaffold_corrects_the_inner_optimizer_of_lookahead() -> None:
-    """SCAFFOLD can correct the inner optimizer of Lookahead.
-
-    Each step adds 1/4 + 1/4. After two steps, Lookahead keeps half of the way: 1 → 1.5 → 2 → 1.5 → 2.
-    """
+    """SCAFFOLD can correct the inner optimizer of Lookahead."""
+    # Each step adds 1/4 + 1/4. After two steps, Lookahead keeps half of the way: 1 → 1.5 → 2 → 1.5 → 2.
     model = two(torch.float32)
     optimizer = Lookahead(model.parameters())
     train(model, Scaffold(model, *controls(-0.25)).attach(optimizer.inner), optimizer.step, -0.25)
@@ -262,14 +253,10 @@ def test_scaffold_corrects_the_inner_optimizer_of_lookahead() -> None:
 
 @pytest.mark.parametrize(("kind", "result"), [(Lookahead, 1.34375), (ScheduleFree, 1.40625)])
 def test_fedprox_works_with_lookahead_and_schedule_free(kind: Any, result: float) -> None:
-    """FedProx adds its pull to the gradient, so the steps of Lookahead and Schedule-Free contain the pull.
-
-    Lookahead: two steps lead to 1.25 and 1.375. Half of this way remains, 1.1875. A step of 1/4 − 1/2·0.1875 ends at
-    1.34375.
-
-    Schedule-Free: the first step makes y and z 1.25. With g = −1/8, of which y gets 3/4, y is 1.34375 and z is 1.375.
-    With g = −0.078125, y moves by 1/3 of 1/32 and by 2/3 of −g.
-    """
+    """FedProx adds its pull to the gradient, so the steps of Lookahead and Schedule-Free contain the pull."""
+    # Lookahead: two steps lead to 1.25 and 1.375. Half of this way remains, 1.1875. A step of 1/4 − 1/2·0.1875 ends at
+    # 1.34375. Schedule-Free: the first step makes y and z 1.25. With g = −1/8, of which y gets 3/4, y is 1.34375 and z
+    # is 1.375. With g = −0.078125, y moves by 1/3 of 1/32 and by 2/3 of −g.
     model = two(torch.float32)
     optimizer = kind(model.parameters())
     train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
@@ -288,10 +275,8 @@ def test_refuses_optimizers_that_hold_only_copies(algorithm: str) -> None:
 
 
 def test_counts_steps_of_optimizers_that_hold_only_copies(tmp_path: Any) -> None:
-    """FedNova counts the steps of an optimizer that holds only copies of the model's parameters.
-
-    One optimizer makes three steps of 1/4 in each of two rounds: 1 + 6/4 = 2.5.
-    """
+    """FedNova counts the steps of an optimizer that holds only copies of the model's parameters."""
+    # One optimizer makes three steps of 1/4 in each of two rounds: 1 + 6/4 = 2.5.
     model = two()
     optimizer: Any = Outside(model.parameters())
     world = World(tmp_path, two(), "a", algorithm="fednova", rounds=2)

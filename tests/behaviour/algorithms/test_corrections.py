@@ -37,11 +37,9 @@ def test_fedprox_pulls_towards_the_received_weights(tmp_path: Path) -> None:
         assert hooks.steps == 2
 
 
-def test_scaffold_needs_a_step() -> None:
-    """SCAFFOLD computes a control difference after one step, and refuses to compute one without any step.
-
-    By hand: c = 0.5, c_i = 0.2, η = 0.1, target 1. y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
-    """
+def test_scaffold_needs_at_least_one_step() -> None:
+    """SCAFFOLD computes a control difference after one step, and refuses to compute one without any step."""
+    # By hand: c = 0.5, c_i = 0.2, η = 0.1, target 1. y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2.
     model = One()
     c, own = controls(0.5), controls(0.2)
     with pytest.raises(UsageError, match="no optimizer step"):
@@ -56,10 +54,8 @@ def test_scaffold_needs_a_step() -> None:
 
 
 def test_scaffold_follows_a_learning_rate_schedule() -> None:
-    """SCAFFOLD divides by the sum of the learning rates that a schedule gave to the steps.
-
-    With the rates 0, 0.1 and 0.2, Δc = (x − y)/0.3. The warm-up step at rate 0 counts as a step.
-    """
+    """SCAFFOLD divides by the sum of the learning rates that a schedule gave to the steps."""
+    # With the rates 0, 0.1 and 0.2, Δc = (x − y)/0.3. The warm-up step at rate 0 counts as a step.
     model = One()
     scaffold = Scaffold(model, controls(0.0), controls(0.0))
     with scaffold.attach(optimizer := sgd(model, 0.0)):
@@ -71,11 +67,9 @@ def test_scaffold_follows_a_learning_rate_schedule() -> None:
 
 
 def test_scaffold_ignores_a_step_without_gradients() -> None:
-    """SCAFFOLD neither corrects nor counts an optimizer step before which no parameter has a gradient.
-
-    The second step has the gradient 2: w ← w − η·g − η·(c − c_i) = −3. Δc = (0 − w)/η − c = 3/0.5 − 4, so the first
-    step added no rate.
-    """
+    """SCAFFOLD neither corrects nor counts an optimizer step if no parameter has a gradient."""
+    # The second step has the gradient 2: w ← w − η·g − η·(c − c_i) = −3. Δc = (0 − w)/η − c = 3/0.5 − 4, so the first
+    # step added no rate.
     model = One()
     scaffold = Scaffold(model, controls(4.0), controls(0.0))
     with scaffold.attach(optimizer := sgd(model, 0.5)):
@@ -138,11 +132,9 @@ def train_heads(
 def test_fedprox_pulls_parameters_without_gradients(
     make: Callable[[], tuple[TwoHeads, list[Optimizer]]], thaw: bool
 ) -> None:
-    """FedProx also pulls a trainable parameter that has no gradient in a step.
-
-    The result equals training with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a
-    gradient.
-    """
+    """FedProx also pulls a trainable parameter that has no gradient in a step."""
+    # The result equals training with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a
+    # gradient.
     expected, optimizers = make()
     start = [value.detach().clone() for value in expected.parameters()]
 
@@ -177,10 +169,8 @@ def test_fedprox_leaves_no_gradient_behind() -> None:
 
 
 def test_scaffold_corrects_parameters_without_a_gradient() -> None:
-    """SCAFFOLD also corrects a parameter that has no gradient in a step.
-
-    By hand: y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2.
-    """
+    """SCAFFOLD also corrects a parameter that has no gradient in a step."""
+    # By hand: y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2.
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
     c, own = ({name: torch.full((1,), value) for name in "ab"} for value in (0.5, 0.2))
     scaffold = Scaffold(model, c, own)
@@ -282,13 +272,11 @@ def test_a_step_that_calls_its_parent_counts_once(by_closure: bool) -> None:
 @pytest.mark.covers("S8")
 @pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
 @pytest.mark.parametrize("refused", [False, True])
-def test_scaffold_refuses_a_failed_last_step(by_closure: bool, refused: bool) -> None:
-    """SCAFFOLD computes no control difference while the last step is one that failed. A whole step afterwards lifts the
-    refusal.
-
-    After a failed step, it is unknown whether weights have moved. By hand after the whole step: w = 0 + 0.1 − 0.1·4 and
-    Δc = 0.3/0.1 − 4.
+def test_scaffold_refuses_after_a_failed_last_step(by_closure: bool, refused: bool) -> None:
+    """After an optimizer step has failed, SCAFFOLD refuses to compute a control difference until a later step succeeds.
+    The failed step may have moved some weights.
     """
+    # By hand after the whole step: w = 0 + 0.1 − 0.1·4 and Δc = 0.3/0.1 − 4.
     model = One()
     optimizer = BreaksOff(model.parameters(), lr=ETA)
     scaffold = Scaffold(model, controls(4.0), controls(0.0))
@@ -365,10 +353,8 @@ def test_refuses_an_update_after_a_failed_line_search(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L2")
 def test_diloco_counts_a_nested_step_once(tmp_path: Path) -> None:
-    """DiLoCo counts one step when an optimizer's `step` calls the `step` of its parent class.
-
-    A step that raises an error does not count. With H = 2, three counted steps make one synchronisation.
-    """
+    """DiLoCo counts one step when an optimizer's `step` calls the `step` of its parent class."""
+    # A step that raises an error does not count. With H = 2, three counted steps make one synchronisation.
     model = One()
     sgd(model)
     optimizer = Calls(model.parameters(), lr=ETA)
@@ -384,11 +370,9 @@ def test_diloco_counts_a_nested_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S5")
 def test_scaffold_corrects_a_step_that_clears_its_gradients() -> None:
-    """SCAFFOLD corrects an optimizer whose `step` clears the gradients before it returns, as SAM does.
-
-    By hand, the gradient at w + 0.5 = 0.5 towards 1 is −0.5. y = 0.1·0.5 − 0.1·(0.5 − 0.2) and Δc = (0 − 0.02)/0.1 −
-    0.5.
-    """
+    """SCAFFOLD corrects an optimizer whose `step` clears the gradients before it returns, as SAM does."""
+    # By hand, the gradient at w + 0.5 = 0.5 towards 1 is −0.5. y = 0.1·0.5 − 0.1·(0.5 − 0.2) and Δc = (0 − 0.02)/0.1 −
+    # 0.5.
     model = One()
     optimizer = TwoSteps([model.w], lr=ETA)
     scaffold = Scaffold(model, controls(0.5), controls(0.2))
@@ -439,10 +423,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 def test_training_without_the_corrected_optimizer_is_refused(tmp_path: Path, algorithm: str) -> None:
-    """FedProx and SCAFFOLD refuse an update if the optimizer given to `correct` made no step.
-
-    Here, another optimizer over the same parameters trained the model before the call of `correct`.
-    """
+    """FedProx and SCAFFOLD refuse an update if the optimizer given to `correct` made no step."""
+    # Here, another optimizer over the same parameters trained the model before the call of `correct`.
     with first_round(tmp_path, algorithm) as fl_round:
         model = fl_round.load_into(One())
         train(model, sgd(model), 1.0)

@@ -121,10 +121,8 @@ def test_own_algorithm_works_in_a_simulation(tmp_path: Path) -> None:
 
 
 def test_training_without_a_server_is_not_corrected() -> None:
-    """A script that trains without a server makes plain gradient steps inside `correct`.
-
-    By hand: 0 + 0.1·1 = 0.1 and 0.1 + 0.1·0.9 = 0.19.
-    """
+    """A script that trains without a server makes plain gradient steps inside `correct`."""
+    # By hand: 0 + 0.1·1 = 0.1 and 0.1 + 0.1·0.9 = 0.19.
     with atoll.join() as worker:
         fl_round = next(iter(worker))
         local = fl_round.load_into(one())
@@ -147,10 +145,8 @@ def test_a_site_without_the_algorithm_does_not_join(tmp_path: Path, nursery: Nur
 
 
 def test_a_site_loads_no_code_from_the_servers_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A site never loads the algorithm from the file path in the server's settings.
-
-    A site with the installed package uses the package's code. A site without the package is refused.
-    """
+    """A site never loads the algorithm from the file path in the server's settings."""
+    # A site with the installed package uses the package's code. A site without the package is refused.
     with new_world(tmp_path, **BY_PATH) as world:
         with world.worker() as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
@@ -161,10 +157,8 @@ def test_a_site_loads_no_code_from_the_servers_path(tmp_path: Path, monkeypatch:
 
 @pytest.mark.covers("X8")
 def test_a_script_may_register_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an installed package, a site's script may register the run's algorithm itself.
-
-    The server loads the algorithm from a file. A site that has not registered the algorithm is refused.
-    """
+    """Without an installed package, a site's script may register the run's algorithm itself."""
+    # The server loads the algorithm from a file. A site that has not registered the algorithm is refused.
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
     with new_world(tmp_path, **BY_PATH) as world:
@@ -227,7 +221,7 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
     assert seen == [[0.0], [-2.0]]
 
 
-def test_diloco_refuses_an_algorithm_with_groups(tmp_path: Path) -> None:
+def test_diloco_refuses_algorithms_that_send_extra_tensors(tmp_path: Path) -> None:
     """A DiLoCo loop refuses to start if the run's algorithm needs tensors besides the model in each update."""
     with World(tmp_path, one(), "a", **OWN) as world:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"

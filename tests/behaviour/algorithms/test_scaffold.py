@@ -46,11 +46,9 @@ def with_the_round(fl_round: Any, target: float, **told: Any) -> One:
 @pytest.mark.covers("S10", "S12")
 @pytest.mark.parametrize("part", [by_itself, with_the_round])
 def test_scaffold_rounds_match_the_paper(tmp_path: Path, part: Any) -> None:
-    """SCAFFOLD's rounds give the numbers of algorithm 1, option II, of the paper, computed in plain Python.
-
-    Two sites take part in all three rounds. Round 3 is the first round that starts with a c_i computed from a c_i other
-    than zero.
-    """
+    """SCAFFOLD's rounds give the numbers of algorithm 1, option II, of the paper, computed in plain Python."""
+    # Two sites take part in all three rounds. Round 3 is the first round that starts with a c_i computed from a c_i
+    # other than zero.
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     with World(tmp_path, One(), "ab", algorithm="scaffold", rounds=3) as world:
         for number in (1, 2, 3):
@@ -80,10 +78,8 @@ def test_an_update_carries_its_number_of_steps(tmp_path: Path) -> None:
 
 
 def test_scripts_receive_copies_of_the_controls(tmp_path: Path) -> None:
-    """A script that overwrites the controls that it received changes only its own copies.
-
-    By hand: y = 1 − 0.9³ = 0.271 and Δc = (0 − y)/(K·η). With N = 1, c = c_i = −0.271/0.3.
-    """
+    """A script that overwrites the controls that it received changes only its own copies."""
+    # By hand: y = 1 − 0.9³ = 0.271 and Δc = (0 − y)/(K·η). With N = 1, c = c_i = −0.271/0.3.
     with World(tmp_path, One(), "a", algorithm="scaffold", rounds=2) as world:
         world.ask()
         with_the_round(world.sites["a"].round, 1.0)
@@ -96,10 +92,8 @@ def test_scripts_receive_copies_of_the_controls(tmp_path: Path) -> None:
 
 
 def test_a_scaffold_loop_trains_plainly_without_a_server() -> None:
-    """A loop that computes SCAFFOLD's steps itself makes plain gradient steps when it runs without a server.
-
-    By hand, three steps at rate 0.1 towards 1 give w = 1 − 0.9³.
-    """
+    """A loop that computes SCAFFOLD's steps itself makes plain gradient steps when it runs without a server."""
+    # By hand, three steps at rate 0.1 towards 1 give w = 1 − 0.9³.
     with atoll.join() as worker:
         for fl_round in worker:
             assert by_itself(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
@@ -137,12 +131,10 @@ def one_step(world: World, site: str, weight: float | None = None) -> tuple[floa
     return known
 
 
-def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
-    """SCAFFOLD converges to the optimum of the weighted objective, though sites make unequal numbers of steps.
-
-    The objective Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i. Every five rounds
-    divide the distance to the optimum by about 20.
-    """
+def test_scaffold_converges_to_the_weighted_optimum(tmp_path: Path) -> None:
+    """SCAFFOLD converges to the optimum of the weighted objective, though sites make unequal numbers of steps."""
+    # The objective Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)² is least at Σ w_i·a_i·t_i / Σ w_i·a_i. Every five rounds
+    # divide the distance to the optimum by about 20.
     weights, steps = {"a": 739.0, "b": 463.0, "c": 60.0}, {"a": 8, "b": 12, "c": 5}
     generator = torch.Generator().manual_seed(3)
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
@@ -159,19 +151,13 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
 
 
 def test_unequal_weights_match_a_calculation_by_hand(tmp_path: Path) -> None:
-    """SCAFFOLD with unequal weights of the sites gives the numbers of a calculation by hand.
-
-    Each site makes one step at rate η = ½: c_i⁺ = g_i(x), y_i = x − ½·(g_i − c_i + c), g_i = x − target.
-
-    Round 1 has sites `a` and `b`: W = 1 + 3 = 4. g = −1, 3; y = 0.5, −1.5. Then x = 0 − (¼·(−0.5) + ¾·1.5) = −1 and c =
-    ¼·(−1) + ¾·3 = 2.
-
-    In round 2, site `c` has registered, but has not submitted: W = (1 + 3)·3/2 = 6. g = −2, 2; Δ = −1, −1; y = −1.5,
-    −1.5. Then x = −1 − (¼·½ + ¾·½) = −1.5 and c = 2·4/6 + (1·(−1) + 3·(−1))/6 = 2/3.
-
-    Round 3 has all three sites: W = 12. g = −2.5, 1.5, −6.5; Δ = −0.5, −0.5, −6.5; x − y = 1/12, 1/12, −35/12. Then x =
-    −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12 and c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6.
-    """
+    """SCAFFOLD with unequal weights of the sites gives the numbers of a calculation by hand."""
+    # Each site makes one step at rate η = ½: c_i⁺ = g_i(x), y_i = x − ½·(g_i − c_i + c), g_i = x − target. Round 1 has
+    # sites `a` and `b`: W = 1 + 3 = 4. g = −1, 3; y = 0.5, −1.5. Then x = 0 − (¼·(−0.5) + ¾·1.5) = −1 and c = ¼·(−1) +
+    # ¾·3 = 2. In round 2, site `c` has registered, but has not submitted: W = (1 + 3)·3/2 = 6. g = −2, 2; Δ = −1, −1; y
+    # = −1.5, −1.5. Then x = −1 − (¼·½ + ¾·½) = −1.5 and c = 2·4/6 + (1·(−1) + 3·(−1))/6 = 2/3. Round 3 has all three
+    # sites: W = 12. g = −2.5, 1.5, −6.5; Δ = −0.5, −0.5, −6.5; x − y = 1/12, 1/12, −35/12. Then x = −1.5 − (1/12 + 3/12
+    # − 8·35/12)/12 = 5/12 and c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6.
     with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=4) as world:
         world.ask(number=1)
         assert [one_step(world, site) for site in "ab"] == [(0.0, 0.0, 0.0)] * 2
@@ -187,13 +173,10 @@ def test_unequal_weights_match_a_calculation_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_total_keeps_the_weight_of_an_absent_site(tmp_path: Path) -> None:
-    """The total weight W keeps the weight of a site that sits out a round.
-
-    The weights from round 1 stay: 1, 2 and 4, with the sum 7. In round 2, without site `c`, W is (1 + 2 + 4)·3/3, not
-    3·3/2. The new weights that sites `a` and `b` report change nothing.
-
-    Site `d` joins in round 3 and never submits. From then on N is 4, and W is 7·4/3.
-    """
+    """The total weight W keeps the weight of a site that sits out a round."""
+    # The weights from round 1 stay: 1, 2 and 4, with the sum 7. In round 2, without site `c`, W is (1 + 2 + 4)·3/3, not
+    # 3·3/2. The new weights that sites `a` and `b` report change nothing. Site `d` joins in round 3 and never submits.
+    # From then on N is 4, and W is 7·4/3.
     with World(tmp_path, One(), "abc", algorithm="scaffold", rounds=3, **{"rounds.min_sites": 2}) as world:
         for number, weights in enumerate([{"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 8.0, "b": 8.0}, {"a": 1.0, "b": 1.0}]):
             for site, weight in weights.items():
@@ -211,14 +194,10 @@ def test_the_total_keeps_the_weight_of_an_absent_site(tmp_path: Path) -> None:
 
 
 def test_a_site_without_samples_adds_no_weight(tmp_path: Path) -> None:
-    """A site that submits with weight 0 adds nothing to the total weight W until it first trains.
-
-    The sites `a` and `b` have the weights 2 and 6. In round 1, site `b` submits weight 0: W = 2, and c is the control
-    of site `a` alone.
-
-    In round 2 both sites train: W = 8. In round 3, site `b` submits weight 0 again: its earlier weight and its control
-    stay, and W = 8.
-    """
+    """A site that submits with weight 0 adds nothing to the total weight W until it first trains."""
+    # The sites `a` and `b` have the weights 2 and 6. In round 1, site `b` submits weight 0: W = 2, and c is the control
+    # of site `a` alone. In round 2 both sites train: W = 8. In round 3, site `b` submits weight 0 again: its earlier
+    # weight and its control stay, and W = 8.
     weights, x, c, total = {"a": 2.0, "b": 6.0}, 0.0, 0.0, 2.0
     own = dict.fromkeys(TARGETS, 0.0)
     with World(tmp_path, One(), "ab", algorithm="scaffold", rounds=4) as world:
@@ -242,11 +221,9 @@ def test_a_site_without_samples_adds_no_weight(tmp_path: Path) -> None:
 
 
 def test_the_log_reports_a_changed_weight_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A site's first weight stays in force. The log says once that the site has reported another weight.
-
-    The expected numbers are those of two sites with the weights 1 and 3. After a restart, the server reads the weights
-    from its journal.
-    """
+    """A site's first weight stays in force. The log says once that the site has reported another weight."""
+    # The expected numbers are those of two sites with the weights 1 and 3. After a restart, the server reads the
+    # weights from its journal.
     with World(tmp_path, point(), "ab", algorithm="scaffold", rounds=3) as world:
         world.ask()
         for site in "ab":
@@ -266,11 +243,9 @@ def test_the_log_reports_a_changed_weight_once(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_equal_weights_give_the_papers_bits(tmp_path: Path) -> None:
-    """With equal weights of all sites, c equals the paper's formula to the last bit.
-
-    With weight 1, c is Σ Δc_i·(1/N) in the order of the sites' names, with one rounding per site. Δc_i = g_i(0) =
-    −target.
-    """
+    """If all sites have equal weights, the server's control c has the bits of the paper's formula."""
+    # With weight 1, c is Σ Δc_i·(1/N) in the order of the sites' names, with one rounding per site. Δc_i = g_i(0) =
+    # −target.
     with World(tmp_path, point(), "abc", algorithm="scaffold", rounds=2) as world:
         world.ask()
         for site in "abc":
@@ -314,10 +289,9 @@ def test_submit_refuses_a_malformed_control_difference(tmp_path: Path, given: An
 
 
 @pytest.mark.covers("S7")
-def test_submit_refuses_a_difference_without_steps_or_after_correct(tmp_path: Path) -> None:
-    """A site's `submit` refuses a control difference without a number of steps, or after a call of `correct`.
-
-    A second call of `correct` in one round is refused as it would correct each step twice.
+def test_submit_refuses_incomplete_or_repeated_corrections(tmp_path: Path) -> None:
+    """A site's `submit` refuses a control difference without a number of steps, or after a call of `correct`. A second
+    call of `correct` in one round is refused, because it would correct each step twice.
     """
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())

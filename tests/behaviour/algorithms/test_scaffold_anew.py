@@ -137,8 +137,9 @@ def restore_to(
 
 
 @pytest.mark.covers("S2")
-def test_controls_begin_anew_when_the_admin_goes_back(world: World) -> None:
-    """Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7."""
+def test_going_back_to_a_version_resets_the_controls(world: World) -> None:
+    """When an administrator takes the run back to an earlier version, SCAFFOLD's controls start at zero again."""
+    # Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7.
     world.set(**{"disk.keep_versions": 9})
     with world:
         take_rounds(world, 4)
@@ -154,10 +155,8 @@ def test_controls_begin_anew_when_the_admin_goes_back(world: World) -> None:
 def test_restoring_a_backup_resets_the_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a server is restored from a backup, SCAFFOLD's controls start at zero again at the server and all sites.
-
-    All sites are three rounds ahead of the backup. They go on training, and the server logs the reset once.
-    """
+    """After a server is restored from a backup, SCAFFOLD's controls start at zero again at the server and all sites."""
+    # All sites are three rounds ahead of the backup. They go on training, and the server logs the reset once.
     before, _ = restore_to(world, 2, after=5, served=served)
     with served():
         seen = take_rounds(world, 7)
@@ -175,11 +174,11 @@ def test_restoring_a_backup_resets_the_controls(
 def test_a_lost_earlier_control_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All controls start at zero again if a site must go back by one update, but has lost its earlier control.
-
-    The restored server is one update behind all sites. At site `a`, one bit of the control from before this update is
-    damaged.
+    """If a site must go back by one update, but its earlier control is damaged, the controls of all sites start at zero
+    again.
     """
+    # The restored server is one update behind all sites. At site `a`, one bit of the control from before this update is
+    # damaged.
     with served():
         take_rounds(world, 2)
     backup = world.backup()
@@ -202,11 +201,9 @@ def test_a_lost_earlier_control_resets_all_controls(
 def test_a_damaged_newest_version_resets_all_controls(
     world: World, served: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All controls start at zero again if the newest version is damaged after sites have trained on it.
-
-    One bit of version 3 is damaged after the sites `a` and `b` have submitted updates against version 3. Site `c` has
-    not, and could still go back.
-    """
+    """All controls start at zero again if the newest version is damaged after sites have trained on it."""
+    # One bit of version 3 is damaged after the sites `a` and `b` have submitted updates against version 3. Site `c` has
+    # not, and could still go back.
     with served():
         before = take_rounds(world, 3)
         take_rounds(world, 4, "ab")
@@ -224,10 +221,8 @@ def test_a_damaged_newest_version_resets_all_controls(
 
 @pytest.mark.covers("S2", "F13")
 def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that restarts after it has reset the controls keeps the reset and does not log it again.
-
-    Only site `a` has asked for a round before the restart. The server reads the reset from its journal.
-    """
+    """A server that restarts after it has reset the controls keeps the reset and does not log it again."""
+    # Only site `a` has asked for a round before the restart. The server reads the reset from its journal.
     restore_to(world, 2, after=5)
     with world:
         world.join("a")
@@ -242,11 +237,8 @@ def test_reset_controls_survive_a_server_restart(world: World, caplog: pytest.Lo
 
 
 @pytest.mark.covers("S2", "F42")
-def test_restoring_a_backup_twice_resets_the_controls_twice(world: World, served: Callable[[], Any]) -> None:
-    """Each time the server is restored from the same backup, the controls start at zero again.
-
-    At the second time, the sites' controls belong to a generation that the server does not know.
-    """
+def test_restoring_a_backup_twice_resets_controls_twice(world: World, served: Callable[[], Any]) -> None:
+    """Each time the server is restored from the same backup, SCAFFOLD's controls start at zero again."""
     _, backup = restore_to(world, 2, after=5, served=served)
     with served():
         take_rounds(world, 4)
@@ -259,10 +251,8 @@ def test_restoring_a_backup_twice_resets_the_controls_twice(world: World, served
 
 @pytest.mark.covers("S2", "F41")
 def test_losing_the_version_of_a_reset_resets_again(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """The controls start at zero once more if the version at which they were reset is damaged.
-
-    The controls were reset at version 2. The server then goes back to version 1, whose controls no site has any more.
-    """
+    """The controls start at zero once more if the version at which they were reset is damaged."""
+    # The controls were reset at version 2. The server then goes back to version 1, whose controls no site has any more.
     before, _ = restore_to(world, 2, after=5)
     with world:
         world.ask(number=3)
@@ -277,16 +267,13 @@ def test_losing_the_version_of_a_reset_resets_again(world: World, caplog: pytest
 
 @pytest.mark.covers("S2", "F42")
 @pytest.mark.parametrize("same_ticket", [False, True], ids=["next-ticket", "same-ticket"])
-def test_an_update_from_before_the_reset_does_not_count(
+def test_an_update_formed_before_a_reset_never_counts(
     world: World, caplog: pytest.LogCaptureFixture, same_ticket: bool
 ) -> None:
-    """An update that a site formed before the controls were reset does not count after the reset.
-
-    Site `c` is restored together with the server. Its update of round 3 fits version 2, but it does not fit controls of
-    zero.
-
-    In one case, the server gives site `c` a ticket whose number is, by chance, that of the old update's ticket.
-    """
+    """An update that a site formed before SCAFFOLD's controls were reset does not count after the reset."""
+    # Site `c` is restored together with the server. Its update of round 3 fits version 2, but it does not fit controls
+    # of zero. In one case, the server gives site `c` a ticket whose number is, by chance, that of the old update's
+    # ticket.
     with world:
         take_rounds(world, 2)
         if not same_ticket:
@@ -313,10 +300,8 @@ def test_an_update_from_before_the_reset_does_not_count(
 
 @pytest.mark.covers("S2")
 def test_a_site_that_lost_its_control_resets_all_controls(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one site has lost its control and may start at zero, all controls of the run start at zero.
-
-    Site `b` has lost its folder and has set ATOLL_NEW_STATE. No share of its old control stays in c.
-    """
+    """If one site has lost its control and its user allows a new start, the controls of all sites start at zero."""
+    # Site `b` has lost its folder and has set ATOLL_NEW_STATE. No share of its old control stays in c.
     with world:
         take_rounds(world, 2)
     shutil.rmtree(world.workers / "b")
@@ -329,11 +314,8 @@ def test_a_site_that_lost_its_control_resets_all_controls(world: World, monkeypa
 
 
 @pytest.mark.covers("S2")
-def test_sites_with_residuals_go_on_after_a_backup(world: World) -> None:
-    """Sites that keep residuals of a codec go on training after the server is restored from a backup.
-
-    The codec int8 is exact for a model with one trained value.
-    """
+def test_sites_with_lossy_codecs_survive_a_backup(world: World) -> None:
+    """Sites that keep the rounding error of a lossy codec go on training after the server is restored from a backup."""
     world.set(codec="int8")
     stays = partial(with_sites_that_stay, world)
     restore_to(world, 2, after=5, served=stays)

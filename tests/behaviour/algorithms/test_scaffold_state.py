@@ -157,10 +157,8 @@ PENDING = (
 def test_a_site_with_a_lost_or_damaged_control_is_refused(
     world: World, caplog: pytest.LogCaptureFixture, lose: Callable[[Path], object], names: list[str], said: str
 ) -> None:
-    """A site cannot take part if its control is lost or damaged, because the run's model depends on this control.
-
-    A second attempt is refused, too: files that the first attempt left do not pass for a control.
-    """
+    """A site cannot take part if its control is lost or damaged, because the run's model depends on this control."""
+    # A second attempt is refused, too: files that the first attempt left do not pass for a control.
     assert part(world, until=2) == [1.0, 2.0]
     world.wait(2)  # the second update is in the controls
     for name in names:
@@ -175,7 +173,8 @@ def test_a_site_with_a_lost_or_damaged_control_is_refused(
 
 
 def test_a_sites_folder_may_move_to_another_machine(world: World) -> None:
-    """A site may move to another machine if its folder moves, too. Without its files the site is refused."""
+    """A site may move to another machine together with its folder."""
+    # Without its files, the site is refused.
     part(world)
     other = world.folder / "other"
     with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
@@ -194,10 +193,8 @@ def test_sites_without_counted_updates_start_with_zero_controls(world: World) ->
 
 
 def test_a_site_needs_its_control_before_the_round_ends(pair: World) -> None:
-    """A site that loses its control after its update was accepted is refused, even before the round ends.
-
-    The update of site `a` is accepted when `a` loses its files. The round still waits for site `b`.
-    """
+    """A site that loses its control after its update was accepted is refused, even before the round ends."""
+    # The update of site `a` is accepted when `a` loses its files. The round still waits for site `b`.
     with pair:
         pair.join("b")
         part(pair)
@@ -215,14 +212,12 @@ def test_a_restarted_server_remembers_accepted_updates(world: World) -> None:
         part(world)
 
 
-def test_a_site_may_start_at_zero_by_variable(
+def test_atoll_new_state_lets_a_site_start_anew(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A site that has lost its state may start with a control of zero if ATOLL_NEW_STATE is 1.
-
-    Only `algorithm.json` is missing, and the site does not take the remaining files for its c_i. From then on the site
-    has a control again, and the variable does no harm.
-    """
+    """A site that has lost its SCAFFOLD state may start with a control of zero if ATOLL_NEW_STATE is 1."""
+    # Only `algorithm.json` is missing, and the site does not take the remaining files for its c_i. From then on the
+    # site has a control again, and the variable does no harm.
     part(world, until=2)
     (run_folder(world) / "algorithm.json").unlink()
     monkeypatch.setenv("ATOLL_NEW_STATE", "perhaps")
@@ -264,9 +259,8 @@ def test_refuses_the_control_of_another_site(pair: World) -> None:
 def test_refuses_a_copy_from_before_an_accepted_update(pair: World) -> None:
     """A site is refused if its folder is a copy from before its last accepted update, even if this update does not
     count yet.
-
-    The copy holds the control of the last counted update, but nothing of the accepted update.
     """
+    # The copy holds the control of the last counted update, but nothing of the accepted update.
     with pair:
         both(pair, 2)
         with ManualSite(pair.url, site="a", folder=pair.workers) as client:
@@ -298,12 +292,12 @@ def test_a_server_restored_to_version_0_resets_controls(pair: World) -> None:
     require_the_mean(seen, 3)
 
 
-def test_a_running_site_goes_back_with_its_server(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """A running site takes its control back by one update when the restored server has lost this update.
-
-    The server lost version 3. The site sends its third update again: its c_i is first that after two updates, then that
-    after three.
+def test_a_running_site_takes_its_control_back(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """When a restored server has lost a site's last update, the running site goes back to its SCAFFOLD control from
+    before this update.
     """
+    # The server lost version 3. The site sends its third update again: its c_i is first that after two updates, then
+    # that after three.
     site, seen = world.sites["a"], list[list[float]]()
 
     def rounds(until: int) -> None:

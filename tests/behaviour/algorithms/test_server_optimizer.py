@@ -44,7 +44,8 @@ def stepped(folder: Path, algorithm: str, gradients: list[float], **settings: An
 
 
 def test_fedavgm_matches_a_calculation_by_hand(tmp_path: Path) -> None:
-    """FedAvgM steps by its momentum. By hand: m₁ = 1, m₂ = 0.9 + 1, m₃ = 0.9·1.9."""
+    """Steps of FedAvgM have the momentum of a calculation by hand."""
+    # By hand: m₁ = 1, m₂ = 0.9 + 1, m₃ = 0.9·1.9.
     assert stepped(tmp_path, "fedavgm", [1.0, 1.0, 0.0]) == pytest.approx([-1.0, -2.9, -4.61])
 
 

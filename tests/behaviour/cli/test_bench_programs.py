@@ -58,8 +58,8 @@ def by_hand(rounds: int) -> dict[str, torch.Tensor]:
     return model
 
 
-def test_the_bench_recognises_the_exact_mean() -> None:
-    """The bench accepts a model with the exact mean. It notices one wrong bit, or one missing round."""
+def test_the_round_bench_notices_one_wrong_bit() -> None:
+    """The round bench accepts a model with the exact mean, and rejects one with a wrong bit or a missing round."""
     for rounds in (1, 3):
         assert round_model.is_exact(by_hand(rounds), range(2), rounds, "none", "none")
     model = by_hand(2)
@@ -79,8 +79,10 @@ def test_measures_the_anonymous_memory_of_a_process() -> None:
     assert process_figures.anonymous_kb(2**22 + 1) == 0  # no such process
 
 
-def test_a_memory_peak_counts_from_its_baseline() -> None:
-    """A memory peak counts from the baseline at `begin` until `end`: with nothing in between, the peak is 0 MB."""
+def test_the_memory_peak_excludes_memory_used_before() -> None:
+    """The bench reports a memory peak relative to the memory in use when the measurement began: without further use it
+    is 0 MB.
+    """
     peaks = process_figures.Peaks()
     try:
         pid = os.getpid()
@@ -135,6 +137,7 @@ def test_the_round_bench_compares_disk_with_memory(figures_of) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_round_bench_prints_its_results_in_words(script, tmp_path: Path) -> None:
+    """The round bench prints its results as sentences, not only as numbers."""
     arguments = ["--gb", "0.001", "--workers", "1", "--rounds", "1", "--no-disk-streaming"]
     outcome = script("bench/round.py", *arguments, "--dir", str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr
@@ -144,6 +147,7 @@ def test_the_round_bench_prints_its_results_in_words(script, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_terminated_bench_leaves_no_files(tmp_path: Path) -> None:
+    """A bench program that is ended by SIGTERM removes its temporary files."""
     words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
     assert "the rounds begin" in process.stderr.readline()

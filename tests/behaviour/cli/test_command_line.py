@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit.processes import run_commands
+from kit.processes import Outcome, run_commands
 from safetensors.torch import load_file
 
 import atoll
@@ -34,13 +35,14 @@ def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> N
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_lists_each_command_by_its_own_words(name: str) -> None:
+    """`atoll --help` describes each command by the first words of that command's own help."""
     own = " ".join(main.loaded(name).help.split())
     assert own.startswith(main.COMMANDS[name].rstrip("."))
 
 
 @pytest.mark.usefixtures("fresh_processes")
 def test_help_imports_no_command() -> None:
-    """Nor what takes long to import: help has to be there at once."""
+    """`atoll --help` imports neither the commands nor slow packages, so that help appears at once."""
     script = (
         "import sys; from atoll.cli.main import app; app(['--help'], standalone_mode=False); "
         "print([name for name in ('torch', 'numpy', 'pydantic', 'atoll.cli.run_command') if name in sys.modules])"
@@ -55,7 +57,7 @@ def test_the_command_prints_its_version(atoll_command) -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_ends_with_exit_code_130(nursery, tmp_path) -> None:
+def test_ctrl_c_ends_a_command_with_exit_code_130(nursery, tmp_path) -> None:
     waiting = nursery.start("atoll", "status", "--server", "http://127.0.0.1:9", "--watch", cwd=tmp_path)
     wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
     waiting.send(signal.SIGINT)
@@ -139,7 +141,8 @@ def test_a_full_output_ends_with_a_one_line_error(tmp_path: Path, buffered: bool
 
 
 @pytest.mark.usefixtures("fresh_processes")
-def test_asking_for_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
+def test_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
+    """`atoll status` answers quickly, because it imports neither torch nor aiohttp."""
     script = (
         "import sys; from atoll.cli.main import app; "
         f"app(['status', '--server', '{canned.url}'], standalone_mode=False); "
@@ -187,7 +190,7 @@ def test_new_files_run_by_the_printed_commands(
     folder, exports = tmp_path / "mine", tmp_path / "mine" / "atoll-run" / "exports"
     serve, work, *_ = (line.split("#")[0].split() for line in printed.splitlines() if re.match("  atoll [sw]", line))
     server = run_commands(nursery, folder, [*serve, "--rounds=3", *flags], work)
-    assert "round 3: version 3 from 2 updates (a, b)" in server.output()
+    assert "round 3: version 3 from 2 updates (a and b)" in server.output()
     assert "finished at version 3" in server.output()
     rows = history(folder / "atoll-run")
     assert [(row["version"], [each["site"] for each in row["sites"]]) for row in rows] == [
@@ -291,7 +294,7 @@ def test_new_overwrites_no_file(atoll_command, tmp_path: Path) -> None:
     ],
     ids=["new", "evaluate"],
 )
-def test_an_unwritable_folder_is_reported_before_asking_a_server(
+def test_an_unwritable_folder_is_reported_before_any_request(
     atoll_command, tmp_path: Path, words: str, said: str
 ) -> None:
     """A command reports a folder that it cannot write before it sends a request to a server."""
@@ -307,3 +310,25 @@ def test_new_escapes_special_characters_in_a_run_name(atoll_command, tmp_path: P
     name = 'a"b\\c'
     atoll_command("new", name)
     assert tomllib.loads((tmp_path / name / "run.toml").read_text())["run"]["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("run --example d", ["digits"]),
+        ("run --engine s", ["simulate"]),
+        ("simulate --engine ", ["local", "ray"]),
+        ("logs tri", ["triage-2"]),
+        ("compare digits-1 tri", ["triage-2"]),
+        ("status runs/d", ["runs/digits-1/"]),
+    ],
+)
+def test_a_shell_completes_values(
+    words: str, completed: list[str], atoll_command: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    """Names of examples, engines and runs, and the folders of a path that is begun."""
+    for name in ("digits-1", "triage-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    given = f"atoll {words}"
+    asked = {"_ATOLL_COMPLETE": "complete_bash", "COMP_WORDS": given, "COMP_CWORD": str(len(given.split(" ")) - 1)}
+    assert atoll_command(**asked).stdout.split() == completed

@@ -29,10 +29,8 @@ import demo_summary
 
 
 def test_the_demo_transformer_sees_no_later_byte() -> None:
-    """In the demo's transformer, changing a byte changes no output for an earlier byte.
-
-    The model has about a million parameters, and its head shares the weight of the embedding.
-    """
+    """In the demo's transformer, changing a byte changes no output for an earlier byte."""
+    # The model has about a million parameters, and its head shares the weight of the embedding.
     model = demo_models.byte_transformer().eval()
     assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
     assert model.head.weight is model.embedding.weight
@@ -56,7 +54,8 @@ def test_the_demo_holds_out_validation_text() -> None:
     assert all(needle not in text.numpy().tobytes() for text in texts)
 
 
-def test_the_demo_splits_all_digits_unevenly() -> None:
+def test_the_demo_gives_sites_different_digits() -> None:
+    """The demo divides all digits between its sites, with different shares of the labels."""
     sites, (test_images, test_labels) = demo_data.digits(4, seed=0)
     counts = [torch.bincount(labels, minlength=10) for _, labels in sites]
     assert sum(len(labels) for _, labels in sites) + len(test_labels) == 1797
@@ -67,11 +66,9 @@ def test_the_demo_splits_all_digits_unevenly() -> None:
 
 
 def test_the_demo_compares_traffic_with_a_ring_allreduce(tmp_path) -> None:
-    """The demo's summary compares the bytes sent with those of a ring all-reduce.
-
-    By hand: with 3 workers, 10 MB and 5 steps, a ring sends 2·(2/3)·10 MB·5 = 66.7 MB per worker. The demo's worker
-    sent 1 MB, which is 67 times less.
-    """
+    """The demo's summary compares the bytes sent with those of a ring all-reduce."""
+    # By hand: with 3 workers, 10 MB and 5 steps, a ring sends 2·(2/3)·10 MB·5 = 66.7 MB per worker. The demo's worker
+    # sent 1 MB, which is 67 times less.
     (tmp_path / "a.json").write_text(json.dumps({"steps": 5, "bytes_up": 1_000_000, "bytes_down": 2_000_000}))
     demo = SimpleNamespace(workers=3, result_file=lambda site: tmp_path / f"{site}.json")
     status = SimpleNamespace(
@@ -82,7 +79,7 @@ def test_the_demo_compares_traffic_with_a_ring_allreduce(tmp_path) -> None:
     assert "66.7 MB each, 67 × as much" in ring
 
 
-def test_child_processes_that_ignore_sigterm_are_killed(tmp_path: Path, monkeypatch) -> None:
+def test_the_demo_kills_processes_that_ignore_sigterm(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(child_processes, "GRACE_S", 0.2)
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"

@@ -60,10 +60,8 @@ def require_refused(outcome: int | str, error: type[AtollError], words: str) -> 
 
 @pytest.mark.covers("P8")
 def test_an_export_neither_joins_nor_starts_a_server(nursery: Nursery, atoll_command, server, model, tmp_path) -> None:
-    """An export from a server does not join as a worker. An export from a state directory does not start the server.
-
-    An export works beside a running server and after the server has stopped.
-    """
+    """An export from a server does not join as a worker. An export from a state directory does not start the server."""
+    # An export works beside a running server and after the server has stopped.
     epoch, exports = server.status().epoch, tmp_path / "exports"
     outcome = atoll_command("export", "exports/asked.safetensors", ATOLL_SERVER=server.url)
     assert outcome.stdout == "version 0: exports/asked.safetensors\n", outcome.stderr
@@ -168,10 +166,8 @@ def test_an_export_overwrites_only_safetensors_files(atoll_command, tmp_path, na
     [("file/out", r"made \(Not a directory\)"), ("/proc", r"written \(.+\)")],
 )
 def test_an_export_reports_an_unwritable_folder(nursery, server, tmp_path, folder: str, reason: str) -> None:
-    """`atoll export` names the folder that it cannot create or write, and says why.
-
-    The test uses `/proc`, in which not even root may create a file.
-    """
+    """`atoll export` names the folder that it cannot create or write, and says why."""
+    # The test uses `/proc`, in which not even root may create a file.
     (tmp_path / "file").write_text("mine")
     for source in (("--server", server.url), ("--dir", "state")):
         outcome = command(nursery, tmp_path, "export", f"{folder}/model.safetensors", *source)
@@ -251,7 +247,7 @@ def test_a_damaged_version_is_never_exported(
     assert names(tmp_path) == ["state"]
 
 
-def test_an_export_without_a_server_suggests_the_state_directory(atoll_command) -> None:
+def test_a_failed_export_suggests_the_state_directory(atoll_command) -> None:
     """If no server answers, the error of `atoll export` suggests to name the run."""
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5

@@ -80,10 +80,12 @@ def paused(nursery: Nursery, tmp_path: Path, ask: Callable[..., str]) -> Iterato
 
 
 @pytest.mark.slow
-def test_a_run_is_paused_resumed_and_stopped(
+def test_a_pause_outlives_a_killed_server(
     paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    """The pause outlives a kill of the server; a stopped run ends as a finished one, at its server and at its sites."""
+    """A paused run is still paused after its server was killed and started again. Once stopped, the run ends normally
+    at the server and its sites.
+    """
     server, sites = paused
     wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
     assert fragment_of(ask("status", "--dir", "state", "--json"))["phase"] == "paused"
@@ -117,10 +119,10 @@ def test_a_run_is_paused_resumed_and_stopped(
 
 
 @pytest.mark.slow
-def test_following_ends_with_the_run(
+def test_log_and_status_followers_end_with_the_run(
     paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], tmp_path: Path
 ) -> None:
-    """`atoll logs --follow` and `atoll status --watch --dir` end with exit code 0."""
+    """`atoll logs --follow` and `atoll status --watch --dir` end with exit code 0 when the run is over."""
     _, sites = paused
     wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
@@ -140,9 +142,12 @@ def test_following_ends_with_the_run(
 
 
 @pytest.mark.slow
-def test_a_run_goes_back_while_its_sites_train(
+def test_rollback_takes_a_run_with_sites_back(
     paused: tuple[ForkedServer, FederatedSites], ask: Callable[..., str], refused: Callable[..., str]
 ) -> None:
+    """`atoll rollback` takes a run back to an earlier version while its sites train, and they continue from this
+    version.
+    """
     _, sites = paused
     wait_until(lambda: "PAUSED" in ask("status", "--dir", "state"), "the server that was started again")
     assert "It can go back to: 0, 1." in refused("rollback", "7", "--dir", "state")
@@ -158,10 +163,11 @@ def test_a_run_goes_back_while_its_sites_train(
     assert [json.loads(each)["summary"]["version"] for each in ended][:4] == [1, 2, 3, 4]
 
 
-def test_without_a_server_the_next_start_obeys(
+def test_the_next_start_obeys_earlier_commands(
     halfway: Halfway, killed: Path, ask: Callable[..., str], refused: Callable[..., str]
 ) -> None:
-    """The run is back at version 0 then; its last update is not used, and its result differs from before."""
+    """`atoll pause`, `rollback` and `resume` work without a running server: its next start obeys them."""
+    # The run is back at version 0 then; its last update is not used, and its result differs from before.
     assert ask("pause", "--dir", "state", folder=killed).startswith(
         "no server runs; the run is paused from the next start of its server on."
     )
@@ -177,10 +183,13 @@ def test_without_a_server_the_next_start_obeys(
 
 
 @pytest.mark.slow
-def test_a_kill_while_going_back_loses_nothing(
+def test_kills_during_a_rollback_lose_nothing(
     nursery: Nursery, halfway: Halfway, killed: Path, ask: Callable[..., str]
 ) -> None:
-    """One start is killed before it goes back, the next after it has; the third finds the earlier version."""
+    """A server that is killed twice while it takes the run back finishes the rollback at its next start, and records it
+    once.
+    """
+    # One start is killed before it goes back, the next after it has; the third finds the earlier version.
     ask("rollback", "0", "--dir", "state", folder=killed)
     lives = ("epoch.raised=kill", "recover.midway=kill")
     with ForkedServer(nursery, killed, lives, port=halfway.port, **halfway.settings) as server:
@@ -192,7 +201,10 @@ def test_a_kill_while_going_back_loses_nothing(
     assert "none changed or removed" in ask("audit", "state", folder=killed)
 
 
-def test_a_stopped_run_is_resumed_without_its_server(halfway: Halfway, killed: Path, ask: Callable[..., str]) -> None:
+def test_a_stopped_run_can_be_resumed_without_its_server(
+    halfway: Halfway, killed: Path, ask: Callable[..., str]
+) -> None:
+    """`atoll resume` cancels an `atoll stop` while no server runs, and the next start continues the run."""
     assert "is finished after its present round" in ask("stop", "--dir", "state", folder=killed)
     assert "goes on with the next start" in ask("resume", "--dir", "state", folder=killed)
     halfway.go_on(killed)
@@ -281,7 +293,8 @@ def mark(folder: Path, state: str) -> None:
             store.run_log.finish()
 
 
-def test_commands_say_what_they_need(refused: Callable[..., str]) -> None:
+def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., str]) -> None:
+    """`atoll pause` and `atoll stop` without a run or a reachable server end with an error that says what to give."""
     assert "There is no run in 'nowhere'" in refused("pause", "--dir", "nowhere")
     assert "--dir cannot be combined" in refused("stop", "--dir", "state", "--server", "http://x")
     said = refused("stop", "--server", "http://127.0.0.1:9")
@@ -292,9 +305,10 @@ def test_commands_say_what_they_need(refused: Callable[..., str]) -> None:
 # -- compare, doctor, completion
 
 
-def test_compares_runs_as_a_table_and_a_plot(
+def test_compare_prints_a_table_and_draws_a_plot(
     killed: Path, ask: Callable[..., str], refused: Callable[..., str]
 ) -> None:
+    """`atoll compare` prints a table of several runs, draws their curves into a file, and gives both as JSON."""
     copy_folder(killed / "state", killed / "runs" / "other")
     lines = ask("compare", "state", "other", "--plot", "both.png", folder=killed).splitlines()
     assert lines[0].split()[:5] == ["run", "state", "algorithm", "rounds", "version"]
@@ -308,7 +322,12 @@ def test_compares_runs_as_a_table_and_a_plot(
     assert "There is no run" in refused("compare", "nowhere", folder=killed)
 
 
-def test_doctor_finds_what_is_wrong(ask: Callable[..., str], refused: Callable[..., str], canned: Any) -> None:
+def test_doctor_checks_the_machine_and_the_server(
+    ask: Callable[..., str], refused: Callable[..., str], canned: Any
+) -> None:
+    """`atoll doctor` checks Python, torch, disk and network of this machine, and fails if the server or the folder is
+    unusable.
+    """
     said = ask("doctor", ATOLL_SERVER="")
     assert [line.split()[1] for line in said.splitlines()[:-1]] == [
         *("python", "torch", "gpu", "disk", "clock", "port", "proxy")
@@ -321,10 +340,13 @@ def test_doctor_finds_what_is_wrong(ask: Callable[..., str], refused: Callable[.
     assert wrong.startswith("1 ")
 
 
-def test_doctor_checks_tls_token_and_clock_of_a_server(
+def test_doctor_tells_a_wrong_token_from_wrong_tls(
     ask: Callable[..., str], nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the authority, TLS is wrong and nothing more is asked; with another token, the token alone is wrong."""
+    """`atoll doctor` reports an untrusted certificate or a wrong token of a server, each as that
+    check's own failure.
+    """
+    # Without the authority, TLS is wrong and nothing more is asked; with another token, the token alone is wrong.
     monkeypatch.setenv("ATOLL_TOKEN", "of-this-run")
     with serve(tmp_path, **write_certificate(tmp_path), **{"network.host": "localhost"}) as server:
         words = ("doctor", "--server", server.url, "--json")
@@ -345,8 +367,8 @@ def test_doctor_checks_tls_token_and_clock_of_a_server(
 
 
 @pytest.mark.usefixtures("fresh_processes")
-def test_completes_commands_without_torch(tmp_path: Path) -> None:
-    """A shell asks for completion with each press of the tab key, so it must be quick."""
+def test_tab_completion_does_not_import_torch(tmp_path: Path) -> None:
+    """The shell completes commands without importing torch, since it starts Atoll at each press of the tab key."""
     program = (
         "import sys\nsys.argv = ['atoll']\nfrom atoll.cli.main import app\n"
         "try:\n    app()\nfinally:\n    assert 'torch' not in sys.modules, 'torch was loaded'"

@@ -32,8 +32,10 @@ def objects(text: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_each_line_of_a_run_is_an_object(nursery: Nursery, tmp_path: Path) -> None:
-    """The server's lines, and those of `atoll worker` and the script that it starts; a traceback is a value."""
+def test_log_json_writes_each_line_as_json(nursery: Nursery, tmp_path: Path) -> None:
+    """With `--log-json`, every line of the server, of `atoll worker` and of its script is a JSON object. A traceback is
+    a value in it.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "fails.py").write_text(FAILS)
     settings = {"model.source": "torch.nn:Linear", "model.args": {"in_features": 2, "out_features": 1}}
@@ -63,16 +65,18 @@ def test_each_line_of_a_run_is_an_object(nursery: Nursery, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_an_error_of_a_command_is_an_object(nursery: Nursery, tmp_path: Path) -> None:
-    """Also one from before the log begins."""
+def test_log_json_writes_errors_as_json(nursery: Nursery, tmp_path: Path) -> None:
+    """With `--log-json`, the error of a command is a JSON object, even if the command fails before its log starts."""
     refused = command(nursery, tmp_path, "server", "--log-json", "--set", "rounds.totl=1")
     (line,) = objects(refused.stderr)
     assert refused.returncode == 2
     assert (line["level"], "rounds.total" in line["message"]) == ("error", True)
 
 
-def test_what_a_line_quotes_stays_within() -> None:
-    """Line feeds, quotes, escapes and halves of characters; the secret of a lease is hidden."""
+def test_log_json_escapes_quoted_text() -> None:
+    """With `--log-json`, line feeds, quotes and escape sequences in a message cannot end its JSON line, and the secret
+    of a lease is hidden.
+    """
     text = 'a\n{"level": "x"}\x1b[2J\ud800 "q" a:1:p:' + "0" * 32
     record = logging.LogRecord("atoll", logging.ERROR, "f", 1, "%s", (text,), None)
     line = JsonLines().format(record)

@@ -128,10 +128,8 @@ def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, Feder
 @pytest.mark.covers("L13", "P8")
 @pytest.mark.parametrize("index", ["usable", "for the server alone"])
 def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
-    """Another user can read the state directory during a round, with or without permission to use SQLite's index.
-
-    Without this permission, the reading command copies the journal and its log.
-    """
+    """Another user can read the state directory during a round, with or without permission to use SQLite's index."""
+    # Without this permission, the reading command copies the journal and its log.
     folder, *_ = living
     if index != "usable":
         (folder / "state" / f"{JOURNAL}-shm").chmod(0)
@@ -142,8 +140,10 @@ def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_sees_one_moment_while_the_server_goes_on(living) -> None:
-    """An open reader keeps seeing the state from its start while the server goes on. A later reader sees the end."""
+def test_a_reader_sees_one_consistent_state(living) -> None:
+    """A command that reads a state directory sees the state at its start, while the server goes on. A later command
+    sees the end.
+    """
     folder, gate, sites = living
     with open_state(folder / "state") as state:
         before = state.heads()

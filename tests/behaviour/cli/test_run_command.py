@@ -103,7 +103,7 @@ def started(nursery: Nursery, folder: Path, *words: str, hold: int = 2) -> Proce
 
 
 def test_the_example_runs_in_any_folder(atoll_command, tmp_path: Path) -> None:
-    """It needs no file, learns what no site could alone, and writes into `runs` alone."""
+    """`atoll run --example` needs no file of the user, trains a good model, and writes only into the folder `runs`."""
     done = summary(atoll_command("run", "--example", "digits", "--json"))
     assert (done["run"], done["finished"], done["version"], done["ended"]) == ("digits-1", True, 10, {})
     assert done["metrics"]["accuracy"] > 0.8
@@ -113,8 +113,10 @@ def test_the_example_runs_in_any_folder(atoll_command, tmp_path: Path) -> None:
 
 @pytest.mark.covers("V1")
 @pytest.mark.parametrize("script", ["train.py", "train.py:train", "train.py:main"])
-def test_both_engines_give_the_same_bits(atoll_command, small: Path, script: str) -> None:
-    """Also where the script draws its data and its order from torch's global generator, before and within rounds."""
+def test_both_engines_of_run_give_the_same_bits(atoll_command, small: Path, script: str) -> None:
+    """`atoll run` gives the same bits in real processes and in a simulation, also if the script draws from torch's
+    global generator.
+    """
     words = (*WITH_SITES, "--set", f"run.script={script}", "--json")
     real, simulated = (summary(atoll_command(*words, "--engine", each)) for each in ("process", "simulate"))
     assert real["folder"] != simulated["folder"]
@@ -123,6 +125,7 @@ def test_both_engines_give_the_same_bits(atoll_command, small: Path, script: str
 
 
 def test_a_killed_server_loses_nothing(atoll_command, small: Path) -> None:
+    """If the server of `atoll run` is killed, it is started again, and the run ends with the same bits."""
     words = (*WITH_SITES, "--rounds", "40", "--json")
     whole = summary(atoll_command(*words))
     outcome = atoll_command(*words, "--kill-server")
@@ -147,7 +150,7 @@ def test_named_sites_and_arguments_reach_the_script(atoll_command, small: Path) 
 # -- no stale answers
 
 
-def test_each_run_has_a_folder_of_its_own(atoll_command, small: Path) -> None:
+def test_each_atoll_run_gets_its_own_folder(atoll_command, small: Path) -> None:
     first = summary(atoll_command(*WITH_SITES, "--json"))
     again = atoll_command(*WITH_SITES, "--json", "--set", "algorithm.name=scaffold", "--set", "run.script=train.py:fix")
     assert again.returncode != 0  # SCAFFOLD needs fl_round.correct, and there is no function `fix`
@@ -157,8 +160,10 @@ def test_each_run_has_a_folder_of_its_own(atoll_command, small: Path) -> None:
 
 
 @pytest.mark.covers("V3")
-def test_ctrl_c_leaves_a_run_that_goes_on(nursery, atoll_command, small: Path) -> None:
-    """All processes end, in a line each; the same command goes on, with the bits of an undisturbed run."""
+def test_ctrl_c_leaves_a_run_that_can_continue(nursery, atoll_command, small: Path) -> None:
+    """Ctrl-C ends all processes of `atoll run`. The same command then continues the run, with the bits of an
+    undisturbed run.
+    """
     whole = summary(atoll_command(*WITH_SITES, "--json"))
     process = started(nursery, small, *WITH_SITES, "--fresh")
     process.send(signal.SIGINT)
@@ -173,8 +178,10 @@ def test_ctrl_c_leaves_a_run_that_goes_on(nursery, atoll_command, small: Path) -
     assert summary(outcome)["digest"] == whole["digest"]
 
 
-def test_a_second_ctrl_c_ends_all_at_once(nursery, small: Path) -> None:
-    """Also a site that ignores SIGTERM, for which the first one waits."""
+def test_a_second_ctrl_c_ends_all_processes_at_once(nursery, small: Path) -> None:
+    """A second Ctrl-C ends `atoll run` at once, even if a site ignores SIGTERM. The first Ctrl-C waits
+    for such a site.
+    """
     waits = "        while (HERE"
     deaf = f"        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{waits}"
     (small / "train.py").write_text(TRAIN.replace("import os\n", "import os\nimport signal\n").replace(waits, deaf))
@@ -188,23 +195,26 @@ def test_a_second_ctrl_c_ends_all_at_once(nursery, small: Path) -> None:
     assert running_in(small) == []
 
 
-def test_a_token_reaches_all_processes(atoll_command, small: Path) -> None:
-    """The server's token file of the run file; it is on no command line."""
+def test_a_token_reaches_all_processes_of_a_run(atoll_command, small: Path) -> None:
+    """`atoll run` gives the token of the run file to all its processes, and on no command line."""
     (small / "token").write_text("a-token-of-at-least-sixteen-characters\n")
     (small / "token").chmod(0o600)
     done = summary(atoll_command(*WITH_SITES, "--json", "--set", "network.token_file=token"))
     assert (done["finished"], done["ended"]) == (True, {})
 
 
-def test_a_swarm_leaves_its_model_at_a_site(atoll_command, small: Path) -> None:
+def test_atoll_run_says_where_a_swarms_model_is(atoll_command, small: Path) -> None:
+    """With a swarm, `atoll run` names the site's folder that has the model, since the server has none."""
     words = (*WITH_SITES, "--json", "--set", "swarm.enabled=true")
     swarm, plain = summary(atoll_command(*words)), summary(atoll_command(*WITH_SITES, "--json"))
     assert "/workers/" in swarm["model"]
     assert swarm["digest"] == plain["digest"]
 
 
-def test_a_stopped_run_with_other_code_is_named(nursery, atoll_command, small: Path) -> None:
-    """A new run begins; the line says what differs, and how to go on with the earlier one."""
+def test_changed_code_starts_a_new_run(nursery, atoll_command, small: Path) -> None:
+    """If the script or a setting has changed since a run was stopped, `atoll run` starts a new run, says what differs,
+    and how to continue the old one.
+    """
     process = started(nursery, small, *WITH_SITES)
     process.send(signal.SIGTERM)
     assert process.wait() == 143
@@ -229,7 +239,7 @@ def test_resuming_a_finished_run_says_so(atoll_command, small: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["process", "simulate"])
 def test_more_rounds_continue_a_finished_run(atoll_command, small: Path, engine: str) -> None:
-    """With --resume; its earlier rounds are not told again."""
+    """`atoll run --resume` with more rounds continues a finished run, and prints only the new rounds."""
     words = (*WITH_SITES, "--json", "--engine", engine)
     whole = summary(atoll_command(*words, "--rounds", "6"))
     summary(atoll_command(*words))
@@ -239,7 +249,8 @@ def test_more_rounds_continue_a_finished_run(atoll_command, small: Path, engine:
     assert re.findall(r"round (\d) of 6: 2 updates", outcome.stderr) == ["5", "6"]
 
 
-def test_a_running_run_is_not_entered(nursery, atoll_command, small: Path) -> None:
+def test_a_second_atoll_run_leaves_a_running_run_alone(nursery, atoll_command, small: Path) -> None:
+    """If a run is already going on in the folder, a second `atoll run` ends with an error that proposes `--fresh`."""
     process = started(nursery, small, *WITH_SITES)
     outcome = atoll_command(*WITH_SITES)
     assert outcome.returncode == 4
@@ -249,7 +260,7 @@ def test_a_running_run_is_not_entered(nursery, atoll_command, small: Path) -> No
 
 
 def test_the_tutorials_two_files_run(atoll_command, tmp_path: Path) -> None:
-    """With ten lines that concern Atoll: those of the run file, and the marked ones of the script."""
+    """The run file and the script of the five-minute tutorial run, and only ten of their lines concern Atoll."""
     page = (Path(__file__).parents[3] / "docs" / "tutorials" / "five-minutes.md").read_text()
     run_file, script = (re.search(rf"```{kind}\n(.*?)```", page, re.DOTALL) for kind in ("toml", "python no-run"))
     assert run_file
@@ -300,8 +311,10 @@ class Terminal:
 
 
 @pytest.mark.covers("X4")
-def test_a_terminal_shows_a_live_table(nursery: Nursery, small: Path) -> None:
-    """A row a site; below it the round, what is awaited, and where everything is."""
+def test_atoll_run_shows_a_live_table(nursery: Nursery, small: Path) -> None:
+    """On a terminal, `atoll run` shows a table with a row for each site, and below it the round and
+    what it waits for.
+    """
     (small / "hold-3").touch()
     terminal = Terminal(nursery, small, *WITH_SITES)
     wait_until(lambda: "waiting for site-" in terminal.read() and "round 3 of 4" in terminal.shown, "round 3", 60)
@@ -315,8 +328,8 @@ def test_a_terminal_shows_a_live_table(nursery: Nursery, small: Path) -> None:
     assert "\x1b[?25l" in terminal.shown  # it is drawn again in place
 
 
-def test_a_narrow_terminal_keeps_the_names(nursery: Nursery, small: Path) -> None:
-    """On 40 columns a long name is folded, not cut."""
+def test_a_narrow_terminal_shows_whole_site_names(nursery: Nursery, small: Path) -> None:
+    """On a terminal of 40 columns, `atoll run` breaks a long site name into lines and cuts nothing off."""
     names = [f"clinic-of-a-very-long-name-{number}" for number in (1, 2)]
     shown = Terminal(nursery, small, "run", "run.toml", "--sites", ",".join(names), columns=40).to_end()
     assert re.search(r"^site +state +metrics", shown, re.MULTILINE)
@@ -338,8 +351,8 @@ def test_no_color_gives_no_colours(nursery: Nursery, small: Path) -> None:
 
 @pytest.mark.covers("X4")
 @pytest.mark.parametrize("on_terminal", [True, False])
-def test_it_is_never_silent_for_two_seconds(nursery, small: Path, on_terminal: bool) -> None:
-    """Also while the sites import a script that takes its time, and while a round waits."""
+def test_atoll_run_prints_something_every_two_seconds(nursery, small: Path, on_terminal: bool) -> None:
+    """`atoll run` is never silent for two seconds, not even while a site imports slow modules or a round waits."""
     slow = TRAIN.replace("HERE =", "time.sleep(4)\nHERE =").replace(
         "        while (HERE", "        time.sleep(3)\n        while (HERE"
     )
@@ -360,19 +373,22 @@ def test_it_is_never_silent_for_two_seconds(nursery, small: Path, on_terminal: b
     assert max(gaps_s) < 2.0
 
 
-def test_quiet_prints_the_model_alone(atoll_command, small: Path) -> None:
+def test_quiet_prints_only_the_model(atoll_command, small: Path) -> None:
+    """`atoll run --quiet` prints only the path of the model."""
     outcome = atoll_command(*WITH_SITES, "-q")
     assert (outcome.stdout, outcome.stderr) == ("runs/small-1/state/exports/model.safetensors\n", "")
 
 
-def test_verbose_prints_all_processes(atoll_command, small: Path) -> None:
+def test_verbose_prints_the_output_of_all_processes(atoll_command, small: Path) -> None:
     said = atoll_command(*WITH_SITES, "-v").stdout
     assert re.search(r"server \| .* listening on http", said)
     assert re.search(r"site-2 \| .*joined run small", said)
 
 
-def test_open_hands_the_token_over_in_a_file(atoll_command, small: Path) -> None:
-    """The reader's token is not on the browser's command line, and not in the output."""
+def test_open_passes_the_token_in_a_file(atoll_command, small: Path) -> None:
+    """`atoll run --open` passes the reader's token to the browser in a file, so it is on no command line and in no
+    output.
+    """
     (small / "browser").write_text(f'#!/bin/sh\necho "$@" > {small / "asked"}\n')
     (small / "browser").chmod(0o755)
     outcome = atoll_command(*WITH_SITES, "--open", BROWSER=str(small / "browser"))
@@ -407,14 +423,14 @@ def test_open_hands_the_token_over_in_a_file(atoll_command, small: Path) -> None
     ],
     ids=lambda each: " ".join(each)[:30] if isinstance(each, list) else "",
 )
-def test_nonsense_is_exit_code_2(atoll_command, small: Path, words: list[str], said: str) -> None:
+def test_wrong_arguments_of_run_end_with_exit_code_2(atoll_command, small: Path, words: list[str], said: str) -> None:
     outcome = atoll_command("run", *words)
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())
     assert not (small / "runs").exists()
 
 
-def test_a_port_in_use_is_named(atoll_command, canned, small: Path) -> None:
+def test_atoll_run_reports_a_port_in_use(atoll_command, canned, small: Path) -> None:
     port = canned.url.rpartition(":")[2]
     outcome = atoll_command(*WITH_SITES, "--port", port)
     assert outcome.returncode == 3
@@ -424,7 +440,9 @@ def test_a_port_in_use_is_named(atoll_command, canned, small: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["import no_such_module", "raise SystemExit(3)"], ids=["import", "exit"])
 def test_a_script_that_fails_at_once_ends_the_run(atoll_command, small: Path, fault: str) -> None:
-    """The error has the script's last line, the log of the site, and how to go on."""
+    """If a site's script fails at its start, `atoll run` ends with the script's last line, the path of the log, and how
+    to continue.
+    """
     (small / "train.py").write_text(TRAIN.replace("    with atoll.join()", f"    {fault}\n    with atoll.join()"))
     outcome = atoll_command(*WITH_SITES)
     assert outcome.returncode == 9
@@ -439,8 +457,8 @@ def test_a_script_that_fails_at_once_ends_the_run(atoll_command, small: Path, fa
 # -- atoll runs
 
 
-def test_runs_lists_living_dead_and_damaged(nursery, atoll_command, small: Path) -> None:
-    """One line for each folder, whatever has become of its run; nothing in the folders changes."""
+def test_atoll_runs_lists_running_failed_and_damaged_runs(nursery, atoll_command, small: Path) -> None:
+    """`atoll runs` prints one line for each folder, even for a damaged run, and changes nothing in the folders."""
     summary(atoll_command(*WITH_SITES, "--json"))
     runs = small / "runs"
     shutil.copytree(runs / "small-1", runs / "small-8")
@@ -465,6 +483,6 @@ def test_runs_lists_living_dead_and_damaged(nursery, atoll_command, small: Path)
     living.kill()
 
 
-def test_runs_without_runs_says_what_to_do(nursery: Nursery, tmp_path: Path) -> None:
+def test_atoll_runs_without_runs_suggests_a_command(nursery: Nursery, tmp_path: Path) -> None:
     shown = Terminal(nursery, tmp_path, "runs").to_end()
     assert shown.split("\r\n")[:2] == ["no runs in runs", "next: atoll run --example digits"]

@@ -56,13 +56,11 @@ def mine(atoll_command: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
-def test_a_second_server_is_refused_and_a_run_can_continue(
+def test_a_second_server_on_one_directory_is_refused(
     mine, atoll_command, start: Start, number: signal.Signals, code: int
 ) -> None:
-    """A second server on the same port or the same directory is refused.
-
-    When a signal stops the server, it says how to continue the run. The same command then starts it again.
-    """
+    """A second server on the same port or the same directory is refused."""
+    # When a signal stops the server, it says how to continue the run. The same command then starts it again.
     server = start()
     by_port = ("--port", url_of(server).rsplit(":", 1)[1], "--dir", "other")
     for flags, refused in ((by_port, 3), (("--port", "0"), 4)):
@@ -84,7 +82,7 @@ def test_a_second_server_is_refused_and_a_run_can_continue(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
-def test_a_server_stopped_after_its_run_exits_with_0(mine, start: Start, tmp_path, number: signal.Signals) -> None:
+def test_stopping_a_server_after_its_run_exits_with_0(mine, start: Start, tmp_path, number: signal.Signals) -> None:
     """A server that is stopped after the end of its run ends with exit code 0 and does not offer to continue the run.
 
     The server was still waiting for a worker to download the result.
@@ -179,12 +177,10 @@ def test_a_terminal_shows_the_status_table(mine, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("X4")
-def test_an_unread_standard_output_does_not_block_the_server(nursery, tmp_path) -> None:
-    """A full pipe at standard output, which no process reads, blocks neither the server's work nor its shutdown.
-
-    A workflow logs more lines than the pipe and the server's queue can hold. The server still answers a request for its
-    status.
-    """
+def test_an_unread_standard_output_blocks_no_server(nursery, tmp_path) -> None:
+    """A full pipe at standard output, which no process reads, blocks neither the server's work nor its shutdown."""
+    # A workflow logs more lines than the pipe and the server's queue can hold. The server still answers a request for
+    # its status.
     (tmp_path / "flow.py").write_text(
         "import logging\n"
         "def main(controller):\n"
@@ -213,7 +209,7 @@ def test_an_unread_standard_output_does_not_block_the_server(nursery, tmp_path) 
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_an_unread_standard_error_does_not_block_the_exit(tmp_path) -> None:
+def test_an_unread_standard_error_blocks_no_exit(tmp_path) -> None:
     """A full pipe at standard error, which no process reads, does not keep a server with a wrong setting from
     exiting.
     """

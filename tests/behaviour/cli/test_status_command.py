@@ -27,6 +27,7 @@ from kit.wire import WireSite
 from torch import nn
 
 import atoll
+from atoll.protocol.status_messages import RoundSummary
 from atoll.testing.run import Status, together
 
 
@@ -73,7 +74,9 @@ def test_status_names_the_sites_that_a_round_waits_for(canned, atoll_command) ->
     assert "1.2 GB" in first
     assert "loss 2.25" in first
     assert second.endswith("no heartbeat for 120 s")
-    assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
+    assert (
+        lines[-1] == "round 2: version 2 from 2 updates (clinic-a and clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
+    )
     assert "\x1b" not in outcome.stdout
 
 
@@ -126,11 +129,9 @@ def test_the_status_adds_up_the_steps_of_all_rounds(tmp_path) -> None:
 
 @pytest.mark.covers("L16")
 def test_status_compares_traffic_with_data_parallel_training(known, lines) -> None:
-    """`atoll status` compares the bytes in each direction with those of data-parallel training.
-
-    By hand: two workers would each have moved 2·(1/2) times 5 GB of gradients, 10 GB in all. The updates had 6.8 MB,
-    1471 times less; the versions had 2.4 GB, 4.2 times less.
-    """
+    """`atoll status` compares the bytes in each direction with those of data-parallel training."""
+    # By hand: two workers would each have moved 2·(1/2) times 5 GB of gradients, 10 GB in all. The updates had 6.8 MB,
+    # 1471 times less; the versions had 2.4 GB, 4.2 times less.
     of_diloco = known | {"sync_every": 500, "codec": "int8", "downlink_codec": "int4"}
     shown = lines(of_diloco)
     assert "codec int8 up, int4 down, " in shown[1]
@@ -188,11 +189,11 @@ def test_watching_waits_for_a_server(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.covers("L16", "L14")
 def test_traffic_is_compared_since_the_servers_last_start(tmp_path, lines) -> None:
-    """The status compares the traffic with the gradients of the rounds since the server's last start.
-
-    Two workers have H = 4 and a weight of 16 bytes. Each round adds 4 × 16 bytes of gradients per worker, at whatever
-    step the worker joined.
+    """The status compares the traffic since the server's last start with the gradients that data-parallel training
+    would have sent in the same rounds.
     """
+    # Two workers have H = 4 and a weight of 16 bytes. Each round adds 4 × 16 bytes of gradients per worker, at whatever
+    # step the worker joined.
     model = nn.Linear(2, 2, bias=False)
     options = {
         "rounds.sites": 2,
@@ -236,13 +237,11 @@ def test_status_maps_a_servers_error_to_its_exit_code(canned, atoll_command) -> 
 
 
 @pytest.mark.covers("X2")
-def test_status_needs_the_reader_token_or_the_state_directory(
+def test_status_accepts_the_reader_token_or_state_directory(
     tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader sees the status with the reader token, and the owner of the state directory sees it by `--dir`.
-
-    Neither needs the token of the sites. The token in the directory takes precedence over a token in the environment.
-    """
+    """A reader sees the status with the reader token, and the owner of the state directory sees it by `--dir`."""
+    # Neither needs the token of the sites. The token in the directory takes precedence over a token in the environment.
     monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
     with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
         copy = tmp_path / "copy"
@@ -321,7 +320,7 @@ def test_an_async_run_shows_staleness(known, lines) -> None:
     assert "streaming: 1 fragment, tau 20, alpha 0.5" in shown
     assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in shown
     assert "4.50 (H 166)" in "\n".join(shown)
-    assert "from 2 updates (clinic-a, clinic-b, 0, 4 behind)," in shown[-1]
+    assert "from 2 updates (clinic-a and clinic-b, up to 4 behind)," in shown[-1]
 
 
 # -- without a server, or with one that is to be found
@@ -340,11 +339,9 @@ def status_of(atoll_command) -> Callable[..., tuple[int, str]]:
 
 @pytest.mark.covers("L13")
 def test_status_reads_a_finished_runs_folder(status_of, tmp_path: Path) -> None:
-    """`atoll status` reads the state directory of a finished run.
-
-    If no server answers at the default address, the command reads the default directory, `atoll-run`. At an address
-    that was given, it fails.
-    """
+    """`atoll status` reads the state directory of a finished run."""
+    # If no server answers at the default address, the command reads the default directory, `atoll-run`. At an address
+    # that was given, it fails.
     with serve(tmp_path, **{"run.name": "over", "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path).join()
         server.run()
@@ -407,7 +404,7 @@ def test_a_stored_status_shows_its_age(status_of, tmp_path: Path) -> None:
 
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize("saved", [None, b"", b"\xff", b"{}"], ids=["missing", "empty", "no text", "no status"])
-def test_status_needs_no_saved_file(status_of, tmp_path: Path, saved: bytes | None) -> None:
+def test_status_works_without_the_saved_status_file(status_of, tmp_path: Path, saved: bytes | None) -> None:
     """If the saved status file is missing or damaged, `atoll status` shows what the journal contains and adds a
     warning.
     """
@@ -492,8 +489,10 @@ NAMES = [f"hospital-of-the-university-of-{city}-radiology" for city in ("bonn", 
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 240])
-def test_names_of_sites_are_never_cut(known, width: int) -> None:
-    """A name longer than the terminal is broken into lines; what has no place is left out, and counted."""
+def test_the_live_table_never_cuts_site_names(known, width: int) -> None:
+    """The live table breaks a site name that is wider than the terminal into lines. It omits columns that do not fit,
+    and says so.
+    """
     workers = [known["workers"][0] | {"site": name} for name in NAMES]
     lines = drawn(known | {"workers": workers}, width)
     assert max(map(len, lines)) <= width
@@ -503,8 +502,10 @@ def test_names_of_sites_are_never_cut(known, width: int) -> None:
     assert ("columns need a wider terminal" in " ".join(lines)) == (width < 240)
 
 
-def test_many_sites_are_capped_by_need(known) -> None:
-    """Those that are dead or awaited are shown, a line counts the rest, and the line of the round stays short."""
+def test_the_live_table_shows_sites_that_need_attention(known) -> None:
+    """With 500 sites, the live table shows the dead ones and those that the round waits for, and counts the rest in one
+    line.
+    """
     workers = [known["workers"][0] | {"site": f"s{number:03}", "state": "alive"} for number in range(500)]
     workers[400] |= {"state": "dead", "error": "no heartbeat"}
     fragment = known["fragments"][0] | {"waiting_for": [{"site": f"s{each}", "for_s": 3.0} for each in range(450, 490)]}
@@ -519,8 +520,27 @@ def test_many_sites_are_capped_by_need(known) -> None:
     assert any("s469 (3.0 s), and 20 more" in line for line in drawn(many, 1000, 30))
 
 
-def test_a_watch_ends_without_a_server(tmp_path, monkeypatch, capsys) -> None:
-    """It waits for a server that may be started again, but not for ever."""
+def test_lines_about_many_sites_stay_short(lines, known) -> None:
+    """The lines of a round and of a task name three sites and count the others; `atoll logs` prints the same lines."""
+    names = [f"s{number:03}" for number in range(500)]
+    (done,) = known["history"][-1:]
+    site = done["sites"][0]
+    done |= {"sites": [site | {"site": name, "staleness": 0} for name in names], "expected": 500, "sat_out": []}
+    task = {"number": 1, "name": "train", "way": "inline", "sites": names, "answers": {}, "missing": names}
+    shown = lines(known | {"history": [done], "sent": [task | {"open": True, "seconds": 1.0}]})
+    assert "version 2 from 500 updates (s000, s001, s002 and 497 others), " in shown[-2]
+    assert shown[-1].endswith(
+        "to s000, s001, s002 and 497 others; 0 of 500 answers; waiting for s000, s001, s002 and 497 others, 1.0 s"
+    )
+    late = done | {"sites": [*done["sites"][:400], done["sites"][0] | {"site": "z", "staleness": 3}], "version": None}
+    assert "3 behind" in RoundSummary.model_validate(late | {"version": 2}).line()
+    nothing = done | {"version": None, "sites": [], "sat_out": names}
+    for summary in (late, nothing):
+        assert len(RoundSummary.model_validate(summary).line()) < 200
+
+
+def test_a_watch_gives_up_after_a_while(tmp_path, monkeypatch, capsys) -> None:
+    """`atoll status --watch` waits for a stopped server to start again, but not for ever."""
     from atoll.cli import status as command
     from atoll.errors import ServerUnreachable
 

@@ -33,9 +33,8 @@ print(json.dumps([found, sys.argv[1:]]))
 def test_a_script_gets_its_server_and_arguments(canned, atoll_command, tmp_path) -> None:
     """`atoll worker` gives its script the server's address in the environment, and passes the script's own arguments
     on.
-
-    The command prints neither the arguments nor the token, since both may be secret. No flag takes a token.
     """
+    # The command prints neither the arguments nor the token, since both may be secret. No flag takes a token.
     flags = ("--server", canned.url, "--site", "a", "--dir", "files", "--max-sync-retries", "2")
     script = (sys.executable, "-c", SHOW, "--site", "x", "--help")
     outcome = atoll_command("worker", *flags, *script, ATOLL_TOKEN="secret")
@@ -64,7 +63,7 @@ def test_a_wrong_number_of_sync_retries_is_refused(canned, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("end", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
-def test_atoll_worker_ends_with_its_commands_exit_code(canned, atoll_command, end: str, code: int) -> None:
+def test_atoll_worker_has_the_exit_code_of_its_command(canned, atoll_command, end: str, code: int) -> None:
     assert atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", end).returncode == code
 
 
@@ -96,7 +95,7 @@ def test_a_worker_waits_until_the_server_starts(nursery, tmp_path) -> None:
     assert started == f"atoll: {url} answers, run late; starting {sys.executable}"
 
 
-def test_a_missing_server_counts_as_a_restart(atoll_command) -> None:
+def test_an_unreachable_server_uses_up_a_restart(atoll_command) -> None:
     """If the server does not answer, `atoll worker` counts this as one of its restarts."""
     argv = ["worker", "--server", "http://127.0.0.1:9", "--site", "a", "--restarts", "1", "--", "true"]
     outcome = atoll_command(*argv, ATOLL_GIVE_UP_S="0.01")
@@ -174,10 +173,7 @@ def test_a_signal_reaches_the_command_and_ends_restarts(canned, number: signal.S
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ignored_signals_stay_ignored(canned, number: signal.Signals) -> None:
-    """A signal that `atoll worker` was started to ignore is not forwarded to its command.
-
-    `nohup` starts commands so, and a shell script starts its background jobs so.
-    """
+    """`atoll worker` does not forward a signal that it was started to ignore, as `nohup` and shell scripts do."""
     with started(canned.url, [number, signal.SIGTERM], ignored=[number]) as process:
         process.send_signal(number)  # it is not forwarded, or this would be the first that the command tells
         process.send_signal(signal.SIGTERM)
@@ -202,7 +198,7 @@ def words(address: str) -> tuple[str, ...]:
 
 @pytest.mark.covers("X3", "X4")
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_a_worker_prints_the_cause_when_waiting_and_giving_up(host: str, atoll_command, tmp_path: Path) -> None:
+def test_a_worker_says_why_it_waits_or_gives_up(host: str, atoll_command, tmp_path: Path) -> None:
     """If the server cannot be reached, `atoll worker` prints the reason and the advice as it waits, and again as it
     gives up.
     """
@@ -244,9 +240,7 @@ def test_a_waiting_worker_repeats_the_same_cause(
     ("name", "advice"),
     [("pyhton", "Did you mean 'python'?"), ("qqqqzzzz", "for example: -- python train.py")],
 )
-def test_a_missing_program_is_reported_before_asking_the_server(
-    atoll_command, tmp_path, name: str, advice: str
-) -> None:
+def test_a_missing_program_is_reported_before_any_request(atoll_command, tmp_path, name: str, advice: str) -> None:
     """`atoll worker` reports a command that does not exist before it sends a request to the server."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -261,10 +255,8 @@ def test_a_missing_program_is_reported_before_asking_the_server(
 @pytest.mark.slow
 @pytest.mark.covers("X3")
 def test_does_not_restart_a_replaced_worker(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll worker` does not restart its command if another process has taken its site.
-
-    Two such workers would otherwise take the site from each other in turn.
-    """
+    """`atoll worker` does not restart its command if another process has taken its site."""
+    # Two such workers would otherwise take the site from each other in turn.
     script = tmp_path / "train.py"
     script.write_text(
         "import time, atoll\n"

@@ -136,9 +136,7 @@ def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
         *(pytest.param(scenario, id=f"{name}, earlier", marks=pytest.mark.long) for name, scenario in EARLIER.items()),
     ],
 )
-def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(
-    tmp_path: Path, nursery: Nursery, scenario: Scenario
-) -> None:
+def test_a_crash_at_any_failpoint_changes_no_bit(tmp_path: Path, nursery: Nursery, scenario: Scenario) -> None:
     """A run that crashes at any failpoint recovers to the bits of an undisturbed run. Finished updates are not trained
     again.
     """
@@ -153,9 +151,9 @@ def test_recovers_the_same_bits_from_a_crash_at_every_failpoint(
 
 
 @pytest.mark.slow
-def test_recovers_the_same_bits_from_a_crash_during_recovery(tmp_path: Path, nursery: Nursery) -> None:
-    """A run that crashes a second time, while it recovers from a crash, still ends with the bits of an undisturbed
-    run.
+def test_a_second_crash_during_recovery_changes_no_bit(tmp_path: Path, nursery: Nursery) -> None:
+    """A run that crashes a second time, while it recovers from a crash, still ends with the bits of an
+    undisturbed run.
     """
     scenario = Scenario(server={"head.before": (2, 3), "accept.after": (3,)})
     right = undisturbed(scenario, tmp_path / "undisturbed")

@@ -39,7 +39,7 @@ def commands_of(folder: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.covers("X1")
-def test_the_example_of_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
+def test_the_own_aggregator_example_trains(nursery: Nursery, components: Path) -> None:
     serve, work, *_ = commands_of(components)
     run_commands(nursery, components, [*serve, "--rounds=3"], work)
     rows = history(components / "atoll-run")
@@ -49,7 +49,7 @@ def test_the_example_of_an_own_aggregator_trains(nursery: Nursery, components: P
 
 @pytest.mark.slow
 @pytest.mark.covers("T14")
-def test_the_example_of_an_own_workflow_trains(nursery: Nursery, components: Path) -> None:
+def test_the_own_workflow_example_trains(nursery: Nursery, components: Path) -> None:
     """The example of an own workflow trains a model in rounds that the workflow itself runs."""
     text = (components / "workflow.py").read_text()
     (components / "workflow.py").write_text(text.replace("ROUNDS = 5", "ROUNDS = 3"))
@@ -93,10 +93,8 @@ def test_the_quickstart_example_simulates_partitions(nursery: Nursery, tmp_path:
 
 @pytest.mark.parametrize("example", ["hello_pt/data.py", "quickstart_pytorch/task.py"])
 def test_both_examples_read_the_binary_cifar10(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both examples read CIFAR-10 in its binary version.
-
-    The test writes two pictures by hand, of classes 7 and 3: one byte for the label, then [3, 32, 32] bytes.
-    """
+    """Both examples read CIFAR-10 in its binary version."""
+    # The test writes two pictures by hand, of classes 7 and 3: one byte for the label, then [3, 32, 32] bytes.
     record = bytes([7]) + bytes([255]) * 1024 + bytes(2048)
     other = bytes([3]) + bytes(3072)
     (tmp_path / "data_batch_1.bin").write_bytes(record + other)
@@ -145,7 +143,7 @@ def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: obj
 
 @pytest.mark.covers("D7", "X1")
 def test_the_krum_example_takes_the_middle_update(folder: Path) -> None:
-    """The Krum aggregator on the page takes the update in the middle of the three honest ones."""
+    """The Krum aggregator on the page picks the update in the middle of the three honest ones."""
     # with f = 1 of 5 the two nearest count, in units of the number of elements:
     # a: .25² + .375²,  b: .125² + .25²,  c: .125² + .375²; b is the smallest, and d and e are far from all others
     result = run_rounds(folder / "run.toml", 1, SITES)

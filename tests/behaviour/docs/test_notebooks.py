@@ -45,7 +45,10 @@ def test_federated_digits_beat_each_site(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_personal_heads_beat_a_shared_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_personal_heads_beat_a_shared_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the notebook about personal layers, sites with heads of their own have better models than with one shared
+    head.
+    """
     shown = executed("personal_layers.ipynb", tmp_path, monkeypatch)
     shared, personal = (
         [float(each.split(": ")[1].strip("}")) for each in shown[at].split("{")[1].split(", ")] for at in (3, 4)
@@ -57,8 +60,8 @@ def test_personal_heads_beat_a_shared_one(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
-    """So its differences are those of its text."""
+def test_notebooks_are_stored_without_outputs(path: Path) -> None:
+    """The stored notebooks have no outputs, so that their differences in git are those of the text."""
     book = nbformat.read(path, as_version=4)
     nbformat.validate(book)
     assert all(not cell.outputs and cell.execution_count is None for cell in book.cells if cell.cell_type == "code")

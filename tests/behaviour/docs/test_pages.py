@@ -152,7 +152,7 @@ def test_every_documented_setting_exists() -> None:
 
 @by_page
 def test_pages_have_no_leftovers(page: Path) -> None:
-    """No page contains `TODO`, `FIXME`, filler text or a path of a personal machine."""
+    """No page contains `TODO`, `FIXME`, filler text or a path of one particular machine."""
     found = LEFTOVERS.search(page.read_text(encoding="utf-8"))
     assert found is None, f"{page.name}: {found}"
 
@@ -246,7 +246,7 @@ WORDS = {
 
 @pytest.mark.covers("X7")
 @pytest.mark.parametrize("page", WORDS)
-def test_migration_pages_contain_the_terms_of_other_frameworks(page: str) -> None:
+def test_migration_pages_use_the_other_frameworks_terms(page: str) -> None:
     """Each page for users of another framework contains the terms of this framework that they search for."""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert [word for word in WORDS[page].split(", ") if word not in text] == []

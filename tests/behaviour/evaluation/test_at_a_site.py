@@ -65,10 +65,10 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     ],
     ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
-def test_a_model_that_cannot_be_evaluated_gives_the_reason(
-    tmp_path: Path, register: Callable[[Any], None], words: str
-) -> None:
-    """If a site's own model cannot be evaluated, its row has no metrics and its cell gives the reason."""
+def test_a_failed_evaluation_shows_its_reason(tmp_path: Path, register: Callable[[Any], None], words: str) -> None:
+    """If a site's own model cannot be evaluated, its row in the matrix has no metrics, and its cell
+    gives the reason.
+    """
 
     def both(worker: Any) -> None:
         worker.evaluates(measure, model=NET)
@@ -126,10 +126,8 @@ def test_a_server_refuses_wrong_metrics(tmp_path: Path, metrics: Any, words: str
 
 @pytest.mark.covers("P9")
 def test_long_tensors_are_loaded_into_the_module(tmp_path: Path) -> None:
-    """A long tensor of a model reaches the site's module unchanged.
-
-    The site reads models in runs of 8 MiB, and this tensor takes three runs.
-    """
+    """A long tensor of a model reaches the site's module unchanged, though the site reads models in pieces of 8 MiB."""
+    # This tensor takes three pieces.
     expected = torch.arange(2.5 * 2**23 // 4).view(1, -1)
 
     def wrong(model: Any) -> dict[str, Any]:
@@ -200,8 +198,8 @@ def test_joining_a_run_without_rounds_logs_no_algorithm(tmp_path: Path, caplog: 
         server.stop()
 
 
-def test_handlers_are_not_called_without_a_server() -> None:
-    """A script that runs without a server may register handlers. They are never called, and `run` returns."""
+def test_task_handlers_wait_in_vain_without_a_server() -> None:
+    """Without a server, a script may register task handlers. They are never called, and `run` returns at once."""
     with atoll.join() as worker:
         assert worker.task("count")(len) is len
         assert worker.evaluates(model=nn.Linear(1, 1))(measure) is measure

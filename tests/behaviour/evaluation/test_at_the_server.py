@@ -91,8 +91,10 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "state/exports/metrics.jsonl").read_text().splitlines()]
 
 
-def test_numbers_belong_to_the_version_made(tmp_path: Path) -> None:
-    """The round's summary has the sites' mean and, beside it, the evaluation of the version that the round made."""
+def test_server_metrics_belong_to_the_rounds_version(tmp_path: Path) -> None:
+    """The summary of a round has the server's own evaluation of the version that this round made, beside the mean of
+    the sites' metrics.
+    """
     events: list[Any] = []
     server = evaluating_server(tmp_path)
     server.follow("the test", events.append)
@@ -111,6 +113,7 @@ def test_numbers_belong_to_the_version_made(tmp_path: Path) -> None:
 
 
 def test_evaluates_each_nth_version_and_the_last(tmp_path: Path) -> None:
+    """With `server.evaluate_every = 2`, the server evaluates each second version and the last one."""
     status = finished(evaluating_server(tmp_path, **{"server.evaluate_every": 2, "rounds.total": 5}), tmp_path)
     assert [each.version for each in status.history if each.global_metrics] == [2, 4, 5]
 
@@ -141,8 +144,10 @@ def test_evaluates_the_version_before_a_round_without_one(tmp_path: Path) -> Non
     assert [each.version for each in events if each.what == "version evaluated"] == [1]
 
 
-def test_best_version_by_a_global_metric(tmp_path: Path) -> None:
-    """The last version counts, too; another start reads the same from the journal."""
+def test_a_server_metric_can_choose_the_best_version(tmp_path: Path) -> None:
+    """The server's own evaluation can decide which version is best, the last one included. A restarted server still
+    knows it.
+    """
     settings = {"rounds.best_metric": "global.value"}
     for is_first in (True, False):
         with evaluating_server(tmp_path, **settings) as server:
@@ -155,8 +160,9 @@ def test_best_version_by_a_global_metric(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "state/exports/best.json").read_text())["version"] == 3
 
 
-def test_stops_early_by_a_global_metric(tmp_path: Path) -> None:
-    """Version 1 is the best; version 3 is the second without a gain, and the round after it is the last."""
+def test_a_server_metric_can_stop_the_run(tmp_path: Path) -> None:
+    """If the server's own metric does not improve for a number of rounds, the run stops early."""
+    # Version 1 is the best; version 3 is the second without a gain, and the round after it is the last.
     settings = {"rounds.best_metric": "global.value", "rounds.best_mode": "min", "rounds.early_stop_after": 2}
     status = finished(evaluating_server(tmp_path, **settings, **{"rounds.total": 9}), tmp_path)
     assert status.version == 4
@@ -192,10 +198,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("function", "problem"), FAULTS, ids=[problem[:30] for _, problem in FAULTS])
-def test_training_goes_on_after_a_fault(
+def test_training_goes_on_if_the_evaluation_fails(
     function: Callable[[Any], Any], problem: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says a fault once, and the status has it as long as it lasts."""
+    """If the server's evaluation function fails, training goes on. The log says so once, and the status warns as long
+    as the fault lasts.
+    """
     status = finished(evaluating_server(tmp_path, function), tmp_path)
     assert status.finished
     assert status.version == 3
@@ -206,8 +214,11 @@ def test_training_goes_on_after_a_fault(
     assert [each.global_metrics for each in status.history] == [{}, {}, {}]
 
 
-def test_a_fault_that_ends_is_not_shown(tmp_path: Path) -> None:
-    """The function fails at version 2 alone; the finite numbers of one with NaN count."""
+def test_an_evaluation_fault_that_ends_is_not_shown(tmp_path: Path) -> None:
+    """If the server's evaluation function fails only once, the status no longer warns at the end. A metric with NaN is
+    left out.
+    """
+    # The function fails at version 2 alone; the finite numbers of one with NaN count.
 
     def twice(model: Any) -> dict[str, float]:
         number = value(model)["value"]
@@ -220,8 +231,10 @@ def test_a_fault_that_ends_is_not_shown(tmp_path: Path) -> None:
     assert [text for text in status.warnings if "server.evaluate" in text] == []
 
 
-def test_stops_a_function_that_hangs(tmp_path: Path) -> None:
-    """The status answers meanwhile. After two in a row no version is evaluated, so that no round waits again."""
+def test_the_server_stops_a_hanging_evaluation(tmp_path: Path) -> None:
+    """The server stops an evaluation function that hangs, and answers status requests meanwhile. After two such
+    failures in a row, it evaluates no more, so that no round waits again.
+    """
 
     def hangs(model: Any) -> dict[str, float]:
         (tmp_path / f"hangs {os.getpid()}").touch()
@@ -255,8 +268,10 @@ def test_stops_a_function_that_hangs(tmp_path: Path) -> None:
     wait_until(lambda: not any(Path("/proc", pid).exists() for pid in pids), "the processes have ended")
 
 
-def test_a_restart_evaluates_the_newest_version(tmp_path: Path) -> None:
-    """A server that ends during an evaluation leaves it to the next start, which completes the round's metrics."""
+def test_a_restart_completes_the_missing_evaluation(tmp_path: Path) -> None:
+    """If the server stops during an evaluation, its next start evaluates the newest version and adds the metrics to the
+    round.
+    """
 
     def hangs(model: Any) -> dict[str, float]:
         (tmp_path / "hangs").touch()
@@ -278,8 +293,9 @@ def run_file(folder: Path, **settings: Any) -> Path:
     return write_run_file(folder, **DEFAULT_OUTER_OPTIMIZER | {"rounds.sites": 1} | chosen | settings)
 
 
-def test_a_killed_server_evaluates_again(nursery: Nursery, tmp_path: Path) -> None:
-    """The function is imported by a process that ends with the server; it gets the model that `model.source` builds."""
+def test_a_killed_server_repeats_its_evaluation(nursery: Nursery, tmp_path: Path) -> None:
+    """If the server is killed during an evaluation, its next start repeats the evaluation."""
+    # The function is imported by a process that ends with the server; it gets the model that `model.source` builds.
     path = run_file(tmp_path)
     (tmp_path / "hold").touch()
     for is_killed in (True, False):
@@ -319,10 +335,12 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
-def test_refuses_before_the_run_begins(
+def test_a_wrong_evaluation_setting_refuses_the_start(
     settings: Mapping[str, Any], message: str, tmp_path: Path, nursery: Nursery
 ) -> None:
-    """Exit code 2, one line, and no state directory is left."""
+    """A wrong setting of the server's evaluation ends `atoll server` with exit code 2 and one line, before it writes a
+    state directory.
+    """
     path = run_file(tmp_path, **settings)
     outcome = command(nursery, tmp_path, "server", str(path))
     assert outcome.returncode == 2
@@ -330,15 +348,17 @@ def test_refuses_before_the_run_begins(
     assert not (tmp_path / "state").exists()
 
 
-def test_refuses_a_function_of_two_arguments(tmp_path: Path) -> None:
+def test_refuses_an_evaluation_function_of_two_arguments(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be called with the model alone"):
         evaluating_server(tmp_path, lambda model, data: {})
     with pytest.raises(UsageError, match="Use one of them"):
         evaluating_server(tmp_path, **{"server.evaluate": "mine:evaluate"})
 
 
-def test_a_refused_start_leaves_no_process(tmp_path: Path) -> None:
-    """The fork of the program ends with a start that fails, here because of the port."""
+def test_a_refused_start_leaves_no_evaluation_process(tmp_path: Path) -> None:
+    """If a server with an evaluation function cannot start, here because its port is in use, no child
+    process is left.
+    """
 
     def children() -> str:
         return Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
@@ -350,8 +370,10 @@ def test_a_refused_start_leaves_no_process(tmp_path: Path) -> None:
         assert children() == before
 
 
-def test_a_module_of_the_program_is_filled(tmp_path: Path) -> None:
-    """A function gets the module that the program has passed to the server, which stays as it was."""
+def test_an_evaluation_gets_the_programs_own_module(tmp_path: Path) -> None:
+    """If a program gives the server a module, the evaluation function gets a module of this class with the version's
+    weights. The program's own module stays unchanged.
+    """
     model = nn.Linear(1, 1, bias=False)
     before = model.weight.item()
 
@@ -368,7 +390,8 @@ def test_a_module_of_the_program_is_filled(tmp_path: Path) -> None:
     assert model.weight.item() == before
 
 
-def test_a_simulation_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_evaluates_at_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation calls the server's evaluation function, whether it is given as a path or as a function."""
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     settings = {"algorithm.name": "fedavg", "rounds.total": 3, "disk.min_free_bytes": 0}
@@ -388,8 +411,10 @@ def test_a_simulation_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [line["global_metrics"]["value"] for line in lines] == [1.0, 2.0, 3.0]
 
 
-def test_a_recipe_names_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run file of a recipe has the path of the function; one that no process can import is refused."""
+def test_a_recipe_accepts_an_evaluation_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe writes the path of its evaluation function into the run file, and refuses a function that no process can
+    import.
+    """
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     about: dict[str, Any] = {"name": "r", "model": nn.Linear(1, 1), "min_sites": 1, "num_rounds": 1}

@@ -82,8 +82,9 @@ def test_each_model_is_evaluated_at_each_site(nursery: Nursery, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("of_b", "mean"), [("weight=1", 4.5), ("weight=0", 0.0), ("", 9.0)])
-def test_the_mean_counts_sites_by_weight(of_b: str, mean: float, nursery: Nursery, tmp_path: Path) -> None:
-    """The loss of version 0 is 0 at a, with 3 samples, and 18 at b; the mean of all sites, if one tells no weight."""
+def test_an_evaluations_mean_weighs_the_sites(of_b: str, mean: float, nursery: Nursery, tmp_path: Path) -> None:
+    """The mean of a cross-site evaluation uses the sites' weights; if a site reports none, all sites count equally."""
+    # The loss of version 0 is 0 at a, with 3 samples, and 18 at b.
     settings = ALONE | {"workflow.steps": ({"kind": "cross_site_evaluation", "site_models": False},)}
     words = {"a": ["weight=3"], "b": [of_b]}
     matrix, _ = evaluated(nursery, tmp_path, words, **settings, **{"rounds.sites": 2})
@@ -97,7 +98,7 @@ def test_the_mean_counts_sites_by_weight(of_b: str, mean: float, nursery: Nurser
 
 @pytest.mark.covers("P12")
 def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) -> None:
-    """In a run without a model and without training, sites that only answer tasks give their own models to evaluate."""
+    """Without any training, sites can evaluate the models that they bring themselves."""
     only = ({"kind": "cross_site_evaluation", "name": "own models"},)
     words = dict.fromkeys("abc", ("tasks",))
     matrix, _ = evaluated(nursery, tmp_path, words, **ALONE | {"workflow.steps": only}, has_model=False)
@@ -106,10 +107,8 @@ def test_an_evaluation_works_without_training(nursery: Nursery, tmp_path: Path) 
 
 
 def test_a_failed_measurement_has_its_reason(nursery: Nursery, tmp_path: Path) -> None:
-    """The cell of a failed evaluation gives the reason.
-
-    Site `a` gives no model, site `b` raises an error, and site `c` measures a value that is not finite.
-    """
+    """The cell of a failed evaluation gives the reason."""
+    # Site `a` gives no model, site `b` raises an error, and site `c` measures a value that is not finite.
     matrix, _ = evaluated(nursery, tmp_path, {"a": ["refuses"], "b": ["raises"], "c": ["nan"]})
     found = losses(matrix)
     assert found == {name: {"a": MATRIX[name]["a"]} for name in ("version 1", "b", "c")}
@@ -170,7 +169,7 @@ def test_a_killed_site_leaves_its_cells_empty(nursery: Nursery, tmp_path: Path) 
 
 @pytest.mark.covers("P12")
 @pytest.mark.usefixtures("no_return")
-def test_a_site_without_progress_is_given_up(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_evaluation_gives_up_a_stuck_site(nursery: Nursery, tmp_path: Path) -> None:
     """If a site makes no progress within the evaluation timeout, its cell says so and the evaluation ends without
     it.
     """
@@ -208,10 +207,8 @@ def test_a_killed_server_repeats_only_the_evaluation(nursery: Nursery, tmp_path:
 
 
 def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
-    """A site that is killed during an evaluation and restarted still has the model that it submitted in training.
-
-    The restarted site cannot submit a new model, because the run has no round for it.
-    """
+    """A site that is killed during an evaluation and restarted still has the model that it submitted in training."""
+    # The restarted site cannot submit a new model, because the run has no round for it.
 
     def during(server: atoll.Server, sites: list[Process]) -> None:
         until_it_hangs(tmp_path)
@@ -244,11 +241,9 @@ def evaluate_big(server: atoll.Server, folder: Path, name: str) -> None:
 
 
 def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
-    """Each site sends its model to the server only once, though all sites evaluate it.
-
-    Three models of 8 MB make 3 · 8 MB to the server and 9 · 8 MB from the server. The last transfer may not be counted
-    in full when the run ends.
-    """
+    """Each site sends its model to the server only once, though all sites evaluate it."""
+    # Three models of 8 MB make 3 · 8 MB to the server and 9 · 8 MB from the server. The last transfer may not be
+    # counted in full when the run ends.
     nbytes = 8_000_000
     big_models(tmp_path, nbytes, "abc")
     with evaluation_server(tmp_path, **ALONE, has_model=False) as server:
@@ -286,13 +281,9 @@ def test_an_evaluation_waits_for_writable_exports(
 
 @pytest.mark.covers("D1")
 def test_evaluations_take_little_memory(tmp_path: Path) -> None:
-    """An evaluation needs little memory at the server and at the sites, whatever the size of the models.
-
-    The server and two sites run in this process and evaluate three models of 192 MB. Memory grows by less than 160 MB,
-    so no model is held whole.
-
-    Two models are files of the sites, and one is a file at the server.
-    """
+    """An evaluation needs little memory at the server and at the sites, whatever the size of the models."""
+    # The server and two sites run in this process and evaluate three models of 192 MB. Memory grows by less than 160
+    # MB, so no model is held whole. Two models are files of the sites, and one is a file at the server.
 
     def evaluate(folder: Path, megabytes: int) -> int:
         folder.mkdir()
@@ -316,12 +307,10 @@ def test_evaluations_take_little_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P12")
-def test_sites_join_again_after_diloco(nursery: Nursery, tmp_path: Path) -> None:
-    """After a DiLoCo run, sites join again for the evaluation and give the model that they hold, the run's result.
-
-    By hand, with one round of two steps and outer SGD of rate 1: w ← (w + t)/2, twice from 0, is 3/4·t. That is 0 at
-    site `a` and 4.5 at site `c`, with the mean 2.25.
-    """
+def test_sites_evaluate_after_a_diloco_run(nursery: Nursery, tmp_path: Path) -> None:
+    """After a DiLoCo run, sites join again for the evaluation and give the run's result as their own model."""
+    # By hand, with one round of two steps and outer SGD of rate 1: w ← (w + t)/2, twice from 0, is 3/4·t. That is 0 at
+    # site `a` and 4.5 at site `c`, with the mean 2.25.
     words = {"a": ["diloco"], "c": ["diloco"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **PLAIN_DILOCO, **{"rounds.sites": 2, "diloco.sync_every": 2})
     assert losses(matrix, "w") == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
@@ -333,24 +322,20 @@ def test_sites_join_again_after_diloco(nursery: Nursery, tmp_path: Path) -> None
     [{"algorithm.name": "scaffold"}, {"async.enabled": True}],
     ids=["scaffold", "async"],
 )
-def test_scaffold_and_async_rounds_can_end_with_an_evaluation(
+def test_evaluations_may_follow_scaffold_and_async_rounds(
     nursery: Nursery, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds.
-
-    By hand, one step of rate 1/2 leads from 0 to t/2 = 1.5. This is the model of the only site and that of the run.
-    """
+    """An evaluation can follow rounds of SCAFFOLD and asynchronous rounds."""
+    # By hand, one step of rate 1/2 leads from 0 to t/2 = 1.5. This is the model of the only site and that of the run.
     matrix, _ = evaluated(nursery, tmp_path, {"b": ["sgd"]}, **{"rounds.sites": 1}, **settings)
     assert losses(matrix, "w") == {"version 1": {"b": 1.5}, "b": {"b": 1.5}}
 
 
 @pytest.mark.covers("T8")
-def test_a_sites_model_passes_its_filters(nursery: Nursery, tmp_path: Path) -> None:
-    """A site's filters are applied to its own model before another site evaluates this model.
-
-    The filter of site `b` rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1. The stored model of site `a` is
-    refused, since it was saved before its filters were applied.
-    """
+def test_a_sites_filters_change_its_evaluated_model(nursery: Nursery, tmp_path: Path) -> None:
+    """A site's filters are applied to its own model before another site evaluates it."""
+    # The filter of site `b` rounds to bfloat16, which has 8 bits: 1 + 2⁻⁹ becomes 1. The stored model of site `a` is
+    # refused, since it was saved before its filters were applied.
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
@@ -400,11 +385,9 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
 
 
 def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll evaluate` evaluates versions of a finished run and other models. The run's own matrix stays unchanged.
-
-    The weight is n in version n, and 10 in the file. Site `a` has the target 0 and site `b` the target 3. Version 9
-    never existed.
-    """
+    """`atoll evaluate` evaluates versions of a finished run and other models."""
+    # The run's own matrix stays unchanged. The weight is n in version n, and 10 in the file. Site `a` has the target 0
+    # and site `b` the target 3. Version 9 never existed.
     trained(nursery, tmp_path, 5)
     own = tmp_path / "state" / "exports" / "cross_site_evaluation.md"
     own.write_text("the matrix of the run")
@@ -475,10 +458,8 @@ def test_an_evaluation_says_what_it_waits_for(nursery: Nursery, tmp_path: Path, 
 
 
 def test_a_running_server_shows_its_matrix(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll evaluate --server` shows the matrix of a server while the evaluation is running.
-
-    Site `c` hangs, and the cells of the other sites are already shown.
-    """
+    """`atoll evaluate --server` shows the matrix of a server while the evaluation is running."""
+    # Site `c` hangs, and the cells of the other sites are already shown.
 
     def asked(server: atoll.Server) -> Process:
         return nursery.start("atoll", "evaluate", "--server", server.url, cwd=tmp_path)

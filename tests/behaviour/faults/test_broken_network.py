@@ -156,9 +156,8 @@ def test_a_repeated_submission_gets_the_same_receipt(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F19")
 def test_the_newer_process_of_a_site_wins(tmp_path: Path) -> None:
-    """If a second process joins as the same site, its update counts. The first process gets an error that explains
-    it.
-    """
+    """If a second process joins as the same site, its update counts."""
+    # The first process gets an error that explains it.
     with serve_wide(tmp_path, sites=1, rounds=1) as server:
         older, newer = (ManualSite(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
@@ -210,10 +209,10 @@ TIMEOUT_S = 2.0
 
 @pytest.mark.covers("F21", "L9")
 def test_parallel_connections_speed_up_a_slow_site(tmp_path: Path) -> None:
-    """A site with slow connections sends and fetches parts over several of them at once, and is not given up.
-
-    The busiest connection alone is in use for longer than the timeout after which a silent worker is given up.
+    """A site with slow connections sends and fetches parts over several of them at once, and stays
+    alive to the server.
     """
+    # The busiest connection alone is in use for longer than the timeout after which a silent worker is given up.
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
     network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
     settings = ONE | {f"network.{name}": value for name, value in network.items()}
@@ -314,11 +313,9 @@ def left(through: dict[str, Proxy]) -> dict[str, list[str]]:
 @pytest.mark.parametrize("swarm", [False, True], ids=["server", "swarm"])
 @pytest.mark.covers("F14", "F15", "F17", "L10")
 def test_repeats_a_request_after_broken_response_headers(tmp_path: Path, swarm: bool) -> None:
-    """If a response breaks off within its headers, the site repeats the request. Each update is trained only once.
-
-    Each site has its own proxy, which cuts one response to each kind of request at the same place in the headers. In
-    the swarm case, every third place is tried.
-    """
+    """If a response breaks off within its headers, the site repeats the request."""
+    # Each update is trained only once. Each site has its own proxy, which cuts one response to each kind of request at
+    # the same place in the headers. In the swarm case, every third place is tried.
     places = dict(list(PLACES.items())[::3]) if swarm else PLACES
     settings: dict[str, Any] = {"rounds.sites": len(places), "rounds.total": 2, "swarm.enabled": swarm}
     if not swarm:

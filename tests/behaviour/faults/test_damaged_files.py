@@ -101,11 +101,9 @@ def test_a_site_goes_on_without_a_damaged_metadata_file(
     name: str,
     damage: Callable[[Path], None] | None,
 ) -> None:
-    """A site warns of a damaged metadata file, goes on, and pulls or trains again what the file described.
-
-    A missing file causes no warning. Without its residuals, error feedback starts at zero, which gives other bits. With
-    an intact `outbox.json`, the site submits its stored update and does not train round 2 again.
-    """
+    """A site warns of a damaged metadata file, goes on, and pulls or trains again what the file described."""
+    # A missing file causes no warning. Without its residuals, error feedback starts at zero, which gives other bits.
+    # With an intact `outbox.json`, the site submits its stored update and does not train round 2 again.
     image = images[SITE_NOTES[name][0]]
     copy_folder((image.earlier if name == "outbox.json" else image.later) / "state", tmp_path / "state")
     copy_folder(image.later / "workers", tmp_path / "workers")
@@ -285,9 +283,8 @@ def test_falls_back_from_a_damaged_version(
 def test_a_version_damaged_in_use_ends_the_server(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int
 ) -> None:
-    """A server that finds its newest version damaged on disk ends, so that no changed bit enters the next version.
-
-    The next start continues from the version before the damaged one.
+    """A server that finds its newest version damaged on disk ends at once, and the next start continues from the
+    version before it.
     """
     with ServerProcess(nursery, tmp_path) as server:
         sites, gate = waiting_in_round_3(server, tmp_path)
@@ -370,11 +367,8 @@ def test_a_site_refuses_a_named_pipe_as_a_file(tmp_path: Path, name: str) -> Non
     ],
 )
 def test_reports_a_folder_in_place_of_a_file(tmp_path: Path, images: dict[str, Halfway], run: str, name: str) -> None:
-    """If a folder lies in place of a file, the server does not start, or the site does not join. The error names the
-    folder.
-
-    Once the folder is gone, the run goes on to the same bits.
-    """
+    """If a folder lies in place of a file, the server does not start, or the site does not join."""
+    # The error names the folder. Once the folder is gone, the run goes on to the same bits.
     image, folder = images[run], tmp_path / "run"
     copy_folder(image.later, folder)
     path = next(folder.glob(name), folder / name)

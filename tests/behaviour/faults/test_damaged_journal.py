@@ -96,11 +96,11 @@ def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], s
         assert journal.execute(sql, values).rowcount == 1
 
 
-def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
-    """A server does not start if the weight of an accepted update was changed, even if the row's checksum fits.
-
-    The audit log contains the weight, too.
+def test_a_forged_weight_is_refused_at_the_start(tmp_path: Path, audited: Audit) -> None:
+    """A server does not start if the weight of an accepted update was changed in the journal, even if the row's
+    checksum fits.
     """
+    # The audit log contains the weight, too.
     from atoll.store.journal_tables import write_checksums
 
     gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}
@@ -125,10 +125,8 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
 
 
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
-    """A server does not start if its journal has an earlier epoch than `audit.head`.
-
-    A start adds no entry to the audit log, so only the epoch shows that the journal is older.
-    """
+    """A server does not start if its journal is older than `audit.head`, as after copying back an old journal."""
+    # A start adds no entry to the audit log, so only the epoch shows that the journal is older.
     from atoll.store.journal_tables import write_checksums
 
     forge(later, write_checksums, "UPDATE meta SET epoch = epoch - 1")
@@ -164,10 +162,9 @@ def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -
 
 
 def test_reports_a_damaged_row_of_a_site(later: Path) -> None:
-    """A server does not start if a site's row for one of the newest rounds is damaged. The error names the row.
-
-    A start reads these rows only for the newest rounds, so that it takes no longer in a long run.
-    """
+    """A server does not start if a site's row for one of the newest rounds is damaged."""
+    # The error names the row. A start reads these rows only for the newest rounds, so that it takes no longer in a long
+    # run.
     assert flip_column(later / "state" / JOURNAL, CHECKED_LATER, "summary_json")
     row = r"content of site_rounds \(fragment = 0, version = 1, site = 'b'\) does not match its checksum\. Restore"
     with pytest.raises(StateCorrupt, match=row), serve(later):
@@ -177,9 +174,8 @@ def test_reports_a_damaged_row_of_a_site(later: Path) -> None:
 def test_a_changed_bit_of_the_journal_changes_no_model(without_log: Path, tmp_path: Path) -> None:
     """For any changed bit of the journal file, either `atoll audit` reports damage or all values that matter are
     unchanged.
-
-    The test changes 53 bits spread over the pages of the file, one at a time.
     """
+    # The test changes 53 bits spread over the pages of the file, one at a time.
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     path, free = without_log / "state" / JOURNAL, {table for table, _ in FREE}
@@ -200,10 +196,10 @@ def test_a_changed_bit_of_the_journal_changes_no_model(without_log: Path, tmp_pa
 
 
 def test_a_changed_bit_of_the_journals_log_loses_nothing(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
-    """If a bit of SQLite's write-ahead log is changed, the server refuses to start or keeps all acknowledged updates.
-
-    SQLite silently drops the frames after a damaged one. The test changes each frame, in its header or in its page.
+    """If a bit of SQLite's write-ahead log is changed, the server refuses to start or keeps all
+    acknowledged updates.
     """
+    # SQLite silently drops the frames after a damaged one. The test changes each frame, in its header or in its page.
     frames = log_frames(halfway.later / "state" / WAL)
     assert frames
     refused = []
@@ -222,10 +218,8 @@ def test_a_changed_bit_of_the_journals_log_loses_nothing(halfway: Halfway, tmp_p
 
 
 def test_starts_no_new_run_over_a_damaged_log(tmp_path: Path) -> None:
-    """If the journal's log is damaged and holds the whole run, the server does not start a new run in its place.
-
-    Without the log, the journal is empty.
-    """
+    """If the journal's log is damaged and holds the whole run, the server does not start a new run in its place."""
+    # Without the log, the journal is empty.
     with serve(tmp_path / "run"):
         folder = copy_folder(tmp_path / "run", tmp_path / "copy")
     assert log_frames(folder / "state" / WAL)
@@ -236,9 +230,7 @@ def test_starts_no_new_run_over_a_damaged_log(tmp_path: Path) -> None:
 
 
 def test_goes_on_if_the_audit_head_is_behind(halfway: Halfway, later: Path, audited: Audit) -> None:
-    """A run goes on if `audit.head` is older than the journal, as after a kill between the commit and writing the
-    file.
-    """
+    """A run goes on if `audit.head` is older than the journal, as after a kill between the two writes."""
     shutil.copy(halfway.earlier / "state" / HEAD, later / "state" / HEAD)
     assert audited(later) == ""
     halfway.go_on(later)
@@ -254,7 +246,7 @@ def without_end(halfway: Halfway, folder: Path) -> Path:
     return folder
 
 
-def test_refuses_a_journal_without_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
+def test_refuses_a_journal_that_lost_its_end(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
     """A server does not start if the journal has lost its last entries and no power loss explains this.
 
     If the operator deletes `audit.head`, the run goes on to the same bits.
@@ -286,10 +278,8 @@ def test_goes_on_if_power_loss_cut_the_journal(
 
 @pytest.mark.covers("F42")
 def test_logs_that_power_loss_took_the_last_start(later: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a power loss took the record of the last start, the log says that `audit.head` has a later epoch than the
-    journal.
-
-    Both have the same number of entries.
+    """If a power loss took the record of the server's last start, the log says that `audit.head` has a later epoch than
+    the journal.
     """
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
     rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
@@ -304,10 +294,8 @@ def test_logs_that_power_loss_took_the_last_start(later: Path, caplog: pytest.Lo
 def test_a_start_after_power_loss_may_be_killed(
     halfway: Halfway, tmp_path: Path, nursery: Nursery, lost: int, audited: Audit
 ) -> None:
-    """If the server is killed during its start after a power loss, the next start records the loss only once.
-
-    The entry about the loss takes the number of a lost entry, and `audit.head` still shows that this entry was lost.
-    """
+    """If the server is killed during its start after a power loss, the next start records the loss only once."""
+    # The entry about the loss takes the number of a lost entry, and `audit.head` still shows that this entry was lost.
     folder = without_end(halfway, tmp_path / "run")
     head = folder / "state" / HEAD
     entries = json.loads(head.read_text())["entries"]
@@ -322,8 +310,8 @@ def test_a_start_after_power_loss_may_be_killed(
 
 
 def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: Path) -> None:
-    """With `disk.durability = power`, a power loss does not explain a journal without its end: the server does not
-    start.
+    """With `disk.durability = power`, a server refuses to start if its journal has lost its end, since a power loss
+    cannot explain this.
     """
     folder = without_end(powered, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss")
@@ -334,6 +322,7 @@ def test_refuses_a_lost_end_under_power_durability(powered: Halfway, tmp_path: P
 
 @pytest.mark.covers("F42")
 def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway, later: Path, audited: Audit) -> None:
+    """A server does not start if the file `audit.head` in its state directory belongs to another run."""
     shutil.copy(powered.earlier / "state" / HEAD, later / "state" / HEAD)
     with pytest.raises(StateCorrupt, match=HEAD), serve(later):
         pass

@@ -60,17 +60,13 @@ def newest_steps(folder: Path) -> int:
 
 
 @pytest.mark.covers("L10", "L25")
-def test_carries_local_steps_over_to_the_newest_version(tmp_path: Path) -> None:
-    """After the answer to its update is lost, a DiLoCo loop carries its later steps over to the newest version.
-
-    The outer rate is ½, so base − dec(u) is not the newest version.
-
-    θ0 = 8. After two steps w = 6 and u = 2. The update counts (θ1 = 8 − ½·2 = 7), but the answer is lost: base ← 8 − 2
-    = 6.
-
-    After two more steps w = 4. Rebase: w ← 7 + (4 − 6) = 5, which the function `weight` sees. Then u = 2 and θ2 = 7 −
-    ½·2 = 6.
+def test_diloco_keeps_steps_made_after_a_lost_answer(tmp_path: Path) -> None:
+    """If the answer to its update is lost, a DiLoCo loop goes on training and applies its later steps to the newest
+    version.
     """
+    # The outer rate is ½, so base − dec(u) is not the newest version. θ0 = 8. After two steps w = 6 and u = 2. The
+    # update counts (θ1 = 8 − ½·2 = 7), but the answer is lost: base ← 8 − 2 = 6. After two more steps w = 4. Rebase: w
+    # ← 7 + (4 − 6) = 5, which the function `weight` sees. Then u = 2 and θ2 = 7 − ½·2 = 6.
     with serve(tmp_path, numbers(8.0), **SETTINGS) as server, Proxy(server.port) as proxy:
         model = numbers(0.0)
         seen: list[float] = []
@@ -91,12 +87,11 @@ def test_carries_local_steps_over_to_the_newest_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L25", "L10")
-def test_carries_a_fragments_steps_over_to_its_newest_version(tmp_path: Path) -> None:
-    """After the answer to a fragment's update is lost, a DiLoCo loop carries the steps over to the fragment's newest
+def test_a_fragment_keeps_steps_after_a_lost_answer(tmp_path: Path) -> None:
+    """If the answer to a fragment's update is lost, a DiLoCo loop applies its later steps to the fragment's newest
     version.
-
-    The model has two fragments of one number each.
     """
+    # The model has two fragments of one number each.
     with serve(tmp_path, numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
         model = numbers(0.0, 0.0)
         seen: list[tuple[float, ...]] = []
@@ -113,11 +108,11 @@ def test_carries_a_fragments_steps_over_to_its_newest_version(tmp_path: Path) ->
 
 
 @pytest.mark.covers("L25")
-def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Under FedAvg, a loop whose answer was lost resets to the newest version and logs how many local steps are lost.
-
-    By hand: steps 3 and 4 are lost and w ← θ1 = 7. After two more steps w = 5 and θ2 = 7 − ½·2 = 6.
+def test_fedavg_says_how_many_steps_it_loses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the answer to an update is lost under FedAvg, the loop goes back to the newest version and logs how many local
+    steps are lost.
     """
+    # By hand: steps 3 and 4 are lost and w ← θ1 = 7. After two more steps w = 5 and θ2 = 7 − ½·2 = 6.
     settings = SETTINGS | {"algorithm": "fedavg", "H": None}
     with serve(tmp_path, numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
         model = numbers(0.0)
@@ -138,13 +133,10 @@ def test_a_reset_reports_the_steps_that_it_loses(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.covers("L10", "F6")
 def test_diloco_goes_on_training_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All steps that a DiLoCo loop makes while its server is away count when the server is back.
-
-    Steps 1 and 2 make round 1. The server is away during steps 3 to 6, so two synchronisations are skipped. The
-    synchronisation at step 8 submits steps 3 to 8.
-
-    With an outer rate of 1 the result is 8 − 2 − 6 = 0: every step counts exactly once.
-    """
+    """All steps that a DiLoCo loop makes while its server is away count when the server is back."""
+    # Steps 1 and 2 make round 1. The server is away during steps 3 to 6, so two synchronisations are skipped. The
+    # synchronisation at step 8 submits steps 3 to 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: every step
+    # counts exactly once.
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")
     model = numbers(0.0)
@@ -176,14 +168,10 @@ def submit_two_steps(place: Participation) -> None:
 
 @pytest.mark.covers("F4", "L25")
 def test_a_restarted_site_waits_for_its_updates_round(tmp_path: Path) -> None:
-    """A restarted site waits until the round closes to which its earlier process has submitted an update.
-
-    The earlier process of site `a` has submitted u = 2 against θ0 = 8. Round 1 still waits for the update of site `b`,
-    also 2: θ1 = 6. The new process starts from 6, trains to 4 and submits 2: θ2 = 4.
-
-    If it started from 8, its update would be a round old. If it took the old update for a lost one, its base would move
-    to 6.
-    """
+    """If a site has submitted and is then restarted, it waits until the round of this update closes."""
+    # The earlier process of site `a` has submitted u = 2 against θ0 = 8. Round 1 still waits for the update of site
+    # `b`, also 2: θ1 = 6. The new process starts from 6, trains to 4 and submits 2: θ2 = 4. If it started from 8, its
+    # update would be a round old. If it took the old update for a lost one, its base would move to 6.
     changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, numbers(8.0), **SETTINGS | changed) as server:
         b = joined_as(server, tmp_path, "b")
@@ -222,12 +210,10 @@ def answers_lost(proxy: Proxy, count: int) -> list[Fault]:
 
 
 @pytest.mark.covers("L7", "L10")
-def test_no_fragment_finishes_without_its_last_version(tmp_path: Path) -> None:
-    """A DiLoCo loop finishes only when it has fetched the last version of each fragment.
-
-    Two fetches fail: the first fetch of the result, and the fetch at the next turn, when the server says that the run
-    is finished.
-    """
+def test_diloco_fetches_each_fragments_last_version(tmp_path: Path) -> None:
+    """A DiLoCo loop finishes only when it has fetched the last version of each fragment."""
+    # Two fetches fail: the first fetch of the result, and the fetch at the next turn, when the server says that the run
+    # is finished.
     with serve_wide(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as loop:
             take_steps(loop, 3)  # fragment 0 is taken after 2 steps, merged after 3
@@ -298,18 +284,17 @@ def test_a_fragments_transfer_resumes_at_the_broken_part(
 
 
 @pytest.mark.covers("L10")
-def test_only_the_first_skipped_turn_retries(
+def test_only_the_first_skipped_synchronisation_retries(
     tmp_path: Path,
     server: atoll.Server,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     streamed: Result,
 ) -> None:
-    """While the server is away, a DiLoCo loop retries at the first skipped synchronisation and tries once at later
-    ones.
-
-    When the server is back, the steps made meanwhile count.
+    """While the server is away, a DiLoCo loop retries only at the first synchronisation that it skips, and tries once
+    at later ones.
     """
+    # When the server is back, the steps made meanwhile count.
     from atoll.worker.session.session import Session
 
     caplog.set_level("INFO", "atoll")
@@ -347,12 +332,12 @@ def test_only_the_first_skipped_turn_retries(
 
 
 @pytest.mark.covers("L4", "L10")
-def test_a_streaming_site_resubmits_while_awaiting_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A streaming site submits a failed update of one fragment again while it waits for the result of another fragment.
-
-    The update of fragment 0 by site `a` breaks off twice, and the update of fragment 1 by site `b` once. Site `a` waits
-    in fragment 1 for `b`, and site `b` waits in fragment 0 for `a`.
+def test_a_failed_fragment_is_resubmitted_while_another_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming site sends a failed update of one fragment again while it waits for the result of
+    another fragment.
     """
+    # The update of fragment 0 by site `a` breaks off twice, and the update of fragment 1 by site `b` once. Site `a`
+    # waits in fragment 1 for `b`, and site `b` waits in fragment 0 for `a`.
     from atoll.protocol.values import Lost
     from atoll.worker.exchange.exchange import Exchange
     from atoll.worker.training import synchroniser
@@ -378,11 +363,9 @@ def test_a_streaming_site_resubmits_while_awaiting_a_result(tmp_path: Path, monk
 
 
 @pytest.mark.covers("L4")
-def test_a_late_site_joins_the_cycle_of_fragments(tmp_path: Path) -> None:
-    """A site that joins a streaming run late counts in each fragment from this fragment's next round on.
-
-    Site `c` joins after the first round of fragment 0, and waits with the other sites.
-    """
+def test_a_late_streaming_site_starts_with_each_next_round(tmp_path: Path) -> None:
+    """A site that joins a streaming run late takes part in each fragment from that fragment's next round on."""
+    # Site `c` joins after the first round of fragment 0, and waits with the other sites.
     gate = Gate(3)
     with serve_wide(tmp_path, **STREAMING | {"rounds": 4, "network.connections": 1}) as server:
         old = StreamingSites(server.url, tmp_path, during=gate, steps=60)
@@ -394,11 +377,11 @@ def test_a_late_site_joins_the_cycle_of_fragments(tmp_path: Path) -> None:
     assert new.loops["c"].finished
 
 
-def test_a_new_process_sends_updates_of_an_earlier_process(tmp_path: Path, server: atoll.Server) -> None:
-    """A site's new process sends the updates of two fragments that its earlier process has left in its outboxes.
-
-    The earlier process had no ticket for fragment 2, so there the site counts only in the second round.
+def test_a_restarted_site_sends_its_stored_updates(tmp_path: Path, server: atoll.Server) -> None:
+    """A restarted streaming site sends the updates of two fragments that its earlier process had stored
+    and not sent.
     """
+    # The earlier process had no ticket for fragment 2, so there the site counts only in the second round.
     from atoll.protocol.messages import Report
     from atoll.worker.exchange.participation import LoopTerms, take_part
 

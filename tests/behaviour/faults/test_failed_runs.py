@@ -102,10 +102,8 @@ def outcome(job: Callable[[], object]) -> BaseException | None:
 def test_sites_end_with_the_error_of_a_reducer(
     tmp_path: Path, stubborn: type[Stubborn], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server's reducer raises an error, each site ends with this error, and so does the server.
-
-    Site `a` waits for the next round, while site `b` pulls, trains or uploads.
-    """
+    """If the server's reducer raises an error, the server ends with this error, and so does each site."""
+    # Site `a` waits for the next round, while site `b` pulls, trains or uploads.
     b_is_there, has_failed = threading.Event(), threading.Event()
 
     def halt() -> None:
@@ -224,6 +222,8 @@ def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
 
 
 def test_a_site_ends_if_an_evaluation_has_no_values(tmp_path: Path) -> None:
+    """If an evaluation gets no value from any site, the run fails, and waiting sites end with the error."""
+
     def raises(model: object) -> dict[str, float]:
         raise ValueError("no data here")
 
@@ -246,7 +246,7 @@ def test_a_site_ends_if_an_evaluation_has_no_values(tmp_path: Path) -> None:
     assert "evaluated nothing: version 0 on a: ValueError: no data here" in error.message
 
 
-def test_a_failed_second_start_tells_its_sites(tmp_path: Path) -> None:
+def test_a_failed_restart_tells_sites_both_errors(tmp_path: Path) -> None:
     """If a failed run cannot be started again, the new server tells its sites both errors.
 
     The second start fails before the run begins, because its workflow's file cannot be imported.
@@ -274,13 +274,13 @@ def test_a_failed_second_start_tells_its_sites(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X9")
-def test_a_failed_second_start_waits_for_untold_sites(
+def test_a_failed_restart_waits_only_for_uninformed_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a failed run cannot be started again, the new server waits only for sites that do not know of the failure.
-
-    The first server told site `a`, and the second start tells site `b`. The third start waits for no site.
+    """If a failed run cannot be started again, the new server stays up only for sites that do not know of the failure
+    yet.
     """
+    # The first server told site `a`, and the second start tells site `b`. The third start waits for no site.
     monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
     (tmp_path / "other.py").write_text("import no_such_package\n")
     port = {"network.port": free_port()}
@@ -353,10 +353,10 @@ def test_a_failed_first_start_tells_no_site(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("is_again", [False, True], ids=["first start", "restarted"])
-def test_a_failed_server_stops_waiting_for_a_silent_site(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
-) -> None:
-    """A failed server waits for a site only until the site's next heartbeat is overdue."""
+def test_a_failed_server_gives_up_silent_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool) -> None:
+    """A failed server stays up to tell its sites the error, but not longer than until a silent site's heartbeat is
+    overdue.
+    """
     monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
     may_fail = threading.Event()
 
@@ -380,11 +380,9 @@ def test_a_failed_server_stops_waiting_for_a_silent_site(
 
 @pytest.mark.covers("X9")
 def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The stored status of a failed run shows the reason, and shows no site as alive.
-
-    Site `a` was told of the failure, and site `b` was silent. The status is shown with the saved status file and
-    without it.
-    """
+    """The stored status of a failed run shows the reason, and shows no site as alive."""
+    # Site `a` was told of the failure, and site `b` was silent. The status is shown with the saved status file and
+    # without it.
 
     def fails(controller: Any) -> None:
         controller.sites(at_least=2, timeout_s=30)
@@ -412,12 +410,9 @@ def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.
 
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("when", ["now", "always"])
-def test_tells_sites_that_taking_over_new_shapes_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    """If the server fails to take over the shapes of the first update, it tells the sites the error.
-
-    If the run cannot be opened again after that, the sites are told that, too.
+def test_sites_learn_that_buffer_shapes_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """If the server fails to adopt the buffer shapes of the first update, it tells the sites the error, and also if the
+    run cannot be opened again.
     """
 
     write, written = startup.write_version, list[object]()
@@ -477,7 +472,8 @@ def test_only_errors_that_would_repeat_are_final(error: AtollError, is_final: bo
 
 
 @pytest.mark.slow
-def test_does_not_restart_a_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_failed_runs_worker_is_not_restarted(nursery: Nursery, tmp_path: Path) -> None:
+    """If the run has failed at the server, `atoll worker` does not start its script again."""
     script = tmp_path / "train.py"
     script.write_text(
         "import atoll\nwith atoll.tasks() as worker:\n"

@@ -67,11 +67,9 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_waits_for_disk_space_and_open_files(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, points: str, said: list[str]
 ) -> None:
-    """A server that lacks disk space or has too many open files tries again, and the run ends with the same bits.
-
-    In one case, the first attempt fails for every second row that the journal writes. No attempt leaves a version
-    pinned.
-    """
+    """A server that lacks disk space or has too many open files tries again, and the run ends with the same bits."""
+    # In one case, the first attempt fails for every second row that the journal writes. No attempt leaves a version
+    # pinned.
     with serve_wide(tmp_path) as server, failpoints(points) as times_reached:
         versions = server._require_served().run.store.versions
         sites = Sites(server.url, tmp_path)
@@ -86,9 +84,8 @@ def test_waits_for_disk_space_and_open_files(
 
 @pytest.mark.covers("F25")
 def test_logs_a_version_without_all_its_files(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """If not all files of a version could be exported, the log names the version.
-
-    The log also says that the files of the next version are written again.
+    """If the files of a version could not all be exported, the log names the version, and says when
+    exports work again.
     """
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
         run_to_end(server, Sites(server.url, tmp_path))
@@ -126,10 +123,8 @@ def fill(disk: Path) -> Path:
 def test_a_run_waits_while_the_disk_is_full(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int
 ) -> None:
-    """If the disk fills up during a round, the server waits for space, and the run ends with the same bits.
-
-    In round 1 the disk has no space for a spool, and in round 2 it has none for a row of the journal.
-    """
+    """If the disk fills up during a round, the server waits for space, and the run ends with the same bits."""
+    # In round 1 the disk has no space for a spool, and in round 2 it has none for a row of the journal.
     full: list[Path] = []
 
     def during(site: str, at: int) -> None:
@@ -158,9 +153,8 @@ BEST: dict[str, Any] = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
 def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
     """Rounds go on while the disk of the exports is full. Once it has space, the metrics file has a line for each
     round.
-
-    The run has so many rounds that the end of a disk page cuts a line. A server restarted meanwhile goes on, too.
     """
+    # The run has so many rounds that the end of a disk page cuts a line. A server restarted meanwhile goes on, too.
     disk, rounds, full = tmp_path / "disk", 20, list[Path]()
     settings: dict[str, Any] = {"disk.export_dir": disk / "results", "rounds.total": rounds}
 
@@ -190,10 +184,8 @@ def test_rounds_go_on_when_exports_fill_the_disk(tmp_path: Path, quick: pytest.L
 def test_rounds_go_on_without_exports(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
 ) -> None:
-    """Rounds go on while exports cannot be written. Once the obstacle is removed, the server writes the exports.
-
-    From round 1 on, a file stands in place of the exports folder, or a folder stands in place of a file in it.
-    """
+    """Rounds go on while exports cannot be written. Once the obstacle is removed, the server writes the exports."""
+    # From round 1 on, a file stands in place of the exports folder, or a folder stands in place of a file in it.
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:
@@ -224,7 +216,8 @@ def test_rounds_go_on_without_exports(
 async def test_logs_repeated_attempts_less_and_less_often(
     quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server logs a repeated failure less and less often: of 20 attempts, attempts 1, 2, 4, 8 and 16."""
+    """The server logs a repeated failure less and less often."""
+    # Of 20 attempts, attempts 1, 2, 4, 8 and 16.
     failures = iter(range(20))
 
     async def attempt() -> str:
@@ -239,10 +232,8 @@ async def test_logs_repeated_attempts_less_and_less_often(
 
 
 def test_the_best_version_waits_for_its_export(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    """If the best version cannot be saved, the server keeps trying and saves it once the obstacle is removed.
-
-    In round 2, a file takes the place of the exports folder.
-    """
+    """If the best version cannot be saved, the server keeps trying and saves it once the obstacle is removed."""
+    # In round 2, a file takes the place of the exports folder.
     exports = tmp_path / "state" / "exports"
 
     def during(site: str, at: int) -> None:
@@ -300,9 +291,8 @@ def test_reports_state_that_was_removed_during_a_round(
 
 @pytest.mark.covers("F25")
 def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the journal can no longer be written, the server ends with an error that says so.
-
-    Otherwise the server would answer each part with 500 and never end.
+    """If the journal can no longer be written, the server ends with an error that says so, instead of failing every
+    upload.
     """
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, sites=1) as server:
@@ -319,16 +309,16 @@ def test_a_failed_journal_ends_the_server(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.covers("F25")
-def test_answers_507_below_min_free_bytes(
+def test_uploads_are_refused_below_min_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    """With less free disk than `disk.min_free_bytes`, the server answers an upload with 507 before it takes any byte.
-
-    The site and the status report this. The server logs the refusal once, and logs once that uploads are accepted
-    again.
+    """With less free disk than `disk.min_free_bytes`, the server answers an upload with 507 before it
+    takes any byte.
     """
+    # The site and the status report this. The server logs the refusal once, and logs once that uploads are accepted
+    # again.
     told = (
-        "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
+        "The server has 100.0 kB of disk left, but must keep 1.0 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."
     )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
@@ -444,11 +434,9 @@ def memory_bytes(pid: int) -> int:
 def test_a_server_without_memory_loses_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """A server that runs out of memory loses no update. After a restart, the run ends with the same bits.
-
-    The server's memory is limited while both sites train in round 2. The server then ends, hangs or has just enough
-    memory.
-    """
+    """A server that runs out of memory loses no update. After a restart, the run ends with the same bits."""
+    # The server's memory is limited while both sites train in round 2. The server then ends, hangs or has just enough
+    # memory.
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)

@@ -192,10 +192,8 @@ def change(site: str, k: int, name: str, like: Tensor) -> Tensor:
 
 @pytest.mark.covers("F8", "F9", "F10", "F12", "F13", "L3", "L5")
 def test_an_asynchronous_run_counts_each_update_once(nursery: Nursery, tmp_path: Path) -> None:
-    """An asynchronous run whose server is killed and restarted counts each update at most once.
-
-    Time decides which updates count, and in which order. The model is the start minus the sum of the counted updates.
-    """
+    """An asynchronous run whose server is killed and restarted counts each update at most once."""
+    # Time decides which updates count, and in which order. The model is the start minus the sum of the counted updates.
     trained: Counter[str] = Counter()
 
     def train(model: nn.Module, site: str, number: int) -> None:
@@ -224,8 +222,8 @@ def test_an_asynchronous_run_counts_each_update_once(nursery: Nursery, tmp_path:
 
 
 @pytest.mark.covers("F6", "F7")
-def test_resumes_after_a_kill_in_the_middle_of_a_part(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """If the server is killed after half of a part has arrived, the restarted server needs no earlier part again."""
+def test_a_killed_server_keeps_the_parts_that_arrived(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """If the server is killed in the middle of a part, sites send only this part again to the restarted server."""
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path, **{"network.connections": 1}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/3 ", "up", at=PART_BYTES // 2, action="stall")
@@ -250,11 +248,9 @@ def test_resumes_after_a_kill_in_the_middle_of_a_part(nursery: Nursery, tmp_path
 
 
 @pytest.mark.covers("F6")
-def test_a_server_killed_during_its_export_exports_again(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """A server that is killed while it exports the model exports it after the restart, and leaves no temporary file.
-
-    The workers have left without the server's knowledge. The test does not wait until their leases end.
-    """
+def test_a_server_killed_during_an_export_repeats_it(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """A server that is killed while it exports the model exports it after the restart, and leaves no temporary file."""
+    # The workers have left without the server's knowledge. The test does not wait until their leases end.
     with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()

@@ -139,13 +139,10 @@ def test_a_site_killed_while_submitting_resumes_at_the_part(
 
 @pytest.mark.covers("L4", "L8", "L10", "F1", "F2", "F3")
 def test_a_killed_streaming_site_resumes_at_the_part(nursery: Nursery, tmp_path: Path) -> None:
-    """A streaming site that is killed during a transfer resumes at the part that broke off.
-
-    The first process is killed after it has pulled all bases and three parts of the first result of fragment 0. The
-    second process is killed with half an update sent.
-
-    Both resume in the middle of a cycle, and the two sites never wait for each other.
-    """
+    """A streaming site that is killed during a transfer resumes at the part that broke off."""
+    # The first process is killed after it has pulled all bases and three parts of the first result of fragment 0. The
+    # second process is killed with half an update sent. Both resume in the middle of a cycle, and the two sites never
+    # wait for each other.
     from atoll.tensors.fragments import split
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
@@ -228,10 +225,8 @@ def test_ctrl_c_ends_an_upload_that_has_just_started(tmp_path: Path, monkeypatch
 @pytest.mark.covers("F3", "F5", "L9")
 @pytest.mark.parametrize("how", ["killed while it submits", "stopped while it trains"])
 def test_a_silent_site_joins_again(nursery: Nursery, tmp_path: Path, how: str) -> None:
-    """A site that was declared dead, because it was killed or stopped, joins again and counts in the next round.
-
-    Site `b` waits in round 2 until site `a` is back.
-    """
+    """A site that was declared dead, because it was killed or stopped, joins again and counts in the next round."""
+    # Site `b` waits in round 2 until site `a` is back.
     gate = Gate(2, "b")
     with serve_wide(tmp_path, **QUICK, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, during=gate, names=["b"])
@@ -290,10 +285,10 @@ with atoll.DiLoCo(model, optimizer, weight=SITES[site], labels={"start": os.envi
 def test_a_restarted_worker_waits_for_its_updates_round(
     tmp_path: Path, nursery: Nursery, overlap: dict[str, Any]
 ) -> None:
-    """A restarted worker waits until the round of its submitted update closes, and trains no step from the old version.
-
-    The worker's local steps on the other fragment are lost, so the bits differ from those of an undisturbed run.
+    """A restarted worker waits until the round of its submitted update closes, and does not train from the old version
+    meanwhile.
     """
+    # The worker's local steps on the other fragment are lost, so the bits differ from those of an undisturbed run.
     (tmp_path / "open").touch()
 
     def start(site: ForkedSite, failpoints: str = "", gate: str = "open") -> Process:

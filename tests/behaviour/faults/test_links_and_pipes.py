@@ -89,10 +89,9 @@ RECOVERS = {"status.json", "best.json", "best.safetensors", "metrics.jsonl", "mo
 def test_a_server_changes_nothing_through_a_link(
     tmp_path: Path, images: dict[str, Halfway], link: Callable[[Path, Path], None]
 ) -> None:
-    """A server changes no file through a link that stands in place of one of its files or folders.
-
-    Each file and folder is replaced by a link, one at a time. Once the links are gone, the run ends with the same bits.
-    """
+    """If a file or folder of the server is replaced by a link, the server changes nothing in the link's target."""
+    # Each file and folder is replaced by a link, one at a time. Once the links are gone, the run ends with the same
+    # bits.
     image, folder = images["plain"], tmp_path / "a" / "b"
     copy_folder(image.later, folder)
     refused = set()
@@ -113,11 +112,10 @@ def test_a_server_changes_nothing_through_a_link(
 @pytest.mark.covers("X9", "F41")
 @pytest.mark.parametrize("run", RUNS)
 def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str, Halfway], run: str) -> None:
-    """A site refuses to join if a link stands in place of its folder or one of its files, and changes nothing through
-    it.
-
-    Once the links are gone, the site still has its update, and the run ends with the same bits.
+    """If a link stands in place of a site's folder or one of its files, the site refuses to join and changes nothing in
+    the target.
     """
+    # Once the links are gone, the site still has its update, and the run ends with the same bits.
     image, folder = images[run], tmp_path / "a"
     copy_folder(image.later, folder)
     with serve(folder, **{"network.port": image.port}, **image.settings) as server:
@@ -138,9 +136,8 @@ def test_a_site_changes_nothing_through_a_link(tmp_path: Path, images: dict[str,
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("name", ["delta.bin", "delta.json"])
 def test_a_link_found_after_joining_ends_the_site(tmp_path: Path, images: dict[str, Halfway], name: str) -> None:
-    """A site that finds a link in place of a file after it has joined ends with an error. Without the link, it goes
-    on.
-    """
+    """A site that finds a link in place of a file after it has joined ends with an error."""
+    # Without the link, it goes on.
     image, folder = images["compressed"], tmp_path / "a"
     copy_folder(image.later, folder)
     (path,) = (folder / "workers" / "a").glob(f"*/{name}")

@@ -296,13 +296,13 @@ def play(history: History) -> None:
 @settings(max_examples=50, phases=PHASES)
 @given(histories)
 def test_every_acknowledged_update_counts_once(history: History) -> None:
-    """In random histories of the whole protocol, each acknowledged update is in exactly one version."""
+    """In simulated runs with random faults, each acknowledged update is in exactly one version."""
     play(history)
 
 
 @pytest.mark.long
 @settings(max_examples=400, phases=PHASES)
 @given(histories)
-def test_updates_count_once_in_many_histories(history: History) -> None:
-    """In many random histories of the whole protocol, each acknowledged update is in exactly one version."""
+def test_updates_count_once_in_many_random_runs(history: History) -> None:
+    """In many simulated runs with random faults, each acknowledged update is in exactly one version."""
     play(history)

@@ -68,11 +68,9 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("L10")
 def test_goes_on_training_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """A DiLoCo site goes on training when its network falls silent, and synchronises again when the network is back.
-
-    After the first failure, each synchronisation tries only once. It waits for one call that times out and one look for
-    the server: less than 30 s with the defaults.
-    """
+    """A DiLoCo site goes on training when its network falls silent, and synchronises again when the network is back."""
+    # After the first failure, each synchronisation tries only once. It waits for one call that times out and one look
+    # for the server: less than 30 s with the defaults.
 
     def during(site: str, step: int) -> None:
         steps_s.append(time.monotonic())
@@ -98,10 +96,8 @@ def test_goes_on_training_in_a_silent_network(tmp_path: Path, server: atoll.Serv
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("L10")
 def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
-    """A site that waits for a round in long polls notices when its network falls silent, and then skips
-    synchronisations.
-
-    As long as its calls are answered, the site skips none, though it waits longer than one call may take.
+    """A site that waits for a round notices when its network falls silent, and then skips synchronisations. As long as
+    the server answers, it skips none, however long it waits.
     """
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
@@ -144,13 +140,10 @@ CLIMBS: dict[str, Any] = {
 
 @pytest.mark.covers("L10")
 def test_goes_on_training_from_a_partly_loaded_version(tmp_path: Path) -> None:
-    """A site whose network falls silent while it loads a version goes on training, and each of its steps counts.
-
-    Two steps make a round, and the outer step adds the mean of the updates: version 1 is (2·1 + 2·3) / 2 = 4.
-
-    When the network falls silent, a part of the model at site `a` is version 1 and the rest is its own result, 2. Site
-    `a` makes n more steps, and they count as n from either value: version 2 is 4 + (n·1 + 2·3) / 2 everywhere.
-    """
+    """A site whose network falls silent while it loads a version goes on training, and each of its steps counts."""
+    # Two steps make a round, and the outer step adds the mean of the updates: version 1 is (2·1 + 2·3) / 2 = 4. When
+    # the network falls silent, a part of the model at site `a` is version 1 and the rest is its own result, 2. Site `a`
+    # makes n more steps, and they count as n from either value: version 2 is 4 + (n·1 + 2·3) / 2 everywhere.
 
     def stand_still() -> None:
         wait_until(lambda: 4.0 in values(sites.models["a"].parameters()), "a part of version 1")
@@ -218,9 +211,8 @@ ONE_CALL = {
 def test_a_dead_connection_does_not_stop_training(
     tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
-    """If a site's connections are dead after the network is back, only one call times out. Training goes on.
-
-    A firewall that forgets connections causes this. All later calls use new connections.
+    """If a firewall has forgotten a site's connections, only one request times out, and later ones use new connections.
+    Training goes on.
     """
     faults: list[Fault] = []
 
@@ -244,7 +236,7 @@ def test_a_dead_connection_does_not_stop_training(
             assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
 
 
-def test_gives_up_half_open_connections_in_time(tmp_path: Path) -> None:
+def test_a_site_gives_up_unanswering_connections_in_time(tmp_path: Path) -> None:
     """A site gives up connections that accept every byte and answer nothing, before the server declares the site dead.
 
     The server's timeout is far below the half minute that a request may take.

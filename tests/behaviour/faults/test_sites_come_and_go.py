@@ -38,6 +38,7 @@ def killed_site(nursery: Nursery, folder: Path, server: atoll.Server, number: in
 
 @pytest.mark.covers("F33")
 def test_a_late_site_counts_from_the_next_round(tmp_path: Path) -> None:
+    """A site that joins during an open round takes part from the next round on."""
     gate = Gate(1, "a")
     with serve_wide(tmp_path, sites=1) as server:
         first = Sites(server.url, tmp_path, during=gate, names=["a"])
@@ -104,10 +105,8 @@ def test_a_site_that_joins_again_gets_its_open_ticket(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F35")
 def test_a_round_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """A round that needs all sites waits for a dead one. The warning offers two remedies.
-
-    The user can start the site again, or lower `rounds.min_sites`.
-    """
+    """A round that needs all sites waits for a dead one. The warning offers two remedies."""
+    # The user can start the site again, or lower `rounds.min_sites`.
     with serve_wide(tmp_path, **QUICK, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         site = killed_site(nursery, tmp_path, server, 2)
@@ -135,11 +134,9 @@ def test_a_round_waits_for_a_dead_site(nursery: Nursery, tmp_path: Path, warned:
     ],
     ids=["three sites", "one site"],
 )
-def test_the_warning_asks_for_as_many_sites_as_needed(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
-    """If too few sites take part, the warning asks to restart as many of the sites that left as a round needs.
-
-    It asks for a site that failed only if no other site has left.
-    """
+def test_the_warning_asks_for_enough_sites(tmp_path: Path, names: str, ended: str, remedy: str) -> None:
+    """If too few sites take part, the warning asks to restart as many of the sites that left as a round needs."""
+    # It asks for a site that failed only if no other site has left.
     with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:
@@ -206,10 +203,8 @@ def test_warns_once_of_a_site_that_a_round_lacks(
 
 @pytest.mark.covers("L9")
 def test_warns_only_of_missing_sites_that_were_drawn(tmp_path: Path, warned: Callable[[str], list[str]]) -> None:
-    """If sites are drawn for each round, the server warns only of a missing site that was drawn.
-
-    Three of six sites are drawn. The first site that trains never submits.
-    """
+    """If sites are drawn for each round, the server warns of a missing site only if it was drawn."""
+    # Three of six sites are drawn. The first site that trains never submits.
     held: list[str] = []
     lock, over = threading.Lock(), threading.Event()
 
@@ -249,7 +244,7 @@ def test_a_diloco_run_reports_a_dead_site(tmp_path: Path) -> None:
 @pytest.mark.covers("F23", "L10")
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_site_that_pulls_late_joins_the_newest_round(tmp_path: Path) -> None:
-    """If rounds close while a site waits before its pull, the site pulls the newest version and trains the newest
+    """If rounds close between a site's ticket and its pull, the site pulls the newest version and trains the newest
     round.
     """
     late, resumed = Gate(1, "a"), Gate(5, "b")
@@ -273,11 +268,9 @@ def test_a_site_that_pulls_late_joins_the_newest_round(tmp_path: Path) -> None:
 @pytest.mark.covers("F42")
 @pytest.mark.usefixtures("pulled_apart")
 def test_a_site_with_a_newer_ticket_survives_a_restore(tmp_path: Path) -> None:
-    """A site goes on after the server is restored from a backup that is older than the site's ticket.
-
-    The server goes back to version 1 while site `a` has a ticket for round 4 and has not pulled yet. Then `a` trains
-    rounds 2 and 3 again, and round 4 once.
-    """
+    """A site goes on after the server is restored from a backup that is older than the site's ticket."""
+    # The server goes back to version 1 while site `a` has a ticket for round 4 and has not pulled yet. Then `a` trains
+    # rounds 2 and 3 again, and round 4 once.
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
     backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")
 

@@ -66,10 +66,8 @@ def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
 def test_a_site_that_missed_the_end_gives_up(nursery: Nursery, tmp_path: Path, loop: str) -> None:
-    """A site that was stopped while its run ended and the server shut down gives up when it continues.
-
-    The error says where the final model is. A DiLoCo script goes on after its loop with the model that it has.
-    """
+    """A site that was stopped while its run ended and the server shut down gives up when it continues."""
+    # The error says where the final model is. A DiLoCo script goes on after its loop with the model that it has.
     algorithm = {"algorithm": "fedavg"} if loop == "federated" else {"algorithm": "diloco", "H": 2, "codec": "none"}
     short = {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0", "STEPS": "1000000"}
     with serve_wide(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
@@ -93,7 +91,7 @@ def test_a_site_that_missed_the_end_gives_up(nursery: Nursery, tmp_path: Path, l
         assert "only this script's model contains them" in a.output()
 
 
-def test_the_time_of_silence_restarts_with_each_answer() -> None:
+def test_each_answer_restarts_the_give_up_time() -> None:
     """A site gives its server up after 24 hours of silence. Each answer of the server restarts this time."""
     from atoll.worker.session.session import OutageTimer
 

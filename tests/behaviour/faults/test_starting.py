@@ -258,9 +258,8 @@ def test_a_continued_run_keeps_its_port(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [None, "same"])
 def test_a_second_server_is_refused_by_the_lock(tmp_path: Path, port: str | None) -> None:
-    """A second server on the same state directory is refused because of the lock, not because of the port.
-
-    It could not get the port either, but only because the first server listens there.
+    """A second server on the same state directory is refused because the directory is locked, not because the port is
+    in use.
     """
     model = {"w": torch.ones(2)}
     with plain_server(tmp_path, model, **{"network.port": 0}) as server:
@@ -271,10 +270,8 @@ def test_a_second_server_is_refused_by_the_lock(tmp_path: Path, port: str | None
 
 @pytest.mark.covers("L13", "X4")
 def test_a_moved_server_names_waiting_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A server that continues its run at another address warns of the sites that wait at the old address.
-
-    The log and the status name these sites until they have asked again. A site that has left does not wait.
-    """
+    """A server that continues its run at another address warns of the sites that wait at the old address."""
+    # The log and the status name these sites until they have asked again. A site that has left does not wait.
     model = {"w": torch.ones(2)}
     silent = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
     with plain_server(tmp_path, model, sites=2, **silent) as server:

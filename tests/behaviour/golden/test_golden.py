@@ -59,8 +59,8 @@ COVERING = covering(RUNS)
 def test_every_kind_of_run_gives_the_specified_bits(
     tmp_path: Path, request: pytest.FixtureRequest, rows: list[Row]
 ) -> None:
-    """Each kind of run gives the bits of the specification. If digests are stored for this build, the bits match them,
-    too.
+    """Each kind of run gives the bits of the specification, and those of the digests stored for this build, if there
+    are any.
     """
     found = {
         name_of(row): digests_of(row, tmp_path / str(number), lambda: request.getfixturevalue("nursery"))
@@ -75,10 +75,7 @@ def test_every_kind_of_run_gives_the_specified_bits(
 
 
 def test_digests_are_stored_for_every_run() -> None:
-    """Each build with stored digests has one for every run of the matrix.
-
-    On a build without stored digests, the runs are compared only with the specification.
-    """
+    """Each build with stored digests has one for every run of the golden matrix."""
     assert WRITTEN
     for key, written in WRITTEN.items():
         assert written.keys() == {name_of(row) for row in RUNS}, key
@@ -90,7 +87,7 @@ def test_digests_are_stored_for_every_run() -> None:
         )
 
 
-def test_the_matrix_covers_every_valid_pair_of_values() -> None:
+def test_the_golden_matrix_covers_every_valid_pair() -> None:
     assert len(RUNS) >= 120
     assert len({name_of(row) for row in RUNS}) == len(RUNS)
     assert all(is_valid(row) and row.keys() == AXES.keys() for row in RUNS)
@@ -98,13 +95,16 @@ def test_the_matrix_covers_every_valid_pair_of_values() -> None:
     assert set().union(*map(pairs_of, COVERING)) == valid_pairs()
 
 
-def test_every_setup_runs_in_at_least_two_ways() -> None:
+def test_every_golden_setup_runs_in_two_ways() -> None:
+    """Every combination of settings in the golden matrix is run in at least two ways, for example with a server and
+    simulated.
+    """
     assert all(len(rows) > 1 for rows in by_setup(RUNS).values())
 
 
 @pytest.mark.parametrize("places", [FEW[:1], FEW[1:]], ids="-".join)
-def test_places_that_start_processes_have_few_runs(places: tuple[str, ...]) -> None:
-    """The matrix has only a few runs, at most 8, at the places that start processes of their own."""
+def test_slow_ways_to_run_have_few_golden_runs(places: tuple[str, ...]) -> None:
+    """The golden matrix has at most 8 runs for each way to run that starts processes of its own."""
     assert 0 < sum(row["place"] in places for row in RUNS) <= 8
 
 
@@ -134,16 +134,18 @@ def begin(row: Row, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("each", "row"), [case for case in EXCLUDED if is_of_settings(case.values[0])])
-def test_refuses_settings_that_the_matrix_leaves_out(tmp_path: Path, each: Exclusion, row: Row) -> None:
-    """Settings that the matrix leaves out are refused, and the error names the parts that do not fit together."""
+def test_impossible_combinations_are_refused(tmp_path: Path, each: Exclusion, row: Row) -> None:
+    """Combinations of settings that the golden matrix leaves out are refused, and the error names what does not fit
+    together.
+    """
     with pytest.raises(ConfigError) as refused:
         begin(row, tmp_path)
     assert [word for word in each.by if word not in str(refused.value)] == []
 
 
 @pytest.mark.parametrize("each", [each for each in EXCLUSIONS if not each.by], ids=lambda each: each.why)
-def test_runs_with_bits_that_depend_on_time_start(tmp_path: Path, each: Exclusion) -> None:
-    """Runs that the matrix leaves out only because their bits depend on time can be started."""
+def test_combinations_with_time_dependent_bits_start(tmp_path: Path, each: Exclusion) -> None:
+    """Runs that the golden matrix leaves out only because their bits depend on time can be started."""
     for number, row in enumerate(each.rows()):
         with serve(tmp_path / str(number), build(), **settings_of(row)) as server:
             assert server.status().fragments
@@ -157,9 +159,7 @@ def test_a_simulation_refuses_diloco_at_the_site(tmp_path: Path) -> None:
 
 
 def test_every_exclusion_has_a_test() -> None:
-    """Every combination that a site refuses belongs to a place that other tests cover.
-
-    A test above covers simulations. The tests of sharded sites and of a site's lock cover ranks.
-    """
+    """Every combination of settings that a site refuses is also refused in a test elsewhere."""
+    # A test above covers simulations. The tests of sharded sites and of a site's lock cover ranks.
     at_sites = [each for each in EXCLUSIONS if each.by and not is_of_settings(each)]
     assert {place for each in at_sites for place in each.of["place"]} == set(FEW)

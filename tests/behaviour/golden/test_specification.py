@@ -72,11 +72,11 @@ def test_many_drawn_runs_have_the_specified_values(kind: str, data: st.DataObjec
     compare(data.draw(drawn_runs(kind)))
 
 
-def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
-    """A run that goes back to a copy of its folder from two rounds before gives the values of the specification.
-
-    The server's outer state goes back, too. The sites' residuals of error feedback are dropped.
+def test_a_run_that_goes_back_matches_the_specification(tmp_path: Path) -> None:
+    """A run that goes back to a copy of its folder from two rounds before still gives the values of the
+    specification.
     """
+    # The server's outer state goes back, too. The sites' residuals of error feedback are dropped.
     start = {"w": torch.linspace(-1, 1, 300)}
 
     def step_of(site: str) -> spec.LocalStep:

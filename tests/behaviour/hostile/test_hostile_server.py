@@ -61,11 +61,11 @@ def test_a_site_survives_any_wrong_answer(tmp_path: Path, recordings: dict[str, 
 
 @pytest.mark.slow
 @pytest.mark.covers("X8")
-def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
-    """If the server puts a name in any place of an answer, a site neither imports, opens nor runs it.
-
-    The site goes on or ends with one line. Each place of each answer gets a name, one at a time.
+def test_names_in_an_answer_are_never_imported(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
+    """If a server puts the name of a module, file or command anywhere into an answer, a site neither imports, opens nor
+    runs it.
     """
+    # The site goes on or ends with one line. Each place of each answer gets a name, one at a time.
     verdicts: list[Verdict] = []
     run_all(naming_plans(recordings), recordings, tmp_path, 3, verdicts.append)
     wrong = [f"{verdict.plan}: {verdict.wrong}" for verdict in verdicts if verdict.wrong]
@@ -75,10 +75,7 @@ def test_no_name_in_an_answer_is_imported_opened_or_run(tmp_path: Path, recordin
 
 
 def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) -> None:
-    """The recorded programs use each operation of the protocol, and each operation has many wrong answers.
-
-    The wrong answers have wrong contents or are wrong HTTP.
-    """
+    """The hostile server has many wrong answers, in content and in HTTP, for each operation of the protocol."""
     assert {*operations_of(recordings)} | UNASKED | OF_A_SWARM == {*OPERATION_NAMED}
     for operation in OPERATION_NAMED.values():
         kinds = Counter(fault.is_content for fault in every_fault(operation).values())
@@ -87,7 +84,7 @@ def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) ->
 
 
 def test_every_field_of_an_answer_can_be_wrong() -> None:
-    """Wrong values are put into nested messages, elements of lists and values of mappings, too."""
+    """The hostile server puts wrong values into nested messages, elements of lists and values of mappings, too."""
     found = {
         operation.name: {place.keys for place in places(operation.reply)}  # type: ignore[arg-type]
         for operation in OPERATION_NAMED.values()
@@ -148,10 +145,8 @@ ENDS = {
 def test_a_wrong_answer_ends_a_script_with_one_line(
     nursery: Nursery, tmp_path: Path, recordings: dict[str, Recorded], how: str
 ) -> None:
-    """After a wrong answer, a script ends with the matching exit code. The last line on standard error is the error.
-
-    The output contains no traceback.
-    """
+    """After a wrong answer, a script ends with the matching exit code."""
+    # The last line on standard error is the error. The output contains no traceback.
     program, strike, codes = ENDS[how]
     (tmp_path / "script.py").write_text(SCRIPT)
     with HostileServer(recordings[program].tape, [strike]) as server:

@@ -46,14 +46,14 @@ def tried(nursery: Nursery, folder: Path, which: str, url: str = "", count: int 
 @pytest.mark.covers("X8")
 @pytest.mark.slow
 @pytest.mark.parametrize(("which", "every", "begins"), [("plans", 1, routes.SWARM_PLAN), ("joins", 8, routes.RUN)])
-def test_no_setting_in_a_plan_is_imported_opened_or_run(
+def test_names_in_a_swarms_plan_are_never_imported(
     tmp_path: Path, nursery: Nursery, which: str, every: int, begins: str
 ) -> None:
-    """If a server puts a name into any setting of a swarm's plan, a worker neither imports, opens nor runs it.
-
-    Each value of the plan is replaced by each name. A worker that joins gets some of these plans and cannot join with
-    any.
+    """If a server puts the name of a module, file or command into any setting of a swarm's plan, a worker neither
+    imports, opens nor runs it.
     """
+    # Each value of the plan is replaced by each name. A worker that joins gets some of these plans and cannot join with
+    # any.
     with World(tmp_path / "server", {"w": torch.zeros(3)}, "abc", rounds=1, **{"swarm.enabled": True}) as world:
         honest = {path: get(world.url, path)[1] for path in (routes.RUN, routes.SCHEMA, routes.SWARM_PLAN)}
     plan = honest[routes.SWARM_PLAN]
@@ -78,5 +78,6 @@ def test_no_setting_in_a_plan_is_imported_opened_or_run(
 
 
 @pytest.mark.covers("X8")
-def test_looking_up_a_name_imports_opens_or_runs_nothing(tmp_path: Path, nursery: Nursery) -> None:
+def test_looking_up_a_received_name_runs_nothing(tmp_path: Path, nursery: Nursery) -> None:
+    """Looking up a received name in Atoll's registry imports, opens and runs nothing."""
     assert tried(nursery, tmp_path, "lookups") == 2 * len(NAMES) * (len(REGISTRABLE) + 7)

@@ -99,8 +99,9 @@ def test_a_trainer_with_weight_0_sits_out(tmp_path: Path, trainers: ModuleType) 
     assert exported(tmp_path)["w"].item() == 7.0
 
 
-def test_lightning_skips_rounds(tmp_path: Path) -> None:
-    """Site a skips round 1 in place of a fit, round 2 within a fit, and fits in round 3: one version."""
+def test_a_lightning_site_can_skip_rounds(tmp_path: Path) -> None:
+    """A site with a Lightning Trainer can skip a round instead of a fit or during one, and trains in a later round."""
+    # Site a skips round 1 in place of a fit, round 2 within a fit, and fits in round 3: one version.
     with lightning_world.serve(tmp_path, rounds=3) as server:
         trainer, module = patched(server, tmp_path / "w"), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -118,16 +119,18 @@ def test_lightning_skips_rounds(tmp_path: Path) -> None:
     assert exported(tmp_path)["w"].item() == pytest.approx(sgd(0.0, 1.0), abs=1e-6)
 
 
-def test_lightning_alone_skips_its_only_fit() -> None:
-    """Without a server, the loop over the rounds ends."""
+def test_lightning_rounds_end_without_a_server() -> None:
+    """Without a server, a Lightning site may skip its only round, and the loop over rounds ends."""
     trainer = lightning_world.trainer_of()
     atoll.integrations.lightning.patch(trainer)
     for _ in atoll.integrations.lightning.rounds(trainer):
         atoll.integrations.lightning.skip(trainer)
 
 
-def test_lightning_skips_in_a_diloco_run(tmp_path: Path) -> None:
-    """Before its first fit the site has no model, so it is refused; after that, it takes the next version."""
+def test_a_lightning_diloco_site_can_skip_rounds(tmp_path: Path) -> None:
+    """A Lightning site of a DiLoCo run can skip a round after its first fit. Before that it has no model and is
+    refused.
+    """
     with lightning_world.serve(tmp_path, "diloco", rounds=3) as server:
         trainer = patched(server, tmp_path / "w")
         assert atoll.integrations.lightning.is_running(trainer)
@@ -139,8 +142,9 @@ def test_lightning_skips_in_a_diloco_run(tmp_path: Path) -> None:
         assert [each.version for each in server.status().history] == [1, None, 2]
 
 
-def test_transformers_skips_rounds(tmp_path: Path) -> None:
-    """Round 1 is skipped before training, round 2 within it after one step; rounds of three steps."""
+def test_a_transformers_site_can_skip_rounds(tmp_path: Path) -> None:
+    """A site with a Transformers Trainer can skip a round before training or during it."""
+    # Round 1 is skipped before training, round 2 within it after one step; rounds of three steps.
     import transformers
 
     with plain_server(tmp_path, transformers_world.One(), algorithm="fedavg", rounds=4, sites=1) as server:
@@ -159,8 +163,8 @@ def test_transformers_skips_rounds(tmp_path: Path) -> None:
         assert [each.version for each in server.status().history] == [None, None, 1, 2]
 
 
-def test_transformers_has_the_rounds_configuration(tmp_path: Path) -> None:
-    """Before training there is none; at the first step of each round it is the round's."""
+def test_a_transformers_callback_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """At each step, a Transformers callback has the configuration of the present round; before training it has none."""
     import transformers
 
     rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.01}}}
@@ -186,10 +190,9 @@ REFUSED = r"trained from version 1, .* has no version"
 
 @pytest.mark.covers("X3")
 def test_lightning_resumes_diloco_from_its_checkpoint(tmp_path: Path) -> None:
-    """A Lightning Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder. Another one is refused.
-
-    With three steps per epoch and H = 3, an epoch is a round. The second fit trains epoch 2 of 2.
-    """
+    """A Lightning Trainer resumes DiLoCo from a checkpoint that agrees with the site's folder."""
+    # Another one is refused. With three steps per epoch and H = 3, an epoch is a round. The second fit trains epoch 2
+    # of 2.
     file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     with lightning_world.serve(tmp_path, "diloco") as server:
         first = patched(server, tmp_path / "w")
@@ -285,10 +288,8 @@ class RunWithAKill:
 @pytest.mark.covers("S1", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
 def test_a_lightning_trainer_survives_a_killed_server(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
-    """After its server is killed and restarted, a Lightning Trainer goes on, and no round is trained twice.
-
-    By hand: three steps of rate 0.1 turn e = 1 − w into 0.729·e. The mean with the other site's e is 0.8645·e.
-    """
+    """After its server is killed and restarted, a Lightning Trainer goes on, and no round is trained twice."""
+    # By hand: three steps of rate 0.1 turn e = 1 − w into 0.729·e. The mean with the other site's e is 0.8645·e.
     run = RunWithAKill(nursery, tmp_path, lightning_world, algorithm)
 
     class Counted(Tiny):
@@ -361,10 +362,8 @@ class TinyMasters(Tiny):
 @BOTH
 @pytest.mark.covers("X11")
 def test_weight_copies_follow_a_trainers_synchronisations(tmp_path: Path, trainers: ModuleType) -> None:
-    """When a Trainer synchronises, an optimizer's copies of the weights follow.
-
-    By hand, half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
-    """
+    """When a Trainer synchronises, an optimizer's copies of the weights follow."""
+    # By hand, half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time.
     model = trainers.One()
     torch.optim.SGD(model.parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
     settings = DILOCO | {"algorithm.outer_optimizer.lr": 0.5}

@@ -34,10 +34,8 @@ def callbacks() -> Any:
 @pytest.mark.covers("S1", "X3")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refuses_two_sites_on_one_trainer(tmp_path: Path, workers: int) -> None:
-    """Two sites on one Lightning Trainer are refused before either of them joins.
-
-    Otherwise the first site would wait in its hook for ever for the update of the second site.
-    """
+    """Two sites on one Lightning Trainer are refused before either of them joins."""
+    # Otherwise the first site would wait in its hook for ever for the update of the second site.
     ours = atoll.integrations.lightning.AtollCallback
     with serve(tmp_path, sites=workers) as server:
         trainer = trainer_of(callbacks=[ours(server.url, site, folder=tmp_path / site) for site in ("a", "b")])
@@ -71,10 +69,8 @@ def test_a_trainer_takes_part_once() -> None:
 
 @pytest.mark.covers("S5", "S7")
 def test_steps_before_training_do_not_count(tmp_path: Path) -> None:
-    """Steps that another Lightning callback tries before the training do not count.
-
-    A LearningRateFinder takes steps with the same optimizer and undoes them. Three steps remain: c = −0.271/0.3.
-    """
+    """Steps that another Lightning callback tries and undoes before the training do not count."""
+    # A LearningRateFinder takes steps with the same optimizer and undoes them. Three steps remain: c = −0.271/0.3.
     finder = callbacks().LearningRateFinder(
         num_training_steps=5, min_lr=0.05, max_lr=0.1, early_stop_threshold=None, update_attr=False
     )
@@ -95,10 +91,8 @@ class LBFGS(Tiny):
 
 @pytest.mark.covers("S1", "S5")
 def test_line_searches_use_the_loss_of_fedprox(tmp_path: Path) -> None:
-    """In a Lightning fit, a line search uses the loss with FedProx's proximal term.
-
-    (w − 1)²/2 + w²/4 is least at 2/3. Then (w − 1)²/2 + (w − 2/3)²/4 is least at (1 + 1/3)/(3/2) = 8/9.
-    """
+    """In a Lightning fit, a line search uses the loss with FedProx's proximal term."""
+    # (w − 1)²/2 + w²/4 is least at 2/3. Then (w − 1)²/2 + (w − 2/3)²/4 is least at (1 + 1/3)/(3/2) = 8/9.
     with serve(tmp_path, "fedprox", **{"algorithm.mu": 0.5}) as server:
         trainer, module = patched(server, tmp_path), LBFGS()
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -110,13 +104,10 @@ def test_line_searches_use_the_loss_of_fedprox(tmp_path: Path) -> None:
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0})])
 def test_a_round_submits_averaged_weights(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """If a Lightning callback averages the weights, the site submits the average. Validation measures the average, too.
-
-    Each fit has its own average. Steps lead from e = 1 − w to 0.9·e, 0.81·e and 0.729·e. With decay ½ the mean is w = 1
-    − 0.792·e, since 0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792.
-
-    FedProx with μ = 0 gives the same result.
-    """
+    """If a Lightning callback averages the weights, the site submits the average."""
+    # Validation measures the average, too. Each fit has its own average. Steps lead from e = 1 − w to 0.9·e, 0.81·e and
+    # 0.729·e. With decay ½ the mean is w = 1 − 0.792·e, since 0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ
+    # = 0 gives the same result.
     with serve(tmp_path, algorithm, **settings) as server:
         trainer, module = patched(server, tmp_path, callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
         fit_rounds(trainer, module, data(), data())
@@ -153,13 +144,11 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
 )
-def test_averaging_that_would_submit_other_weights_is_refused(
+def test_averaging_with_another_model_is_refused(
     tmp_path: Path, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
-    """A fit is refused if an averaging callback would make the site submit the weights of another model.
-
-    Without this callback, the site can train in the same round.
-    """
+    """A fit is refused if an averaging callback would make the site submit the weights of another model."""
+    # Without this callback, the site can train in the same round.
     with serve(tmp_path, algorithm, rounds=1) as server:
         trainer, module = patched(server, tmp_path, callbacks=[average := getattr(callbacks(), kind)(**given)]), Tiny()
         with pytest.raises(UsageError, match=words):

@@ -99,9 +99,8 @@ def run_ranks(package: str, url: str, out: Path, lr: float = 0.1) -> subprocess.
 def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
     """Two ranks of a Lightning Trainer are one site. Only rank 0 joins, and both ranks have the same model and
     correction.
-
-    Each rank has 6 samples, which make 2 steps.
     """
+    # Each rank has 6 samples, which make 2 steps.
     rounds, done = 3, []
     with serve(tmp_path, "scaffold", rounds=rounds, sites=2) as server:
         together(
@@ -127,10 +126,8 @@ def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_error_at_rank_0_ends_both_ranks(tmp_path: Path, package: str) -> None:
-    """If the update is refused at rank 0, rank 1 ends, too, and does not wait for ever.
-
-    The update is refused because the learning rates sum up to 0.
-    """
+    """If the update of rank 0 is refused, rank 1 ends, too, and does not wait for ever."""
+    # The update is refused because the learning rates sum up to 0.
     with serve(tmp_path, "scaffold", rounds=1) as server:
         done = run_ranks(package, server.url, tmp_path, lr=0.0)
         assert done.returncode != 0
@@ -141,10 +138,8 @@ def test_an_error_at_rank_0_ends_both_ranks(tmp_path: Path, package: str) -> Non
 @pytest.mark.slow
 @pytest.mark.covers("S9")
 def test_rank_1_waits_while_rank_0_waits_for_a_server(nursery: Nursery, tmp_path: Path) -> None:
-    """Rank 1 keeps waiting as long as rank 0 waits for a server, although its timeout for rank 0 is shorter.
-
-    The timeout is 3 s. Both ranks still wait 5 s after rank 0 has started to wait.
-    """
+    """Rank 1 keeps waiting as long as rank 0 waits for a server, although its timeout for rank 0 is shorter."""
+    # The timeout is 3 s. Both ranks still wait 5 s after rank 0 has started to wait.
     environment = {"ATOLL_SERVER": f"http://127.0.0.1:{free_port()}", "ATOLL_SITE": "a", "CUDA_VISIBLE_DEVICES": ""}
     ranks = nursery.start(__file__, PACKAGES[0], str(tmp_path), "0.1", "3.0", cwd=tmp_path, env=environment)
     wait_until(lambda: "cannot join" in ranks.output() or ranks.poll() is not None, "the first attempt to join", 90)
@@ -173,11 +168,9 @@ for algorithm in ("fedavg", "scaffold"):
 @pytest.mark.slow
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.long)])
-def test_scaffold_is_imported_only_for_scaffold_runs(tmp_path: Path, package: str) -> None:
-    """With Lightning, the module of SCAFFOLD is imported only if the run uses SCAFFOLD.
-
-    tests/test_architecture.py shows that `atoll.integrations.lightning` itself does not import Lightning.
-    """
+def test_scaffold_is_imported_only_when_used(tmp_path: Path, package: str) -> None:
+    """With Lightning, Atoll imports its SCAFFOLD module only if the run uses SCAFFOLD."""
+    # tests/test_architecture.py shows that `atoll.integrations.lightning` itself does not import Lightning.
     done = run_python("-c", IMPORTS, Path(__file__).parent, package, tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -186,10 +179,10 @@ def test_scaffold_is_imported_only_for_scaffold_runs(tmp_path: Path, package: st
 @pytest.mark.covers("S15", "S13")
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
-def test_the_lightning_example_names_its_run_after_the_algorithm(
+def test_the_lightning_example_trains_two_sites(
     tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The Lightning example names its run after the algorithm, and trains two sites for two rounds."""
+    """The Lightning example trains two sites for two rounds, and names its run after the algorithm."""
     monkeypatch.chdir(tmp_path)
     done = run_python(EXAMPLE, "--algorithm", algorithm, "--rounds", "2")
     assert done.returncode == 0, done.stderr[-3000:]

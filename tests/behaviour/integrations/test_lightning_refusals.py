@@ -158,11 +158,9 @@ def test_a_fit_without_a_step_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S8")
 def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
-    """A Lightning strategy that splits the model is refused before the site joins.
-
-    Lightning's own strategies of this kind need several devices or GPUs. The test uses a user's strategy with the
-    methods that a Trainer needs.
-    """
+    """A Lightning strategy that splits the model is refused before the site joins."""
+    # Lightning's own strategies of this kind need several devices or GPUs. The test uses a user's strategy with the
+    # methods that a Trainer needs.
 
     class ShardedStrategy(package().strategies.Strategy):
         root_device, is_global_zero = torch.device("cpu"), True
@@ -196,7 +194,7 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
 
 @pytest.mark.covers("T8", "X3")
 def test_an_object_that_is_no_filter_is_refused_at_once(tmp_path: Path) -> None:
-    """An object that is not a filter is refused before the Trainer trains."""
+    """A filter argument that is not a filter is refused before the Trainer trains."""
     with pytest.raises(UsageError, match="'drop' is not a filter"):
         patched(None, tmp_path, filters=["drop"])
 
@@ -225,9 +223,8 @@ def test_malformed_controls_are_refused_in_a_later_round(tmp_path: Path, spoil: 
 @pytest.mark.covers("S14")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
 def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> None:
-    """A fit is refused if a batch breaks off after its optimizer step.
-
-    Lightning takes any StopIteration for the end of the epoch, wherever it comes from.
+    """A fit is refused if its data loader raises StopIteration in the middle of a batch. Lightning would take this for
+    the end of the epoch.
     """
 
     class Stops(Tiny):
@@ -251,11 +248,9 @@ def test_a_batch_without_its_end_is_an_error(tmp_path: Path, algorithm: str) -> 
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
 def test_a_failed_fit_can_be_repeated(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """After a fit has failed, its optimizer has no hooks left, and a new fit trains the same round.
-
-    The site's script has caught the error. The second fit starts from the same global model and is corrected once per
-    step. FedProx with μ = 0 gives the same result as SCAFFOLD.
-    """
+    """After a fit has failed, its optimizer has no hooks left, and a new fit trains the same round."""
+    # The site's script has caught the error. The second fit starts from the same global model and is corrected once per
+    # step. FedProx with μ = 0 gives the same result as SCAFFOLD.
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -272,10 +267,9 @@ def test_a_failed_fit_can_be_repeated(tmp_path: Path, algorithm: str, settings: 
 
 @pytest.mark.covers("S1")
 def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
-    """If a fit of DiLoCo fails, the site leaves the run with the error. The next fit starts at the newest version.
-
-    With H = 2, the first round counts and the error comes in the second one: w = 1 − 0.9², twice.
-    """
+    """If a fit of DiLoCo fails, the site leaves the run with the error."""
+    # The next fit starts at the newest version. With H = 2, the first round counts and the error comes in the second
+    # one: w = 1 − 0.9², twice.
     with serve(tmp_path, "diloco", H=2) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):
@@ -289,10 +283,8 @@ def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S1")
 def test_a_fit_after_a_failed_one_asks_the_server_again(tmp_path: Path) -> None:
-    """After a fit has failed, the next fit asks the server which run and which algorithm it has.
-
-    Otherwise the rounds of a new run at the same address would go uncorrected.
-    """
+    """After a fit has failed, the next fit asks the server which run and which algorithm it has."""
+    # Otherwise the rounds of a new run at the same address would go uncorrected.
     trainer, module, port = trainer_of(), Tiny(), free_port()
     atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
     with serve(tmp_path / "first", **{"network.port": port}):
@@ -322,11 +314,10 @@ def test_fedavg_accepts_manual_optimization(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.covers("S5")
-def test_steps_at_rate_zero_do_not_change_the_controls(tmp_path: Path) -> None:
-    """Warm-up steps at a learning rate of zero move no weight and leave SCAFFOLD's controls correct.
-
-    The rates 0, 0.1, 0.2 from w = 0 lead to e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and c is the same with one site.
-    """
+def test_warm_up_steps_at_rate_zero_count_nothing(tmp_path: Path) -> None:
+    """Warm-up steps at a learning rate of zero move no weight and leave SCAFFOLD's controls correct."""
+    # The rates 0, 0.1, 0.2 from w = 0 lead to e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and c is the same with one
+    # site.
     with serve(tmp_path, "scaffold") as server:
         trainer, module = patched(server, tmp_path), Rate(0.0, 0.1, 0.2)
         trainer.fit(module, data())
@@ -348,11 +339,9 @@ def test_scaffold_works_in_fp32_and_bf16_mixed_precision(tmp_path: Path, precisi
 
 @pytest.mark.covers("S6")
 def test_unfrozen_parameters_are_corrected(tmp_path: Path) -> None:
-    """SCAFFOLD corrects a parameter from the round on in which it is unfrozen.
-
-    In round 1, the parameter is frozen and has no control. In round 2, its gradient is 1 in each step, so that it moves
-    by −0.3 and c = 0.3/0.3.
-    """
+    """SCAFFOLD corrects a parameter from the round on in which it is unfrozen."""
+    # In round 1, the parameter is frozen and has no control. In round 2, its gradient is 1 in each step, so that it
+    # moves by −0.3 and c = 0.3/0.3.
 
     class Thaws(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

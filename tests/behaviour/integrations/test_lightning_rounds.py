@@ -47,10 +47,8 @@ def steps_of_updates(folder: Path) -> list[int]:
 def test_each_lightning_fit_is_a_round_until_the_run_ends(
     tmp_path: Path, style: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each Lightning fit trains one round of FedAvg. A fit after the last round trains nothing and has the result.
-
-    By hand, three steps w ← w − 0.1·(w − 1) per round lead to 1 − 0.9³ and then to 1 − 0.9⁶.
-    """
+    """Each Lightning fit trains one round of FedAvg. After the last round, a fit trains nothing and gets the result."""
+    # By hand, three steps w ← w − 0.1·(w − 1) per round lead to 1 − 0.9³ and then to 1 − 0.9⁶.
     with serve(tmp_path) as server:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
         if style == "patch":
@@ -78,12 +76,10 @@ def test_each_lightning_fit_is_a_round_until_the_run_ends(
     ("algorithm", "settings"),
     [("fedprox", {"algorithm.mu": 0.1}), ("fedadam", {}), ("scaffold", {})],
 )
-def test_a_script_runs_the_algorithm_of_the_server(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
-    """The same Lightning script trains with whichever algorithm the server has chosen.
-
-    FedProx with μ = 0.1 from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1. SCAFFOLD with one site has c = c_1,
-    so that it is plain SGD. FedAdam's first step has the length η·|g|/(|g| + τ) and raises w.
-    """
+def test_lightning_trains_with_the_servers_algorithm(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """The same Lightning script trains with whichever algorithm the server has chosen."""
+    # FedProx with μ = 0.1 from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1. SCAFFOLD with one site has c = c_1,
+    # so that it is plain SGD. FedAdam's first step has the length η·|g|/(|g| + τ) and raises w.
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
@@ -100,11 +96,9 @@ def test_a_script_runs_the_algorithm_of_the_server(tmp_path: Path, algorithm: st
 @pytest.mark.covers("S2", "S5", "S6", "S7", "S15")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_scaffold_with_lightning_matches_the_paper(tmp_path: Path, accumulate: int) -> None:
-    """SCAFFOLD with two Lightning sites gives the numbers of the paper, and averages buffers.
-
-    With gradient accumulation, three batches make one step. The running means have momentum 0.1 and come from the batch
-    means 1.5, 5.5 and 9.5, which are 10 higher at site `b`. They are averaged after each round.
-    """
+    """SCAFFOLD with two Lightning sites gives the numbers of the paper, and averages buffers."""
+    # With gradient accumulation, three batches make one step. The running means have momentum 0.1 and come from the
+    # batch means 1.5, 5.5 and 9.5, which are 10 higher at site `b`. They are averaged after each round.
     targets, steps, rounds = {"a": 1.0, "b": -3.0}, 3 // accumulate, 3
     modules = {site: Tiny(target, norm=True) for site, target in targets.items()}
     mean = 0.0
@@ -136,11 +130,9 @@ class Curved(Tiny):
 
 @pytest.mark.covers("S11")
 def test_scaffold_reaches_the_optimum_that_fedavg_misses(tmp_path: Path) -> None:
-    """If the data of two sites differ, SCAFFOLD reaches the optimum of all data, and FedAvg misses it.
-
-    The optimum is (1·1 + 4·0)/(1 + 4). A round of FedAvg has three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, which
-    converges to 0.271/(2 − 0.945).
-    """
+    """If the data of two sites differ, SCAFFOLD reaches the optimum of all data, and FedAvg misses it."""
+    # The optimum is (1·1 + 4·0)/(1 + 4). A round of FedAvg has three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, which
+    # converges to 0.271/(2 − 0.945).
     for algorithm, end in (("fedavg", 0.271 / 1.055), ("scaffold", 0.2)):  # 0.271/1.055 = 0.2569
         folder = tmp_path / algorithm
         with serve(folder, algorithm, rounds=15, sites=2) as server:
@@ -149,9 +141,9 @@ def test_scaffold_reaches_the_optimum_that_fedavg_misses(tmp_path: Path) -> None
 
 
 @pytest.mark.covers("S7")
-def test_a_given_weight_and_steps_take_precedence(tmp_path: Path) -> None:
-    """An update carries the weight and the number of steps that the user gives. Batches without tensors need a
-    weight.
+def test_lightning_sends_the_weight_and_steps_given(tmp_path: Path) -> None:
+    """A Lightning site sends the weight and the number of steps that the user gives. If batches have no tensors, the
+    user must give a weight.
     """
     words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
     with serve(tmp_path, "scaffold", rounds=1) as server:
@@ -165,12 +157,9 @@ def test_a_given_weight_and_steps_take_precedence(tmp_path: Path) -> None:
 @pytest.mark.covers("T8", "S1", "S5")
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
 def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: str) -> None:
-    """A site's filters are applied to the update of a Lightning fit: the filter limits each change of w to 0.1.
-
-    Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271.
-
-    SCAFFOLD with one site has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
-    """
+    """A site's filters are applied to the update of a Lightning fit."""
+    # Without the filter, three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271. SCAFFOLD with one site
+    # has c = c_1, so that both rounds train as FedAvg does. For DiLoCo, three steps make a round.
     with serve(tmp_path, algorithm) as server:
         module = Tiny()
         fit_rounds(patched(server, tmp_path, filters=[NormClip(0.1)]), module)
@@ -182,11 +171,9 @@ def test_the_sites_filters_apply_to_a_lightning_fit(tmp_path: Path, algorithm: s
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> None:
-    """A DiLoCo run synchronises within Lightning fits and across them.
-
-    Two rounds have H steps each, and an epoch has three steps. The training ends in the fit with the last of these
-    steps, at that step.
-    """
+    """A DiLoCo run synchronises within Lightning fits and across them, and ends in the middle of a fit."""
+    # Two rounds have H steps each, and an epoch has three steps. The training ends in the fit with the last of these
+    # steps, at that step.
     with serve(tmp_path, "diloco", H=sync_every) as server:
         trainer, module, fits = patched(server, tmp_path), Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):
@@ -201,10 +188,10 @@ def test_diloco_synchronises_across_fits(tmp_path: Path, sync_every: int) -> Non
 
 @pytest.mark.covers("S1")
 def test_a_new_module_starts_from_the_newest_version(tmp_path: Path) -> None:
-    """In a DiLoCo run, a Lightning fit with another module starts from the newest version, whatever the module holds.
-
-    With H = 3, each fit is a round. The second module starts where the first one ended.
+    """In a DiLoCo run, a Lightning fit with another module starts from the newest version, whatever the
+    module holds.
     """
+    # With H = 3, each fit is a round. The second module starts where the first one ended.
     with serve(tmp_path, "diloco") as server:
         trainer = patched(server, tmp_path)
         for steps in (3, 6):
@@ -222,8 +209,9 @@ class Told(Tiny):
         return super().configure_optimizers()
 
 
-def test_a_module_has_the_rounds_configuration(tmp_path: Path) -> None:
-    """Rates 0.1 and 0 of a schedule: the second round changes nothing."""
+def test_a_lightning_module_has_the_rounds_configuration(tmp_path: Path) -> None:
+    """A Lightning module reads its learning rate from the configuration of the round."""
+    # Rates 0.1 and 0 of a schedule: the second round changes nothing.
     rates = {"rounds.config": {"lr": {"1": 0.1, "2": 0.0}}}
     with serve(tmp_path, **rates) as server:
         module = Told()
@@ -265,12 +253,11 @@ def test_a_lightning_script_trains_alone_without_a_server(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
 )
-def test_each_fit_trains_the_requested_number_of_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
-    """Each Lightning fit trains as many further steps or epochs as `max_steps` or `min_epochs` say.
-
-    A callback asks for the end in every epoch. Nevertheless, each fit with `min_epochs` = 2 has two epochs of three
-    steps.
+def test_each_fit_trains_the_requested_steps(tmp_path: Path, limits: dict[str, int], steps: int) -> None:
+    """Each Lightning fit trains as many further steps or epochs as `max_steps` or `min_epochs` say, even if a callback
+    asks for an early end.
     """
+    # Each fit with `min_epochs` = 2 has two epochs of three steps.
 
     class Stops(package().Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -308,14 +295,12 @@ class ByRound(Restarting):
 @pytest.mark.parametrize(
     ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
 )
-def test_warns_once_of_a_schedule_that_restarts_in_each_fit(
+def test_warns_once_of_a_schedule_restarted_in_each_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
 ) -> None:
-    """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once.
-
-    A module that builds its schedule from the number of the round causes no warning. Each fit has one epoch, so that
-    the first rate ends at 0.1 · 0.5.
-    """
+    """If a Lightning module's schedule restarts in each fit, the site and the server warn of it once."""
+    # A module that builds its schedule from the number of the round causes no warning. Each fit has one epoch, so that
+    # the first rate ends at 0.1 · 0.5.
     found, module = [], kind()
     with serve(tmp_path, rounds=3) as server, caplog.at_level(logging.WARNING, "atoll"):
         trainer = patched(server, tmp_path)
@@ -334,9 +319,8 @@ def test_warns_once_of_a_schedule_that_restarts_in_each_fit(
 
 @pytest.mark.covers("S14", "S3")
 def test_a_script_cannot_change_the_global_snapshot(tmp_path: Path) -> None:
-    """A script that writes into the round's snapshot of the global model changes nothing in the round.
-
-    A script that writes into the module or its state dict changes only its local training.
+    """A Lightning script that writes into its module or the round's copy of the global model changes only its own
+    training, not the update's base.
     """
 
     class Meddles(package().Callback):
@@ -362,11 +346,9 @@ def test_a_script_cannot_change_the_global_snapshot(tmp_path: Path) -> None:
 def test_no_module_is_deep_copied(
     tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds of a Lightning site make no deep copy of the module, of a parameter or of a buffer.
-
-    The snapshots of the global model are tensors of their own. FedProx with μ = 0 and SCAFFOLD with one site train as
-    FedAvg does.
-    """
+    """Rounds of a Lightning site make no deep copy of the module, of a parameter or of a buffer."""
+    # The snapshots of the global model are tensors of their own. FedProx with μ = 0 and SCAFFOLD with one site train as
+    # FedAvg does.
     taken: list[dict[str, Tensor]] = []
     copy_of = Tensor.__deepcopy__
 

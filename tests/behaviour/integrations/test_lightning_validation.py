@@ -34,14 +34,12 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
 
 @pytest.mark.covers("S4", "S13")
 @pytest.mark.parametrize("other", [False, True])
-def test_fit_reuses_the_version_that_validate_pulled(
+def test_fit_reuses_the_version_that_validate_downloaded(
     tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If `trainer.validate` has pulled a version, the following `fit` loads this version without a second pull.
-
-    This holds for another module, too. Validation within the fit pulls nothing: the sanity check measures the global
-    model, and the validation after each epoch measures the trained one.
-    """
+    """If `trainer.validate` has downloaded a version, the following `fit` loads it without a second download."""
+    # This holds for another module, too. Validation within the fit pulls nothing: the sanity check measures the global
+    # model, and the validation after each epoch measures the trained one.
     pulled, loaded = spy(monkeypatch, Exchange, "ask_and_resend"), spy(monkeypatch, Round, "load_into")
     with serve(tmp_path) as server:
         trainer, module = patched(server, tmp_path, max_epochs=2, num_sanity_val_steps=1), Tiny(w=7.0)
@@ -79,10 +77,10 @@ class Measured(Tiny):
     ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
 )
 def test_validation_decides_the_best_version(tmp_path: Path, metric: str, version: int, least: float) -> None:
-    """Validation metrics of a round rate the version that the round started from, and decide which version is best.
-
-    Round 1 starts from version 0. The weight w of version v is 1 − 0.9³ᵛ.
+    """The validation metrics of a round count for the version from which the round started, and decide which version is
+    best.
     """
+    # Round 1 starts from version 0. The weight w of version v is 1 − 0.9³ᵛ.
     before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
     with serve(tmp_path, rounds=4, **{"rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
         trainer = patched(server, tmp_path)
@@ -117,11 +115,10 @@ def rounds_of_diloco(folder: Path, **trainer_options: Any) -> tuple[list[dict[st
 
 @pytest.mark.covers("X41")
 @pytest.mark.parametrize("sanity", [0, 1], ids=["", "with a sanity check"])
-def test_validation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> None:
-    """In a DiLoCo run, a validation right after a synchronisation measures the new version and is credited to it.
-
-    The Trainer validates after every step, and three steps make a round. The sanity check before training is not sent.
-    """
+def test_diloco_validation_counts_for_its_version(tmp_path: Path, sanity: int) -> None:
+    """In a DiLoCo run, a validation right after a synchronisation counts for the new version."""
+    # The Trainer validates after every step, and three steps make a round. The sanity check before training is not
+    # sent.
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=1, num_sanity_val_steps=sanity)
     assert ["val_w" in each for each in metrics] == [False, True, True]  # of version 0 nothing was measured
     assert [each["val_w"] for each in metrics[1:]] == pytest.approx(GLOBAL[1:])
@@ -130,10 +127,8 @@ def test_validation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> N
 
 
 def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a DiLoCo run, the validation of a local model is not sent, and the site warns once.
-
-    The Trainer always validates after the second of three steps.
-    """
+    """In a DiLoCo run, the validation of a local model is not sent, and the site warns once."""
+    # The Trainer always validates after the second of three steps.
     metrics, status = rounds_of_diloco(tmp_path, val_check_interval=2)
     assert ["val_w" in each for each in metrics] == [False] * ROUNDS
     assert status.best.version is None
@@ -141,13 +136,11 @@ def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pyt
 
 
 def test_refuses_a_federated_fit_from_a_checkpoint(tmp_path: Path) -> None:
-    """A federated fit that resumes from a checkpoint is refused. A validation of a checkpoint is not sent to the
+    """A federated fit that resumes from a checkpoint is refused, and a validation of a checkpoint is not sent to the
     server.
-
-    The restored epochs would leave such a fit without a step, and the checkpoint would count as the global model.
-
-    The checkpoint comes from one epoch of plain training: w = 1 − 0.9³ = 0.271. The run's first version has w = 0.
     """
+    # The restored epochs would leave such a fit without a step, and the checkpoint would count as the global model. The
+    # checkpoint comes from one epoch of plain training: w = 1 − 0.9³ = 0.271. The run's first version has w = 0.
     alone, file = trainer_of(), tmp_path / "alone.ckpt"
     alone.fit(Tiny(), data())
     alone.save_checkpoint(file)
@@ -181,10 +174,8 @@ WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["
 
 @pytest.mark.covers("P9", "S1")
 def test_lightning_sites_evaluate_after_training(tmp_path: Path) -> None:
-    """After training, a Lightning site validates the models of a cross-site evaluation.
-
-    `val_w` is w itself: three steps w ← w − 0.1·(w − 1) lead to 1 − 0.9³, and version 0 has w = 0.
-    """
+    """After training, a Lightning site validates the models of a cross-site evaluation."""
+    # `val_w` is w itself: three steps w ← w − 0.1·(w − 1) lead to 1 − 0.9³, and version 0 has w = 0.
     with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         atoll.integrations.lightning.evaluates(trainer, module, data())

@@ -88,11 +88,9 @@ def test_a_peft_model_given_whole_says_what_travels(tmp_path: Path, caplog: pyte
 
 @pytest.mark.covers("S17")
 def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
-    """Two sites train only an adapter, and PEFT can open what the server saves.
-
-    Site `a` adds 1 to every adapter weight and site `b` adds 3, so that each round adds 2. Both report that version 1
-    is best.
-    """
+    """Two sites train only an adapter, and PEFT can open what the server saves."""
+    # Site `a` adds 1 to every adapter weight and site `b` adds 3, so that each round adds 2. Both report that version 1
+    # is best.
     from atoll.integrations.peft import export
 
     with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
@@ -144,8 +142,8 @@ def test_two_sites_train_an_adapter(tmp_path: Path) -> None:
 
 
 def test_readers_always_see_a_complete_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader sees a complete adapter at any moment of a save. Leftovers of a killed save do not hinder the next
-    one.
+    """While an adapter is saved, readers see a complete one at any moment, and leftovers of a killed
+    save do no harm.
     """
     from atoll.integrations.peft import AdapterFolder
 
@@ -213,6 +211,7 @@ def test_the_adapter_shares_the_models_parameters() -> None:
 
 
 def test_an_adapter_is_chosen_by_name() -> None:
+    """If a model has several adapters, the user can choose by name which one takes part."""
     model = with_adapter()
     model.add_adapter("other", lora("last", 3))
     assert set(adapter(model).state_dict()) == NAMES
@@ -241,10 +240,8 @@ def test_an_adapter_run_refuses_the_whole_model(tmp_path: Path) -> None:
 
 
 def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
-    """An adapter that is merged into its base model can be neither loaded nor sent. Another adapter may be merged.
-
-    Otherwise the base model would train without the received adapter, and zeros would be sent.
-    """
+    """An adapter that is merged into its base model can be neither loaded nor sent; one that is not merged can."""
+    # Otherwise the base model would train without the received adapter, and zeros would be sent.
     model = with_adapter()
     travels = adapter(model)
     model.merge_adapter()
@@ -261,10 +258,8 @@ def test_a_merged_adapter_neither_receives_nor_is_sent() -> None:
 
 @pytest.mark.parametrize("how", ["created again", "moved"])
 def test_a_replaced_adapter_is_refused(how: str) -> None:
-    """An adapter whose tensors the model has replaced is refused.
-
-    Otherwise the old tensors would be pulled and sent, though they take no part in training.
-    """
+    """An adapter whose tensors the model has replaced is refused."""
+    # Otherwise the old tensors would be pulled and sent, though they take no part in training.
     model = with_adapter(modules_to_save=["last"])
     travels = adapter(model)
     if how == "created again":

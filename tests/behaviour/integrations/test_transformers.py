@@ -83,10 +83,10 @@ def test_one_train_call_spans_all_rounds(serve: Any, tmp_path: Path, algorithm: 
 
 @pytest.mark.covers("S16")
 def test_the_callback_takes_part_in_a_diloco_run(serve: Any, tmp_path: Path) -> None:
-    """A Transformers Trainer takes part in a DiLoCo run. Its inner momentum and schedule continue from round to round.
-
-    By hand, with outer SGD, lr 0.7 and Nesterov momentum 0.9: m ← 0.9·m + Δ and θ ← θ − 0.7·(Δ + 0.9·m).
+    """A Transformers Trainer takes part in a DiLoCo run. Its inner momentum and schedule continue from
+    round to round.
     """
+    # By hand, with outer SGD, lr 0.7 and Nesterov momentum 0.9: m ← 0.9·m + Δ and θ ← θ − 0.7·(Δ + 0.9·m).
     trainer = trainer_of(serve("diloco", H=STEPS, codec="none", rounds=2), tmp_path)
     trainer.train()
     theta, outer, velocity = 0.0, 0.0, 0.0
@@ -102,10 +102,8 @@ def test_the_callback_takes_part_in_a_diloco_run(serve: Any, tmp_path: Path) -> 
 @pytest.mark.covers("S10", "S16")
 @pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
 def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """A language model whose head is its embedding takes part, and the weights stay tied.
-
-    The Trainer makes its own optimizer, with two parameter groups and a linear schedule.
-    """
+    """A language model whose head is its embedding takes part, and the weights stay tied."""
+    # The Trainer makes its own optimizer, with two parameter groups and a linear schedule.
     import transformers
 
     from atoll.integrations.transformers import AtollCallback
@@ -156,14 +154,10 @@ ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 
 def test_updates_count_records_or_a_given_weight(
     serve: Any, tmp_path: Path, options: dict[str, Any], weights: list[float]
 ) -> None:
-    """The weight of an update is the number of records that it saw, unless a weight is given.
-
-    There are 10 records in batches of 4, or in batches of 2 with two batches per step. The last step of an epoch then
-    has two records.
-
-    With two steps per round, the first round has two full steps. The second round has the last step of the epoch and
-    the first step of the next one.
-    """
+    """The weight of a Trainer's update is the number of records that it trained on, unless the user gives a weight."""
+    # There are 10 records in batches of 4, or in batches of 2 with two batches per step. The last step of an epoch then
+    # has two records. With two steps per round, the first round has two full steps. The second round has the last step
+    # of the epoch and the first step of the next one.
     server = serve(rounds=2)
     trainer = trainer_of(server, tmp_path, **options)
     trainer.train_dataset = trainer.train_dataset[:10]
@@ -173,10 +167,8 @@ def test_updates_count_records_or_a_given_weight(
 
 @pytest.mark.covers("S16")
 def test_a_round_is_an_epoch_by_default(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default, a round of a Transformers Trainer is an epoch, and its metrics are sent with the update.
-
-    An epoch has 3 steps. An evaluation at the end of an epoch measures the global model that was just loaded.
-    """
+    """By default, a round of a Transformers Trainer is an epoch, and its metrics are sent with the update."""
+    # An epoch has 3 steps. An evaluation at the end of an epoch measures the global model that was just loaded.
     server = serve(rounds=2)
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
@@ -222,12 +214,10 @@ def evaluated_every(
 
 
 @pytest.mark.covers("X41")
-def test_diloco_sends_global_evaluations(serve: Any, tmp_path: Path) -> None:
-    """In a DiLoCo run, an evaluation of a global version is sent and is credited to this version.
-
-    The Trainer evaluates before the first step and after every step, and three steps make a round. The outer step
-    adopts w as it is.
-    """
+def test_diloco_sends_evaluations_of_global_versions(serve: Any, tmp_path: Path) -> None:
+    """In a DiLoCo run, the Trainer's evaluation of a global version is sent and counts for this version."""
+    # The Trainer evaluates before the first step and after every step, and three steps make a round. The outer step
+    # adopts w as it is.
     metrics, status = evaluated_every(1, serve, tmp_path, eval_on_start=True)
     versions = [descend(range(STEPS * number))[0] for number in range(ROUNDS)]
     assert [each["eval_loss"] for each in metrics] == pytest.approx([(w - 1) ** 2 / 2 for w in versions], rel=1e-4)
@@ -235,11 +225,11 @@ def test_diloco_sends_global_evaluations(serve: Any, tmp_path: Path) -> None:
     assert (status.best.version, status.best.value) == (2, pytest.approx((versions[2] - 1) ** 2 / 2, rel=1e-4))
 
 
-def test_diloco_sends_no_local_evaluation(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a DiLoCo run, an evaluation of a local model is not sent, and the site warns once.
-
-    The Trainer evaluates after the second of three steps, and the third step ends the run.
-    """
+def test_diloco_sends_no_evaluation_of_local_models(
+    serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a DiLoCo run, an evaluation of a local model is not sent, and the site warns once."""
+    # The Trainer evaluates after the second of three steps, and the third step ends the run.
     metrics, status = evaluated_every(2, serve, tmp_path, rounds=1)
     assert not any("eval_loss" in each for each in metrics)
     assert status.best.version is None
@@ -249,7 +239,7 @@ def test_diloco_sends_no_local_evaluation(serve: Any, tmp_path: Path, caplog: py
 def test_an_evaluation_after_training_causes_no_warning(
     serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An evaluation that the script makes after the training belongs to the script, and Atoll does not warn of it."""
+    """Atoll does not warn of an evaluation that a script makes after the training."""
     trainer = trainer_of(serve("diloco", H=STEPS), tmp_path, max_steps=1)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
@@ -257,11 +247,10 @@ def test_an_evaluation_after_training_causes_no_warning(
 
 
 def test_a_trainers_best_model_is_a_global_version(serve: Any, tmp_path: Path) -> None:
-    """With `load_best_model_at_end`, the Trainer ends with the global version that measured best, in place of the
-    result.
-
-    An evaluation and a checkpoint at the end of a round take the new global model.
+    """With `load_best_model_at_end`, the Trainer ends with the global version that measured best, not with the last
+    one.
     """
+    # An evaluation and a checkpoint at the end of a round take the new global model.
     server = serve()
     keeps = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"}
     trainer = trainer_of(server, tmp_path, load_best_model_at_end=True, greater_is_better=True, **keeps)
@@ -331,11 +320,9 @@ def test_a_site_that_tries_smaller_batches_stays_in_its_round(serve: Any, tmp_pa
 def test_trying_smaller_batches_restarts_the_round(
     serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
 ) -> None:
-    """If a step fails for lack of memory, the site restarts the round from w = 0 with smaller batches.
-
-    The second step of round 1 fails. DiLoCo keeps the step that it has made. Momentum and schedule belong to the
-    Trainer and continue from the first step.
-    """
+    """If a step fails for lack of memory, the site trains the round again from its start, with smaller batches."""
+    # The second step of round 1 fails. DiLoCo keeps the step that it has made. Momentum and schedule belong to the
+    # Trainer and continue from the first step.
     server = serve(algorithm, rounds=1, **settings)
     trainer = trainer_of(server, tmp_path, OutOfMemory(), sync_every=STEPS, auto_find_batch_size=True)
     trainer.train()
@@ -348,11 +335,9 @@ def test_trying_smaller_batches_restarts_the_round(
 
 
 def test_a_checkpoint_restores_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
-    """A Trainer that resumes from a checkpoint takes momentum and schedule from it, and the weights from the run.
-
-    The first process makes four steps, the last one in round 2, and saves a checkpoint. The second process starts round
-    2 again with the rate of step 5.
-    """
+    """A Trainer that resumes from a checkpoint takes momentum and schedule from it, and the weights from the run."""
+    # The first process makes four steps, the last one in round 2, and saves a checkpoint. The second process starts
+    # round 2 again with the rate of step 5.
     server = serve(rounds=2)
     for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
         keeps = {"save_strategy": "steps", "save_steps": 4, "max_steps": most}
@@ -379,7 +364,7 @@ def test_the_callback_changes_nothing_without_a_server(tmp_path: Path) -> None:
     assert torch.equal(with_it.model.w, without.model.w)
 
 
-def test_a_trainer_that_joins_a_finished_run_gets_the_result(serve: Any, tmp_path: Path) -> None:
+def test_a_trainer_joining_a_finished_run_gets_the_result(serve: Any, tmp_path: Path) -> None:
     """A Trainer that joins a finished run trains nothing and has the run's result."""
     server = serve(rounds=1)
     with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
@@ -394,11 +379,9 @@ def test_a_trainer_that_joins_a_finished_run_gets_the_result(serve: Any, tmp_pat
 
 
 def test_warns_of_steps_that_were_not_sent(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If training ends in the middle of a round, the site and the server warn of the steps that were not sent.
-
-    5 steps in rounds of 3 leave 2 steps unsent, and the correction removes its hooks from the optimizer. A Trainer that
-    ends with a round causes no warning.
-    """
+    """If training ends in the middle of a round, the site and the server warn of the steps that were not sent."""
+    # 5 steps in rounds of 3 leave 2 steps unsent, and the correction removes its hooks from the optimizer. A Trainer
+    # that ends with a round causes no warning.
     server = serve("fedprox", **{"algorithm.mu": MU})
     said = "the Trainer ended after 2 steps of round 3, which are not sent, because an update needs 3 steps"
     for most, warnings in ((3, []), (5, [f"a: {said}", f"a reports: {said}"])):  # at the site and at the server
@@ -433,9 +416,8 @@ class Larger(One):
 def test_failed_training_leaves_the_run_with_the_error(
     serve: Any, tmp_path: Path, model: type[One], options: dict[str, Any], error: type[Exception], words: str, told: str
 ) -> None:
-    """A site whose training fails leaves the run with the error, so that no heartbeats go on and no site waits for it.
-
-    A model that does not fit the run is refused before it trains.
+    """A site whose training fails leaves the run with the error, so that the other sites do not wait for it. A model
+    that does not fit is refused before it trains.
     """
     server = serve()
     trainer = trainer_of(server, tmp_path, model(), **options)
@@ -469,11 +451,9 @@ def test_a_new_trainer_replaces_a_failed_one(
 @pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_refuses_two_sites_on_one_trainer(serve: Any, tmp_path: Path, added: bool, workers: int) -> None:
-    """Two sites on one Transformers Trainer are refused before either of them joins.
-
-    Otherwise, with two workers the first site would wait for ever for the second. With one worker the second would
-    displace the first.
-    """
+    """Two sites on one Transformers Trainer are refused before either of them joins."""
+    # Otherwise, with two workers the first site would wait for ever for the second. With one worker the second would
+    # displace the first.
     server = serve(sites=workers)
     trainer, second = trainer_of(server, tmp_path, sync_every=1), callback_of(trainer_of(server, tmp_path, site="b"))
     first = callback_of(trainer)

@@ -39,7 +39,7 @@ def test_another_process_can_fetch_published_tensors(
 
 
 @pytest.mark.covers("P5", "P14")
-def test_the_error_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
+def test_fetch_names_a_killed_publisher(nursery: Nursery, tmp_path: Path) -> None:
     """If the publisher was killed, the error of `fetch` names it. With `optional`, `fetch` returns None."""
     publisher, ref = start_publisher(nursery, tmp_path, "flat")
     publisher.kill()
@@ -126,10 +126,8 @@ def test_a_text_that_is_no_reference_is_refused(text: str) -> None:
 
 
 @pytest.mark.covers("T1", "P1")
-def test_a_reference_travels_in_a_payload_unresolved() -> None:
-    """A reference inside a published payload stays a reference: fetching the payload does not fetch what it refers
-    to.
-    """
+def test_fetching_a_payload_leaves_its_references_unresolved() -> None:
+    """If a published payload contains a reference, fetching the payload does not fetch what the reference names."""
     ref = atoll.objects.publish({"w": torch.ones(3)})
     tree = {"task": "train", "model": ref}
     assert atoll.objects.fetch(atoll.objects.publish(tree)) == tree
@@ -151,8 +149,8 @@ def test_publishing_keeps_no_tensor_alive() -> None:
 
 
 @pytest.mark.covers("D5", "D6", "D4")
-def test_files_of_fetched_tensors_end_with_their_last_user(tmp_path: Path) -> None:
-    """Tensors fetched onto disk lie in nameless files, whose space is freed when the last tensor is deleted."""
+def test_memory_of_fetched_tensors_is_freed_on_disk(tmp_path: Path) -> None:
+    """The disk space of tensors that were fetched onto disk is freed when the last of them is deleted."""
     state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert list(state) == list(flat())
     lazy = state.ref("across")
@@ -251,7 +249,7 @@ def test_inline_objects_have_a_size_limit() -> None:
 
 
 @pytest.mark.covers("X2")
-def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_for_other_machines_needs_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A publisher that other machines can reach needs TLS. `fetch` refuses a certificate of an unknown authority."""
     with pytest.raises(ConfigError, match=r"published without TLS on 0\.0\.0\.0, which other machines can reach"):
         atoll.objects.Publisher("0.0.0.0")
@@ -269,11 +267,9 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
 
 @pytest.mark.covers("P2", "D1")
 def test_publishing_and_fetching_hold_few_parts_in_memory() -> None:
-    """Publishing and fetching a tensor of 96 MiB take little memory, though the tensor is transposed.
-
-    With parts of 16 MiB, publishing takes less than one part, and fetching takes less than one and a half. Both sides
-    run in this process.
-    """
+    """Publishing and fetching a tensor of 96 MiB take little memory, though the tensor is transposed."""
+    # With parts of 16 MiB, publishing takes less than one part, and fetching takes less than one and a half. Both sides
+    # run in this process.
     tensor = torch.arange(96 * 2**18, dtype=torch.int32).reshape(1024, -1).t()
     into = {"w": torch.ones_like(tensor, memory_format=torch.contiguous_format)}
     kept: list[Any] = [atoll.objects.fetch(atoll.objects.publish({"small": torch.zeros(1)}))]  # what is loaded once
@@ -286,7 +282,7 @@ def test_publishing_and_fetching_hold_few_parts_in_memory() -> None:
 
 
 def test_a_publishers_errors_name_its_arguments(tmp_path: Path) -> None:
-    """A publisher's errors name its own arguments, not settings of a run, because it has none."""
+    """The errors of `publish` name its own arguments, not the settings of a run."""
     write_certificate(tmp_path)
     (tmp_path / "other.pem").write_text("no certificate")
     with pytest.raises(ConfigError, match=r"^The TLS certificate '.*other\.pem' cannot be used with the TLS key '"):

@@ -88,7 +88,7 @@ def test_the_error_of_a_lasting_fault_names_the_reference(
 
 @pytest.mark.covers("P5")
 def test_a_peer_that_never_answers_is_asked_once() -> None:
-    """`fetch` and `publish` ask a peer that never answers only once, and then raise an error."""
+    """`fetch` and `publish` send only one request to a peer that never answers, and then raise an error."""
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Peer(lambda _: peer.ended.wait(60)) as peer:
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*No byte .* for 0\.2 s"):
@@ -101,13 +101,10 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_fetch_soon_gives_up_a_silent_publisher(nursery: Nursery, tmp_path: Path) -> None:
-    """If a publisher falls silent during a transfer, `fetch` gives up after at most three more requests.
-
-    The publisher is stopped, not killed: its connections stay open, and it accepts new ones.
-
-    Of the two stalled connections, the first one may be tried again, as data has come on the other one later. Either
-    connection may have had the end of a run of parts in its buffer.
-    """
+    """If a publisher falls silent during a transfer, `fetch` gives up after at most three more requests."""
+    # The publisher is stopped, not killed: its connections stay open, and it accepts new ones. Of the two stalled
+    # connections, the first one may be tried again, as data has come on the other one later. Either connection may have
+    # had the end of a run of parts in its buffer.
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     asked: list[int] = []
 
@@ -125,9 +122,8 @@ def test_fetch_soon_gives_up_a_silent_publisher(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.covers("P5", "D4")
 def test_an_abort_ends_a_stalled_transfer(tmp_path: Path) -> None:
-    """An abort ends a stalled transfer long before the idle timeout of 60 s. A later `fetch` with this abort asks
-    nothing.
-    """
+    """A program can abort a stalled `fetch` at once, without waiting for the idle timeout of 60 s."""
+    # A later `fetch` with this abort asks nothing.
     ref, abort = atoll.objects.publish(flat(), chunk_bytes=PART), threading.Event()
     stall = Fault(DATA, "down", at=50_000, action="stall", wait=abort.set)
     with through_proxy(ref, stall) as (proxy, through):
@@ -141,7 +137,8 @@ def test_an_abort_ends_a_stalled_transfer(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P5")
-def test_a_receivers_abort_also_ends_the_sending(nursery: Nursery, tmp_path: Path) -> None:
+def test_an_aborted_fetch_also_ends_the_sending(nursery: Nursery, tmp_path: Path) -> None:
+    """If a receiver aborts a `fetch`, the publisher stops sending, too."""
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
         process, go = start_paused_fetch(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
@@ -153,7 +150,7 @@ def test_a_receivers_abort_also_ends_the_sending(nursery: Nursery, tmp_path: Pat
 
 
 @pytest.mark.covers("P5")
-def test_withdrawing_an_object_also_ends_its_receiving(nursery: Nursery, tmp_path: Path) -> None:
+def test_withdrawing_an_object_ends_a_running_fetch(nursery: Nursery, tmp_path: Path) -> None:
     """If a publisher withdraws an object during a transfer, the receiver gets an error and the object's file is
     deleted.
     """
@@ -168,7 +165,7 @@ def test_withdrawing_an_object_also_ends_its_receiving(nursery: Nursery, tmp_pat
 
 
 @pytest.mark.covers("P5", "X3")
-def test_the_error_names_a_publisher_killed_during_a_transfer(nursery: Nursery, tmp_path: Path) -> None:
+def test_fetch_names_a_publisher_killed_during_a_transfer(nursery: Nursery, tmp_path: Path) -> None:
     publisher, ref = start_publisher(nursery, tmp_path, "large")
     process, go = start_paused_fetch(nursery, tmp_path, ref, idle_timeout_s=0.2)
     publisher.kill()
@@ -322,8 +319,8 @@ def test_an_invalid_manifest_is_refused(manifest: Any, error: type[AtollError]) 
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_head_is_refused_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fetch` refuses a hostile head of an object with an error that names the object, before it allocates memory."""
+def test_a_hostile_object_header_allocates_no_memory(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fetch` refuses a hostile header of an object before it allocates memory, with an error that names the object."""
     data = HOSTILE[case] + bytes(8)
     manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []
@@ -335,8 +332,10 @@ def test_a_hostile_head_is_refused_before_memory_is_taken(case: str, monkeypatch
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
-def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
-    """`fetch` refuses a head whose length differs from its manifest, and bytes that the head does not describe."""
+def test_refuses_an_object_header_of_another_length(head_bytes: int, more: int) -> None:
+    """`fetch` refuses an object's header if its length differs from the manifest, and bytes that the header does not
+    describe.
+    """
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):

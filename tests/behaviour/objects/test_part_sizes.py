@@ -87,15 +87,15 @@ def sizes_both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bo
 
 @pytest.mark.covers("P13", "P2")
 @pytest.mark.parametrize("case", CASES)
-def test_part_sizes_of_tasks_keep_the_bits(tmp_path: Path, case: str) -> None:
-    """A task and its answer travel in parts of the sizes in the settings, and their bits stay the same."""
+def test_any_part_size_gives_the_same_bits(tmp_path: Path, case: str) -> None:
+    """The part sizes in the settings do not change the bits of a task's tensors or of its answer."""
     *sizes, expected = CASES[case]
     assert sizes_both_ways(tmp_path, Settings.build(settings_of(*sizes))) == [expected, expected]
 
 
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
-def test_every_source_of_part_sizes_has_the_same_effect(tmp_path: Path, source: str) -> None:
+def test_part_sizes_can_be_set_in_every_way(tmp_path: Path, source: str) -> None:
     """Part sizes have the same effect from a run file, from variables, from flags and from keywords."""
     given = {**settings_of(0, PART), "network.idle_timeout_s": 7.5}
     path = tmp_path / "run.toml"
@@ -137,11 +137,9 @@ def test_the_environment_sets_the_part_sizes_of_published_objects(monkeypatch: p
 
 @pytest.mark.covers("P13", "T11")
 def test_too_large_tensors_are_streamed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Tensors that are too large for one message are sent in parts, with a warning.
-
-    The limit is 15 MiB for the tensors together with their description. 15 MiB of tensors exceed it, and 1,000 bytes
-    less fit. One tensor's description takes 256 bytes, and the text of the tree takes less than 100 bytes.
-    """
+    """Tensors that are too large for one message are sent in parts, with a warning."""
+    # The limit is 15 MiB for the tensors together with their description. 15 MiB of tensors exceed it, and 1,000 bytes
+    # less fit. One tensor's description takes 256 bytes, and the text of the tree takes less than 100 bytes.
     large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
     fits = {"w": large["w"][:-1000], "a": large["a"]}
     with caplog.at_level(logging.WARNING, "atoll"), atoll.objects.Publisher() as publisher:
@@ -158,11 +156,9 @@ def test_too_large_tensors_are_streamed(monkeypatch: pytest.MonkeyPatch, caplog:
 
 @pytest.mark.covers("P13")
 def test_the_largest_inline_object_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest object that may travel inside one message fits into one answer of the publisher.
-
-    10,000 tensors of 1 KiB are 9.8 MiB. Their description, with 256 bytes per tensor and the text of the tree, is 3
-    MiB.
-    """
+    """The largest object that may travel inside a message fits into one answer of the publisher."""
+    # 10,000 tensors of 1 KiB are 9.8 MiB. Their description, with 256 bytes per tensor and the text of the tree, is 3
+    # MiB.
     choose_part_sizes(monkeypatch, 0, 0)
     ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
     manifest = manifest_of(ref)
@@ -230,13 +226,10 @@ def tensors(count: int) -> dict[str, Any]:
 
 @pytest.mark.covers("T5", "P2")
 def test_small_tensors_are_written_to_disk_together() -> None:
-    """Publishing many small tensors needs few writes to disk, because small tensors are gathered in blocks of 2 MiB.
-
-    5,000 tensors of 3,200 bytes need ceil(5,000 / 655) = 8 writes, since 2 MiB hold 655 of them. The head is larger
-    than 256 KiB and needs one more write.
-
-    The 50 large tensors are written one by one from where they are, and their small head needs one write: 51.
-    """
+    """Publishing many small tensors needs few writes to disk, because small tensors are gathered in blocks of 2 MiB."""
+    # 5,000 tensors of 3,200 bytes need ceil(5,000 / 655) = 8 writes, since 2 MiB hold 655 of them. The head is larger
+    # than 256 KiB and needs one more write. The 50 large tensors are written one by one from where they are, and their
+    # small head needs one write: 51.
     for count, writes in ((MANY, 9), (FEW, 51)):
         with calls_of("pwrite") as calls:
             ref = atoll.objects.publish(tensors(count))
@@ -247,11 +240,9 @@ def test_small_tensors_are_written_to_disk_together() -> None:
 @pytest.mark.covers("T5")
 @pytest.mark.parametrize("count", [MANY, FEW], ids=["many", "few"])
 def test_requests_do_not_grow_with_the_number_of_tensors(count: int) -> None:
-    """Fetching an object needs as many requests and writes with 5,000 tensors as with 50 tensors of the same total.
-
-    16 MB in parts of 8 MiB are 2 parts, and so 2 requests over two connections. The head and the manifest need one
-    request each. On disk, each part is written in 4 runs of at most 2 MiB.
-    """
+    """Fetching 5,000 small tensors takes as many requests and writes as fetching 50 tensors of the same total size."""
+    # 16 MB in parts of 8 MiB are 2 parts, and so 2 requests over two connections. The head and the manifest need one
+    # request each. On disk, each part is written in 4 runs of at most 2 MiB.
     ref = atoll.objects.publish(tensors(count))
     with through_proxy(ref) as (proxy, through):
         with calls_of("pwrite") as writes:
@@ -270,11 +261,9 @@ def test_requests_do_not_grow_with_the_number_of_tensors(count: int) -> None:
 
 @pytest.mark.covers("T5")
 def test_many_small_tensors_cause_few_garbage_collections() -> None:
-    """Publishing and fetching 5,000 small tensors starts only a few garbage collections.
-
-    Python starts a collection with every 700 further objects, and about every hundredth one looks at all objects. 5,000
-    tensors in new memory cause 7. Objects that describe them would cause 50 to 100.
-    """
+    """Publishing and fetching 5,000 small tensors starts only a few garbage collections."""
+    # Python starts a collection with every 700 further objects, and about every hundredth one looks at all objects.
+    # 5,000 tensors in new memory cause 7. Objects that describe them would cause 50 to 100.
     begun: list[str] = []
 
     def note(phase: str, _: dict[str, int]) -> None:

@@ -47,6 +47,7 @@ def there_and_back(payload: Any) -> Any:
 @pytest.mark.covers("T1")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype_arrive_unchanged(dtype: torch.dtype) -> None:
+    """`fetch` returns tensors of every dtype with the bits that were published."""
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     payload = {"a": [tensor.t(), torch.empty(0, 4, dtype=dtype), tensor[0, 1]]}
     assert plain(there_and_back(payload)) == plain(payload)
@@ -81,10 +82,8 @@ def test_a_shared_tensor_is_sent_once() -> None:
 
 @pytest.mark.covers("T1")
 def test_a_negated_view_keeps_its_values() -> None:
-    """A negated view of a tensor arrives with its negated values, beside the tensor that it negates.
-
-    Both have the same address, dtype, shape and strides. PyTorch negates when it reads.
-    """
+    """A view that torch negates only when it is read (`torch._neg_view`) arrives with its negated values."""
+    # Beside it is the tensor that it negates. Both have the same address, dtype, shape and strides.
     waves = torch.tensor([1 + 2j, 3 - 4j])
     back = there_and_back([waves.imag, waves.conj().imag])
     assert [tensor.tolist() for tensor in back] == [[2.0, -4.0], [-2.0, 4.0]]
@@ -92,7 +91,7 @@ def test_a_negated_view_keeps_its_values() -> None:
 
 @pytest.mark.covers("T1")
 def test_different_views_of_one_memory_keep_their_values() -> None:
-    """Views of one memory that differ in shape, strides or dtype arrive as tensors of their own."""
+    """Views of one memory that differ in shape, strides or dtype arrive as separate tensors with their values."""
     square = torch.arange(4.0).reshape(2, 2)
     back = there_and_back([square, square.t(), square.view(torch.int32), square[0]])
     assert [tensor.tolist() for tensor in (back[0], back[1], back[3])] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [0, 1]]
@@ -108,11 +107,10 @@ class Turned:
 
 @pytest.mark.covers("T1", "T13")
 def test_temporary_arrays_are_not_confused() -> None:
-    """Temporary arrays of a registered type arrive with their own values, though Python reuses the ids of deleted
+    """Temporary arrays of a user's own type arrive with their own values, though Python reuses the ids of deleted
     objects.
-
-    The type's producer makes copies, which nothing else keeps alive.
     """
+    # The type's producer makes copies, which nothing else keeps alive.
     register(Turned, "test.turned", lambda value: value.values[::-1], Turned)
     back = there_and_back([Turned(np.array([number, -number])) for number in range(20)])
     assert [value.values.tolist() for value in back] == [[-number, number] for number in range(20)]
@@ -182,10 +180,8 @@ def test_the_deepest_allowed_payload_arrives() -> None:
 
 @pytest.mark.covers("T13")
 def test_a_stream_that_gives_too_many_bytes_is_stopped() -> None:
-    """A stream is stopped as soon as it has given more bytes than its shape needs.
-
-    The stream is for 4 bytes. Two chunks of three bytes are read, and only the first chunk is passed on.
-    """
+    """A stream is stopped as soon as it has given more bytes than its declared shape needs."""
+    # The stream is for 4 bytes. Two chunks of three bytes are read, and only the first chunk is passed on.
     asked: list[int] = []
 
     def chunks() -> Iterator[bytes]:
@@ -456,10 +452,8 @@ def test_a_lazy_state_loads_tensors_on_access(state: Any, reads: list[int]) -> N
 
 @pytest.mark.covers("D5")
 def test_a_loaded_tensor_outlives_its_lazy_tensor(state: Any) -> None:
-    """A tensor that a lazy tensor has loaded stays usable after the lazy tensor is released.
-
-    The lazy tensor itself is small, and is not a `torch.Tensor`.
-    """
+    """A tensor that was loaded from a lazy tensor stays usable after the lazy tensor is released."""
+    # The lazy tensor itself is small, and is not a `torch.Tensor`.
     lazy = state.ref("w")
     assert not isinstance(lazy, torch.Tensor)
     assert sys.getsizeof(lazy) <= 100
@@ -491,11 +485,9 @@ def test_lazy_values_cannot_be_pickled(state: Any) -> None:
 
 
 @pytest.mark.covers("T13")
-def test_lazy_tensors_are_read_in_runs(state: Any) -> None:
-    """A lazy tensor can be read in runs of limited size, each in new memory. A released lazy tensor refuses this.
-
-    `w` has 6 elements of 4 bytes. Runs of 9 bytes have 2 elements, and runs of 3 bytes still have 1.
-    """
+def test_lazy_tensors_are_read_in_pieces(state: Any) -> None:
+    """A lazy tensor can be read in pieces of limited size, until it is released."""
+    # `w` has 6 elements of 4 bytes. Runs of 9 bytes have 2 elements, and runs of 3 bytes still have 1.
     for most_bytes, counts in ((9, [2, 2, 2]), (16, [4, 2]), (3, [1] * 6), (2**20, [6])):
         runs = list(state.ref("w").runs(most_bytes))
         assert [run.numel() for run in runs] == counts

@@ -74,11 +74,8 @@ def test_the_server_keeps_objects_as_safetensors_files(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 def test_the_server_reports_an_unusable_objects_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the objects folder becomes unusable, publishing and fetching fail with an error that names it. The server goes
-    on.
-
-    Here, a file takes the place of the folder while the server runs.
-    """
+    """If the objects folder becomes unusable, publishing and fetching fail with an error that names it."""
+    # The server goes on. Here, a file takes the place of the folder while the server runs.
     folder = tmp_path / "state" / "objects"
     with serve(tmp_path) as server:
         inline, kept = ({"w": torch.ones(count)} for count in (2, 2**17))
@@ -124,7 +121,7 @@ def test_the_server_limits_how_long_objects_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4", "P14")
 def test_a_start_removes_expired_objects_and_leftovers(tmp_path: Path) -> None:
-    """A server that starts removes objects that have expired and files that a killed server has left."""
+    """A starting server removes expired objects and the files that a killed server has left."""
     folder, port = tmp_path / "state" / "objects", free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
@@ -158,7 +155,7 @@ def test_a_killed_server_leaves_no_upload(nursery: Nursery, tmp_path: Path) -> N
 
 
 @pytest.mark.covers("D4", "P5")
-def test_an_aborted_upload_leaves_no_file(tmp_path: Path) -> None:
+def test_an_aborted_upload_of_an_object_leaves_no_file(tmp_path: Path) -> None:
     abort = threading.Event()
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault(PUT, "up", at=1000, action="stall", wait=abort.set))
@@ -168,7 +165,7 @@ def test_an_aborted_upload_leaves_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("D4", "P3")
-def test_a_stalled_upload_is_removed(tmp_path: Path) -> None:
+def test_a_stalled_upload_of_an_object_is_removed(tmp_path: Path) -> None:
     """If no more bytes of an upload arrive within the idle timeout, the server removes the incomplete file."""
     with serve(tmp_path, **{"network.idle_timeout_s": 0.3}) as server:
         assert opened(server, 64, 128)[0] == 200
@@ -191,7 +188,7 @@ def test_a_broken_part_is_sent_again(tmp_path: Path, action: Any) -> None:
 
 
 @pytest.mark.covers("X3", "P14")
-def test_the_objects_quota_is_enforced(tmp_path: Path) -> None:
+def test_the_quota_of_objects_is_enforced(tmp_path: Path) -> None:
     """The server refuses an object that exceeds the quota, and names the setting. Withdrawing an object makes room
     again.
     """
@@ -231,7 +228,7 @@ def test_publishing_needs_a_token(nursery: Nursery, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.covers("X2")
-def test_the_token_is_not_sent_to_a_references_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_not_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """`fetch` sends a reference's secret to the host in the reference, but never the token of the run."""
     monkeypatch.setenv("ATOLL_TOKEN", "the-token-of-the-run")
 
@@ -253,11 +250,9 @@ def opened(server: atoll.Server, head_bytes: int, nbytes: int, part_bytes: int =
 
 @pytest.mark.covers("P1", "X3")
 def test_an_object_is_usable_only_with_all_its_parts(tmp_path: Path) -> None:
-    """The server completes an object only if all its parts and its digest are correct.
-
-    The object has two parts: a head of 64 bytes, and 100 bytes. Its digest is computed from its sizes and both parts'
-    digests.
-    """
+    """The server completes an object only if all its parts and its digest are correct."""
+    # The object has two parts: a head of 64 bytes, and 100 bytes. Its digest is computed from its sizes and both parts'
+    # digests.
     data = bytes(range(164))
     parts = [data[:64], data[64:]]
     digests = [blake3(part).digest() for part in parts]

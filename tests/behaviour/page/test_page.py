@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from kit.admin import pause
 from kit.browser import AXE_PACKAGE, Browser, browser, needs_browser
 from kit.prepared_runs import START, prepared
 from kit.requests import get
 from kit.world import World
+from safetensors.torch import load_file
 
 from atoll.format_text import size
 from atoll.testing.run import wait_until
@@ -41,8 +45,10 @@ def play(world: World, number: int, loss: float) -> None:
     world.wait(number)
 
 
-def test_follows_a_run_without_reload(tmp_path: Path, chrome: Browser) -> None:
-    """The page of an open server needs no token. Each round shows within seconds, and the end, too."""
+def test_the_page_follows_a_run_without_reload(tmp_path: Path, chrome: Browser) -> None:
+    """The page of a run shows each round and the end within seconds, without a reload. An open server asks for no
+    token.
+    """
     with World(tmp_path, START, "ab", rounds=3, **{"run.name": "triage"}) as world:
         chrome.open(world.url)
         chrome.wait("#sentence", "waits for 2 sites to join")
@@ -68,7 +74,8 @@ def play_last(world: World) -> None:
     wait_until(lambda: world.status.finished, "the end of the run")
 
 
-def test_numbers_are_those_of_the_status(tmp_path: Path, chrome: Browser) -> None:
+def test_the_page_shows_the_numbers_of_the_status(tmp_path: Path, chrome: Browser) -> None:
+    """The page of a run shows the same version, sites and metrics as the status."""
     with World(tmp_path, START, "abc", rounds=9, **{"rounds.best_metric": "loss"}) as world:
         for number in (1, 2, 3):
             play(world, number, 1 / number)
@@ -103,8 +110,8 @@ def test_numbers_are_those_of_the_status(tmp_path: Path, chrome: Browser) -> Non
         assert "(best" in chrome.text("#version-table")
 
 
-def test_hostile_texts_stay_text(tmp_path: Path, chrome: Browser) -> None:
-    """Names of metrics, hosts, labels and runs that are markup run no script and make no element."""
+def test_the_page_shows_hostile_text_as_text(tmp_path: Path, chrome: Browser) -> None:
+    """If names of metrics, hosts, labels or runs contain HTML, the page shows them as text and runs no script."""
     with prepared("hostile", tmp_path) as world:
         chrome.open(f"{world.url}/#site=evil")
         chrome.wait("#detail", "<img src=x onerror=")
@@ -123,8 +130,10 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[W
         yield world, (tmp_path / "state" / "reader.token").read_text().strip()
 
 
-def test_asks_for_the_readers_token(guarded: tuple[World, str], chrome: Browser) -> None:
-    """Without one the page shows no data; a wrong one is refused by name; the right one stays for the tab alone."""
+def test_the_page_asks_for_the_readers_token(guarded: tuple[World, str], chrome: Browser) -> None:
+    """Without the reader's token, the page shows no data. It refuses a wrong token, and keeps the right one only for
+    this tab.
+    """
     world, token = guarded
     chrome.open(world.url)
     chrome.wait("#ask", "reader.token")
@@ -144,8 +153,8 @@ def enter(chrome: Browser, token: str) -> None:
     field.send_keys(token, "\n")
 
 
-def test_takes_the_token_off_the_address(guarded: tuple[World, str], chrome: Browser) -> None:
-    """`atoll run --open` puts it behind the #, where it is sent to no server."""
+def test_the_page_removes_the_token_from_its_address(guarded: tuple[World, str], chrome: Browser) -> None:
+    """The page removes the token, which `atoll run --open` puts behind the `#`, from the address bar at once."""
     world, token = guarded
     chrome.open(f"{world.url}/#token={token}")
     chrome.wait("#sentence", "waits for 1 site to join")
@@ -153,8 +162,8 @@ def test_takes_the_token_off_the_address(guarded: tuple[World, str], chrome: Bro
     chrome.forget()
 
 
-def test_a_cut_stream_resumes_by_number(tmp_path: Path, chrome: Browser) -> None:
-    """The server ends and starts again: the page says so, goes on, and has each event once."""
+def test_the_page_resumes_after_a_server_restart(tmp_path: Path, chrome: Browser) -> None:
+    """If the server restarts, the page says that it has no answer, then continues and shows each event once."""
     with World(tmp_path, START, "ab", rounds=9) as world:
         chrome.open(world.url)
         play(world, 1, 0.9)
@@ -178,7 +187,8 @@ def test_a_cut_stream_resumes_by_number(tmp_path: Path, chrome: Browser) -> None
         assert set(numbers) <= set(kept)
 
 
-def test_deep_links_lead_to_a_site_and_a_round(tmp_path: Path, chrome: Browser) -> None:
+def test_page_links_open_a_site_and_a_round(tmp_path: Path, chrome: Browser) -> None:
+    """A link to the page with a site and a round in it opens that site and that round."""
     with World(tmp_path, START, "ab", rounds=9) as world:
         play(world, 1, 0.9)
         play(world, 2, 0.5)
@@ -190,8 +200,9 @@ def test_deep_links_lead_to_a_site_and_a_round(tmp_path: Path, chrome: Browser) 
         chrome.wait("#detail", "No site nobody has joined this run.")
 
 
-def test_pointing_at_a_line_names_its_site(tmp_path: Path, chrome: Browser) -> None:
-    """The site b reports 0.5 in both rounds, the site a 0.1, so the line of b is at the top of the chart."""
+def test_pointing_at_a_curve_names_its_site(tmp_path: Path, chrome: Browser) -> None:
+    """If the mouse points at a line of the chart, the page names its site."""
+    # The site b reports 0.5 in both rounds, the site a 0.1, so the line of b is at the top of the chart.
     with World(tmp_path, START, "ab", rounds=9) as world:
         for number in (1, 2, 3):
             world.pull(number=number)
@@ -208,8 +219,8 @@ def test_pointing_at_a_line_names_its_site(tmp_path: Path, chrome: Browser) -> N
         chrome.wait("figcaption", "mean 0.3 in round 2; b 0.5")
 
 
-def test_the_keyboard_reaches_everything(tmp_path: Path, chrome: Browser) -> None:
-    """Tab goes to the link over the rest, the sections, the sort buttons and the sites; Enter sorts and opens."""
+def test_the_page_can_be_used_by_keyboard(tmp_path: Path, chrome: Browser) -> None:
+    """The Tab key reaches the sections, the sort buttons and the sites of the page, and Enter sorts or opens them."""
     from selenium.webdriver.common.keys import Keys
 
     with World(tmp_path, START, "ab", rounds=9) as world:
@@ -245,7 +256,8 @@ def test_the_keyboard_reaches_everything(tmp_path: Path, chrome: Browser) -> Non
 @pytest.mark.skipif(AXE_PACKAGE is None, reason="the package axe-core-python is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390], ids=["laptop", "phone"])
-def test_axe_finds_nothing_serious(tmp_path: Path, chrome: Browser, dark: bool, width: int) -> None:
+def test_the_page_has_no_accessibility_faults(tmp_path: Path, chrome: Browser, dark: bool, width: int) -> None:
+    """The accessibility checker axe finds no serious fault on the page, on a laptop or a phone, in light or dark."""
     with prepared("nan", tmp_path) as world:
         chrome.set_look(dark=dark, width=width)
         chrome.open(f"{world.url}/#site=clinic-cedar&round=2")
@@ -256,10 +268,88 @@ def test_axe_finds_nothing_serious(tmp_path: Path, chrome: Browser, dark: bool, 
         assert chrome.axe() == []
 
 
-def test_the_page_stays_in_its_width(tmp_path: Path, chrome: Browser) -> None:
-    """On a phone, wide tables scroll by themselves."""
+def test_the_page_fits_a_phone(tmp_path: Path, chrome: Browser) -> None:
+    """On a phone, the page is not wider than the screen. Wide tables scroll by themselves."""
     with prepared("hostile", tmp_path) as world:
         chrome.set_look(width=390, height=844)
         chrome.open(world.url)
         chrome.wait("#version-table", "1 (durable)")
         assert chrome.js("return document.documentElement.scrollWidth") <= 390
+
+
+def test_the_servers_evaluation_is_in_charts_and_tables(tmp_path: Path, chrome: Browser) -> None:
+    """Version v is evaluated to 0.8 / v: it has a line in the chart, a column of versions, and a row when compared."""
+    with World(tmp_path, START, "a", rounds=9, evaluate=evaluated) as world:
+        for number in (1, 2):
+            world.pull(number=number)
+            world.submit("a", 0.5, metrics={"loss": 1 / number})
+            world.wait(number)
+        chrome.open(world.url)
+        told = "mean 0.5 in round 2, down from 1 in round 1; at the server 0.4 in round 2, down from 0.8 in round 1"
+        chrome.wait("figcaption", told)
+        chrome.wait("#version-table", "loss at the server")
+        chrome.wait("#version-table", "0.4")
+        for box in chrome.driver.find_elements("css selector", "#version-table input"):
+            box.click()
+        assert "loss at the server 0.8 0.4 -0.4" in " ".join(chrome.wait("#compared", "at the server").split())
+        world.pull(number=3)
+        world.submit("a", 0.5, metrics={"loss": 0.25})
+        chrome.wait("figcaption", "at the server 0.2667 in round 3, down from 0.8 in round 1")  # without a reload
+
+
+def evaluated(model: Any) -> dict[str, float]:
+    """By version: each adds 0.5."""
+    return {"loss": 0.8 / (2 * float(model["bias"][0]))}
+
+
+def test_a_held_up_run_is_amber(tmp_path: Path, chrome: Browser) -> None:
+    """Paused is neither calm nor red, the time left is not known, and the end waits."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        chrome.open(world.url)
+        assert chrome.wait("#alive", "none") == "none has joined"
+        calm = colour(chrome)
+        play(world, 1, 0.9)
+        pause(world)
+        chrome.wait("#sentence", "The run is paused in round 2 of 9")
+        assert "The end waits for that, then for 7 more rounds" in chrome.text("#sentence")
+        assert chrome.text("#left") == "not known"
+        assert chrome.js("return document.getElementById('headline').className") == "held"
+        assert colour(chrome) != calm
+
+
+def colour(chrome: Browser) -> str:
+    return str(chrome.js("return getComputedStyle(document.getElementById('headline')).backgroundColor"))
+
+
+def test_a_reader_saves_versions_and_updates(guarded: tuple[World, str], chrome: Browser, tmp_path: Path) -> None:
+    """The file has the tensors of the version, and the table each update; both come with the reader's token."""
+    world, token = guarded
+    for number in (1, 2):
+        world.pull(number=number)
+        world.submit("a", 0.5, metrics={"loss": 1 / number})
+    world.wait(2)
+    saved = tmp_path / "saved"
+    chrome.save_in(saved)
+    chrome.open(f"{world.url}/#token={token}")
+    chrome.wait("#version-table", "Save")
+    chrome.js("document.querySelector('[aria-label=\"Save version 2 as safetensors\"]').click()")
+    wait_until((saved / "version-2.safetensors").is_file, "the version")
+    assert {name: float(each.mean()) for name, each in load_file(saved / "version-2.safetensors").items()} == {
+        "weight": 1.0,
+        "bias": 1.0,
+    }
+    chrome.js("document.getElementById('csv').click()")
+    wait_until((saved / "updates.csv").is_file, "the table")
+    rows = list(csv.DictReader((saved / "updates.csv").read_text().splitlines()))
+    assert [(row["round"], row["site"], row["metrics.loss"]) for row in rows] == [
+        (number, site, value) for number, value in (("1", "1.0"), ("2", "0.5")) for site in ("", "a")
+    ]
+    chrome.forget()
+
+
+@pytest.mark.parametrize(("swarm", "words"), [(False, "asynchronous"), (True, "swarm")], ids=["asynchronous", "swarm"])
+def test_the_page_names_the_kind_of_a_run(tmp_path: Path, chrome: Browser, swarm: bool, words: str) -> None:
+    settings = {"swarm.enabled": True} if swarm else {"async.enabled": True}
+    with World(tmp_path, START, "ab", rounds=9, **settings) as world:
+        chrome.open(world.url)
+        chrome.wait("#about", words)

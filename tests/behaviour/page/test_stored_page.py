@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import urllib.error
 import urllib.request
@@ -43,11 +44,11 @@ def started(nursery: Nursery, folder: Path) -> tuple[Process, str]:
 @needs_browser
 @pytest.mark.parametrize(
     ("rounds", "words"),
-    [(2, "The run is finished after 2 rounds."), (9, "No server runs: the run stopped in round 3.")],
+    [(2, "The run is finished after 2 rounds."), (9, "No server runs: the run stopped in round 3 of 9.")],
     ids=["finished", "dead"],
 )
-def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds: int, words: str) -> None:
-    """The page has all that the journal has, and the folder stays as it is."""
+def test_atoll_page_shows_a_run_without_server(tmp_path: Path, nursery: Nursery, rounds: int, words: str) -> None:
+    """`atoll page` shows a finished or interrupted run from its state directory, and changes nothing there."""
     stored(tmp_path, rounds)
     before = files_of(tmp_path / "state")
     _, address = started(nursery, tmp_path / "state")
@@ -57,6 +58,7 @@ def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds
         chrome.wait("#link", "stored in")
         chrome.wait("figcaption", "in round 2")
         assert chrome.texts("#version-table tbody th")[0].startswith("2")
+        assert f"atoll export --dir {tmp_path / 'state'} model.safetensors" in chrome.text("#versions-hint")
         assert any("round 2 made version 2" in each for each in chrome.texts("#event-list span"))
         chrome.js("document.querySelector('details').open = true")
         chrome.wait("#setting-table", "algorithm.name")
@@ -64,18 +66,41 @@ def test_shows_a_run_without_its_server(tmp_path: Path, nursery: Nursery, rounds
     assert files_of(tmp_path / "state") == before
 
 
-def test_only_the_holder_of_the_token_reads(tmp_path: Path, nursery: Nursery) -> None:
+def test_atoll_page_needs_the_token_for_data(tmp_path: Path, nursery: Nursery) -> None:
+    """Without the token from the address that it prints, `atoll page` gives out no data of the run."""
     stored(tmp_path)
     _, address = started(nursery, tmp_path / "state")
     base = address.partition("#")[0]
     assert urllib.request.urlopen(base, timeout=10).status == 200
-    for path in ("v1/status", "v1/events", "v1/site-curves", "v1/settings"):
+    for path in ("v1/status", "v1/events", "v1/site-curves", "v1/settings", "v1/updates.csv"):
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(base + path, timeout=10)
         assert refused.value.code == 401
 
 
-def test_a_living_run_is_shown_by_its_server(tmp_path: Path, nursery: Nursery) -> None:
+def test_saves_versions_and_updates(tmp_path: Path, nursery: Nursery) -> None:
+    """The version's bytes are those of `atoll export`; the table has every update; a version that is gone says so."""
+    stored(tmp_path)
+    assert command(nursery, tmp_path, "export", "--dir", "state", "out.safetensors").returncode == 0
+    _, address = started(nursery, tmp_path / "state")
+    base, _, token = address.partition("#token=")
+
+    def got(path: str) -> bytes:
+        request = urllib.request.Request(base + path, headers={"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return bytes(answer.read())
+
+    assert got("v1/versions/2/model.safetensors") == (tmp_path / "out.safetensors").read_bytes()
+    rows = list(csv.DictReader(got("v1/updates.csv").decode().splitlines()))
+    assert [(row["round"], row["site"]) for row in rows] == [(each, site) for each in "12" for site in ("", "a", "b")]
+    assert float(rows[1]["metrics.loss"]) == metrics_of(1, falls, 0)["loss"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        got("v1/versions/9/model.safetensors")
+    assert refused.value.code == 410
+
+
+def test_atoll_page_refers_to_a_running_server(tmp_path: Path, nursery: Nursery) -> None:
+    """If the run's server is running, `atoll page` gives the address of the server's own page."""
     with World(tmp_path, START, "ab", rounds=9) as world:
         outcome = command(nursery, tmp_path, "page", "state")
         token = (tmp_path / "state" / "reader.token").read_text().strip()
@@ -83,7 +108,7 @@ def test_a_living_run_is_shown_by_its_server(tmp_path: Path, nursery: Nursery) -
 
 
 @pytest.mark.parametrize("kind", ["empty", "absent", "damaged"])
-def test_says_what_is_wrong_with_a_folder(tmp_path: Path, nursery: Nursery, kind: str) -> None:
+def test_atoll_page_says_what_is_wrong_with_a_folder(tmp_path: Path, nursery: Nursery, kind: str) -> None:
     folder = tmp_path / "state"
     if kind == "empty":
         folder.mkdir()

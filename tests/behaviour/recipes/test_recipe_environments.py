@@ -109,11 +109,9 @@ def test_a_swarm_gives_the_bits_of_a_server() -> None:
 
 @pytest.mark.long
 def test_atoll_simulate_runs_a_recipes_run_file(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll simulate` runs the run file that a recipe writes. Repeating the recipe's own simulation gives the same
-    history.
-
-    The command's sites have other names and so other data: the numbers differ.
-    """
+    """`atoll simulate` runs the run file that a recipe writes."""
+    # Repeating the recipe's own simulation gives the same history. The command's sites have other names and so other
+    # data: the numbers differ.
     made = recipe(model=module())
     simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated", quiet=True))
     made.write("there/run.toml")
@@ -145,7 +143,7 @@ def test_a_recipe_passes_its_options_to_the_simulation(tmp_path: Path, monkeypat
     assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
 
 
-def test_a_recipes_simulation_refuses_fragments_and_diloco_loops(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_simulated_recipe_refuses_fragments_and_diloco_loops(caplog: pytest.LogCaptureFixture) -> None:
     """A recipe's simulation refuses several fragments, and a script that uses `atoll.DiLoCo`. The error says what to
     use.
     """
@@ -164,10 +162,8 @@ def test_a_recipes_simulation_refuses_fragments_and_diloco_loops(caplog: pytest.
 
 
 def test_a_recipe_continues_only_its_own_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """A recipe that is executed again in its folder continues its failed run. After the end it trains nothing.
-
-    It refuses a folder that contains another run or other files.
-    """
+    """A recipe that is executed again in its folder continues its failed run."""
+    # After the end it trains nothing. It refuses a folder that contains another run or other files.
     train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
             raise SystemExit(3)""")
     with pytest.raises(
@@ -210,7 +206,7 @@ def test_a_recipe_refuses_the_folder_of_a_running_run() -> None:
 
 @pytest.mark.long
 def test_a_run_survives_the_death_of_a_spare_site(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """If a round needs two of three sites and the third site is killed in round 2, the run ends without it."""
+    """If a round needs two of three sites and the third site is killed, the run of a recipe ends without it."""
     train_and('if (worker.site, fl_round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)')
     made = recipe(num_rounds=3).add_server_config(
         {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2}
@@ -253,10 +249,9 @@ def mean(updates):
 
 @pytest.mark.covers("X9")
 def test_a_failed_run_of_a_recipe_can_be_continued(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """If a run fails at the server, the error gives the server's reason. Once the cause is repaired, the run goes on.
-
-    The error does not say that the sites have ended, because the server told them to.
-    """
+    """A recipe's run that failed at the server goes on when the cause is repaired and the recipe is executed again."""
+    # If a run fails at the server, the error gives the server's reason. The error does not say that the sites have
+    # ended, because the server told them to.
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     made = recipe().add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
     with pytest.raises(RunFailed, match=r"The server ended with exit code 9: .*no quorum of ours") as failed:
@@ -272,10 +267,9 @@ def test_a_failed_run_of_a_recipe_can_be_continued(tmp_path: Path, capfd: pytest
 
 
 def test_a_recipe_reports_a_server_stopped_before_the_end() -> None:
-    """If a server is stopped before its run has finished, the recipe raises an error. The same call continues the run.
-
-    SIGTERM stops a server with exit code 0. The site's script finds the server as the only other process in its folder.
-    """
+    """If a server is stopped before its run has finished, the recipe raises an error."""
+    # The same call continues the run. SIGTERM stops a server with exit code 0. The site's script finds the server as
+    # the only other process in its folder.
     stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
             import contextlib, os, pathlib, signal, time
             for process in filter(lambda each: each.name.isdigit(), pathlib.Path("/proc").iterdir()):
@@ -353,10 +347,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("watched")
 def test_two_sites_take_part_with_recipes(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two sites take part in a run of a server with the same recipe, and both get the result's history.
-
-    The server ends after both scripts have left and both recipes have seen the end of the run.
-    """
+    """Two sites take part in a server's run with the same recipe, and both get the metrics of all rounds."""
+    # The server ends after both scripts have left and both recipes have seen the end of the run.
     made = recipe(model=module(), num_rounds=3)
     results: dict[str, RunResult] = {}
     with server_of(made) as server:
@@ -377,7 +369,7 @@ def test_two_sites_take_part_with_recipes(capfd: pytest.CaptureFixture[str]) -> 
     assert said.count("done") == 2
 
 
-def test_a_recipe_lists_all_differences_from_the_servers_run() -> None:
+def test_a_recipe_lists_all_differences_from_the_run() -> None:
     """If the server's run differs from a site's recipe, the recipe refuses to take part and lists every difference."""
     waits = {"rounds.quorum": 2, "rounds.deadline_s": 60}
     with server_of(recipe(FedAvgRecipe, model=module()).add_server_config(waits)) as server:
@@ -420,13 +412,11 @@ def gone(*_: object) -> None:
 @pytest.mark.covers("X9")
 @pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("reads_status", [True, False])
-def test_a_sites_recipe_reports_that_the_run_failed(
+def test_a_recipe_at_a_site_reports_a_failed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reads_status: bool
 ) -> None:
-    """If the run fails at the server, the recipe at the site raises an error with the reason.
-
-    If the server has already ended, the error refers to the output of the script, which has printed the reason.
-    """
+    """If the run fails at the server, the recipe at a site raises an error with the reason."""
+    # If the server has already ended, the error refers to the output of the script, which has printed the reason.
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     if not reads_status:
         asked = iter([environments.ask] * 2)  # what the run is, and its status, before the script starts

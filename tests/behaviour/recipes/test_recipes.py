@@ -60,6 +60,7 @@ KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
 
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_a_recipes_run_file_has_exactly_its_settings(algorithm: str, tmp_path: Path) -> None:
+    """The run file of a recipe has the settings that the recipe was given, and no other."""
     kind, given, chosen = KINDS[algorithm]
     made = recipe(kind, **given).add_server_config(
         {"aggregation.upload_codec.name": "int8", "network.heartbeat_timeout_s": 300}
@@ -196,7 +197,7 @@ def test_a_recipe_refuses_an_unsuitable_environment(given: dict[str, Any], env: 
 
 
 def test_a_single_aggregator_may_be_a_plain_string() -> None:
-    """`SwarmRecipe` takes a plain string as the name of one aggregator, not as a sequence of letters."""
+    """`SwarmRecipe` takes a plain string as the name of one aggregator, not as a list of one-letter names."""
     assert recipe(SwarmRecipe, aggregators="site-2").settings().swarm.aggregators == ("site-2",)  # not its letters
 
 
@@ -250,7 +251,7 @@ def test_a_wrong_server_config_changes_nothing(given: list[Any], said: str) -> N
     assert made.settings() == before
 
 
-def test_server_configs_add_up() -> None:
+def test_repeated_server_configs_add_up() -> None:
     """Each call of `add_server_config` adds to the earlier ones. Keyword arguments are refused."""
     made = recipe(DiLoCoRecipe)
     with pytest.raises(
@@ -281,11 +282,9 @@ def schema_of(folder: Path, settings: Settings, *model: Any) -> dict[str, Any]:
         return get(server.url, "/v1/schema")[1]
 
 
-def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
-    """An asynchronous run makes a version without waiting for all `min_sites` of its recipe.
-
-    `min_sites` is 2. Both sites join, and then one of them leaves.
-    """
+def test_an_asynchronous_recipe_waits_for_no_site(tmp_path: Path) -> None:
+    """The run of an asynchronous recipe makes versions without waiting for all `min_sites` sites."""
+    # `min_sites` is 2. Both sites join, and then one of them leaves.
     config = {"async.enabled": True, "aggregation.upload_codec.name": "none"}
     given = {"network.port": 0, "disk.state_dir": tmp_path / "state"}
     settings = recipe(DiLoCoRecipe).add_server_config(config).settings().changed(given)
@@ -312,7 +311,7 @@ def test_a_module_is_the_initial_model(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P17")
 @pytest.mark.parametrize("kind", ["module", "function", "class path"])
-def test_an_initial_checkpoint_gives_the_models_weights(kind: str, tmp_path: Path) -> None:
+def test_an_initial_checkpoint_sets_the_models_weights(kind: str, tmp_path: Path) -> None:
     """A recipe with `initial_ckpt` writes an initial model with the checkpoint's weights, whatever form the model
     has.
     """
@@ -381,7 +380,7 @@ def test_a_recipes_paths_are_relative_to_the_current_folder(tmp_path: Path) -> N
 
 
 def test_the_commands_in_a_run_file_refer_to_this_file(tmp_path: Path) -> None:
-    """The commands in a recipe's run file are for the folder of the script, and give the run file's path from there."""
+    """A user can copy the commands in a recipe's run file: they give paths from the folder of the script."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):
@@ -392,7 +391,7 @@ def test_the_commands_in_a_run_file_refer_to_this_file(tmp_path: Path) -> None:
 
 
 def test_a_recipe_overwrites_only_its_own_run_files(tmp_path: Path) -> None:
-    """A recipe does not overwrite a run file that no recipe has written. It overwrites its own run file."""
+    """A recipe overwrites its own run file, but not one that the user has written or changed."""
     (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
         recipe().write("run.toml")
@@ -420,8 +419,11 @@ def told(number: int, site: str) -> dict[str, object]:
     return {"site": site}
 
 
-def test_a_recipe_has_the_sites_configuration(tmp_path: Path) -> None:
-    """A dict is the table of the run file; a function or its name is named there; other functions are refused."""
+def test_a_recipe_accepts_a_round_configuration(tmp_path: Path) -> None:
+    """A recipe writes a dict of round settings into its run file, and a function by its name. It refuses functions that
+    have no name.
+    """
+    # A dict is the table of the run file; a function or its name is named there; other functions are refused.
     table = {"lr": {"1": 0.1, "3": 0.01}, "epochs": 2}
     written = recipe(FedAvgRecipe, config=table).write(tmp_path / "run.toml")
     assert Settings.read(written, environ={}).rounds.config == table

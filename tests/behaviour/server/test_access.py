@@ -42,8 +42,8 @@ def join(url: str, **fields: object) -> tuple[int, str]:
 
 @pytest.mark.covers("F30")
 def test_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
-    """The server refuses a site with another model or another synchronisation interval, whatever the site has
-    checked.
+    """The server refuses a site with another model or another synchronisation interval, even if the site itself did not
+    notice.
     """
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5) as server:
         assert re.search("^config: .*every 6 steps, but the run every 5", join(server.url, sync_every=6)[1])
@@ -58,8 +58,8 @@ def test_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F30")
 def test_a_model_without_controls_fits_scaffold(tmp_path: Path) -> None:
-    """A worker of a SCAFFOLD run may join with the schema of its own model, or with the run's schema, which has
-    controls.
+    """In a SCAFFOLD run, a worker may join with the schema of its own model, although the run's schema also has
+    SCAFFOLD's controls.
     """
     digests = []
     for algorithm in ("fedavg", "scaffold"):
@@ -116,7 +116,7 @@ def test_server_and_client_accept_only_tls_1_3(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.covers("X2")
-def test_only_the_complete_token_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_whole_token_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         wrong = [None, "", "Bearer", "Bearer ", "Bearer secre", "Bearer secret1", "Basic secret"]
@@ -131,9 +131,7 @@ def test_only_the_complete_token_is_accepted(tmp_path: Path, monkeypatch: pytest
 def test_a_compressed_body_leaves_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request without a token that claims a compressed body gets 401 and causes no traceback. The next one is
-    answered.
-    """
+    """A request without a token that claims a compressed body gets 401 and causes no traceback at the server."""
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         body = {"Content_Encoding": "gzip", "Content_Type": "application/json", "Content_Length": 2}
@@ -148,9 +146,8 @@ def test_a_compressed_body_leaves_no_traceback(
 def test_refuses_a_token_that_no_header_can_carry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token: bytes
 ) -> None:
-    """The server refuses a token with a space, a line break or a character that an HTTP header cannot carry.
-
-    It does so for a token from a file or a variable. Spaces around the token are removed.
+    """The server refuses a token, from a file or a variable, with a character that an HTTP header cannot carry. Spaces
+    around it are removed.
     """
     path = tmp_path / "token"
     path.touch(mode=0o600)
@@ -216,10 +213,10 @@ def test_a_wrong_authority_or_scheme_gives_a_remedy(tmp_path: Path, authority: t
 
 
 def test_an_early_end_of_tls_blames_no_certificate() -> None:
-    """If a TLS connection ends early, the error says that the server does not answer, and blames no certificate.
-
-    Each worker sees this when its server is killed.
+    """If a TLS connection breaks off during the handshake, the error says that the server does not answer, and blames
+    no certificate.
     """
+    # Each worker sees this when its server is killed.
     from atoll.transport.http_client import network_error
 
     error = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
@@ -241,10 +238,8 @@ FOREIGN = [
 
 @pytest.mark.parametrize("host", LOCAL + FOREIGN)
 def test_the_gate_accepts_only_loopback_host_names(host: str | None) -> None:
-    """A local server without a token accepts only host names of the loopback interface.
-
-    The test calls the gate directly, so that it can give headers that no HTTP library sends, such as several hosts.
-    """
+    """A local server without a token answers only requests for host names of the loopback interface."""
+    # The test calls the gate directly, so that it can give headers that no HTTP library sends, such as several hosts.
     from atoll.server.http.gate import Gate
 
     gate, named = Gate(None, local=True), [] if host is None else [host]
@@ -308,7 +303,7 @@ IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopb
         pytest.param({"network.host": "::1"}, "", "evil.example", None, 401, marks=IPV6),
     ],
 )
-def test_the_host_name_matters_only_on_loopback_without_a_token(
+def test_host_names_matter_only_without_a_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
@@ -317,10 +312,8 @@ def test_the_host_name_matters_only_on_loopback_without_a_token(
     authorization: str | None,
     status: int,
 ) -> None:
-    """Only a server on loopback without a token checks the host name of a request.
-
-    With a token, only the token decides. With `network.insecure`, every host name is accepted.
-    """
+    """Only a server on loopback without a token checks the host name of a request."""
+    # With a token, only the token decides. With `network.insecure`, every host name is accepted.
     monkeypatch.setenv("ATOLL_TOKEN", token)
     address = "::1" if settings.get("network.host") == "::1" else "127.0.0.1"
     with plain_server(tmp_path, nn.Linear(2, 1), **settings) as server:

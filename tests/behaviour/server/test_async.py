@@ -88,7 +88,7 @@ def one_by_one(world: World) -> None:
     ids=["constant", "inverse_sqrt", "own"],
 )
 def test_an_async_run_applies_updates_one_by_one(world: World, weight: str, scales: tuple[float, ...]) -> None:
-    """An asynchronous run applies each update as it comes, scaled by the weight for its staleness."""
+    """An asynchronous run applies each update as it comes, scaled down by how many versions it is behind."""
     world.start(**{"async.staleness_weight": weight})
     one_by_one(world)
     assert world.staleness == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]
@@ -125,8 +125,8 @@ def test_a_staleness_weight_above_one_is_refused() -> None:
 
 @pytest.mark.covers("L5")
 def test_an_update_too_far_behind_is_dropped(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """An update that is more versions behind than `async.max_staleness` does not count. Its site goes on from the
-    newest one.
+    """An update that is more versions behind than `async.max_staleness` does not count, and its site continues from the
+    newest version.
     """
     world.start(**{"async.max_staleness": 1})
     world.pull()
@@ -158,13 +158,10 @@ def test_an_async_buffer_of_two_takes_their_mean(world: World) -> None:
 
 @pytest.mark.covers("L5")
 def test_an_async_buffer_scales_updates_by_staleness(world: World) -> None:
-    """In a buffer of two updates, the weight for staleness scales each update by itself.
-
-    The second step has the update of site `a`, which is 1 version behind, with weight 3/4. It has the new update of
-    site `b` with weight 1/4.
-
-    The staleness halves the update of `a`: the gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
-    """
+    """If a version is made from two updates, each is scaled by its own staleness."""
+    # The second step has the update of site `a`, which is 1 version behind, with weight 3/4. It has the new update of
+    # site `b` with weight 1/4. The staleness halves the update of `a`: the gradient is 3/4 · 1/2 · g_a + 1/4 · g_b =
+    # 0.375 g_a + 0.25 g_b.
     world.start(**{"async.buffer_size": 2, "async.staleness_weight": f"{__name__}:halved"})
     world.pull()
     world.submit("b", -G[0])
@@ -192,8 +189,8 @@ def test_warns_of_an_update_six_versions_old(world: World, caplog: pytest.LogCap
 
 @pytest.mark.covers("L6")
 def test_an_async_run_may_start_with_synchronous_rounds(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    """With `async.sync_rounds_first = 1`, the first version is made from all sites' updates, and later ones from single
-    ones.
+    """With `async.sync_rounds_first = 1`, the first version is made from the updates of all sites, and each later one
+    from a single update.
     """
     caplog.set_level("INFO", "atoll")
     world.start(**{"async.sync_rounds_first": 1, "async.momentum_every": 2})
@@ -214,10 +211,8 @@ def test_an_async_run_may_start_with_synchronous_rounds(world: World, caplog: py
 
 @pytest.mark.covers("L2", "L3", "L6")
 def test_dynamic_local_steps_give_a_slow_site_fewer_steps(tmp_path: Path) -> None:
-    """With `diloco.dynamic_local_steps`, a site whose steps take four times as long is soon asked for fewer steps.
-
-    Measured rates vary on a busy machine, so the loops train until the slow site is asked for fewer steps.
-    """
+    """With `diloco.dynamic_local_steps`, a site whose steps take four times as long is soon asked for fewer steps."""
+    # Measured rates vary on a busy machine, so the loops train until the slow site is asked for fewer steps.
     settings = {
         "algorithm.name": "diloco",
         "async.enabled": True,
@@ -273,7 +268,7 @@ STREAMING = {"diloco.num_fragments": 2, "diloco.sync_every": 4, "diloco.fragment
     ],
     ids=["momentum", "never-async", "topk", "alpha-1", "keep", "too-many-differences"],
 )
-def test_warns_of_settings_that_defeat_each_other(
+def test_warns_of_settings_that_contradict_each_other(
     tmp_path: Path, settings: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If settings work against each other, the server warns at its start and in the status."""
@@ -314,10 +309,8 @@ def test_an_async_run_refuses_unsuitable_settings(tmp_path: Path, settings: dict
 
 @pytest.mark.covers("L5")
 def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
-    """The server keeps a version until the site to which it promised the version has pulled it.
-
-    Beyond that, only the two newest versions are kept. Site `a` pulls version 0 when version 4 is the newest.
-    """
+    """An asynchronous server keeps an old version until the site that was told to pull it has done so."""
+    # Beyond that, only the two newest versions are kept. Site `a` pulls version 0 when version 4 is the newest.
     world.start()
     assert world.sites["a"].next_round() == 1
     world.pull("b")
@@ -327,11 +320,9 @@ def test_keeps_a_version_until_it_is_pulled(world: World) -> None:
 
 
 def test_drops_a_version_that_was_pulled(world: World) -> None:
-    """The server drops an old version once each site that was to pull it has reported that it did.
-
-    Site `a` has pulled version 1, and site `b` makes two more versions. The later update of `a` against version 1 still
-    counts.
-    """
+    """An asynchronous server deletes an old version when each site that was told to pull it has done so."""
+    # Site `a` has pulled version 1, and site `b` makes two more versions. The later update of `a` against version 1
+    # still counts.
     world.start(**{"disk.keep_versions": 1, "network.heartbeat_interval_s": 0.1})
     world.pull("a", "b")
     world.submit("a", -G[0])
@@ -347,11 +338,9 @@ def test_drops_a_version_that_was_pulled(world: World) -> None:
 
 
 @pytest.mark.usefixtures("pulled_apart")
-def test_a_late_site_gets_a_newer_version(world: World) -> None:
-    """If the server cannot keep the version that a site was to pull, the site gets a newer version.
-
-    The server may pin only one version besides the newest.
-    """
+def test_a_slow_site_pulls_a_newer_version(world: World) -> None:
+    """If the server cannot keep the old version that a site was told to pull, the site pulls a newer one."""
+    # The server may pin only one version besides the newest.
     world.start(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
     assert world.sites["a"].next_round() == 1
     assert world.sites["c"].next_round() == 1
@@ -365,12 +354,10 @@ def test_a_late_site_gets_a_newer_version(world: World) -> None:
 
 @pytest.mark.usefixtures("pulled_apart")
 @pytest.mark.covers("L3")
-def test_a_finished_run_may_drop_a_promised_version(world: World) -> None:
-    """A site that pulls a promised version after the end of the run gets the result in its place.
-
-    Site `a` was promised version 0. Before it pulls, an update of site `b` ends the run. A later update of `a` has no
-    effect and causes no error.
-    """
+def test_a_site_pulling_after_the_end_gets_the_result(world: World) -> None:
+    """A site that pulls an old version after the end of the run gets the result in its place."""
+    # Site `a` was promised version 0. Before it pulls, an update of site `b` ends the run. A later update of `a` has no
+    # effect and causes no error.
     world.start(rounds=1, **{"disk.keep_versions": 1})
     assert world.sites["a"].next_round() is not None
     world.pull("b")
@@ -399,8 +386,8 @@ def test_loading_the_newest_model_keeps_the_open_round(world: World) -> None:
     assert world.staleness == [("b", 0), ("a", 1)]
 
 
-def test_a_version_becomes_durable_without_its_export(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version becomes durable even if it cannot be exported because it is no longer kept."""
+def test_a_version_is_durable_even_if_not_exported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version is marked as safe on disk even if its export failed because newer versions had displaced it."""
     from atoll.server.coordinator.background_writes import Exports
 
     def overtaken(*_: Any) -> None:
@@ -452,7 +439,7 @@ def require_at(state: Mapping[str, Tensor], value: float) -> None:
 
 @pytest.mark.covers("L3", "L10")
 def test_a_broken_pull_continues_with_the_newest_version(added: World) -> None:
-    """If a site's pull breaks and its version is gone afterwards, the site pulls the newest version, and its update
+    """If a pull breaks off and its version is then deleted, the site pulls the newest version instead, and its update
     counts.
     """
     added.start(algorithm="fedavg")
@@ -470,10 +457,8 @@ def test_a_broken_pull_continues_with_the_newest_version(added: World) -> None:
 
 @pytest.mark.covers("L3", "L10")
 def test_a_diloco_loop_loses_no_step_when_a_pull_breaks(added: World) -> None:
-    """If a DiLoCo loop's pull breaks and the server restarts, each local step still counts exactly once.
-
-    Each step subtracts 1 from every weight.
-    """
+    """If a DiLoCo loop's pull breaks and the server restarts, each local step still counts exactly once."""
+    # Each step subtracts 1 from every weight.
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 

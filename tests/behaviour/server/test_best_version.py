@@ -68,10 +68,8 @@ def saved(server: atoll.Server) -> int:
 
 @pytest.mark.covers("X41")
 def test_the_best_version_is_the_one_that_was_measured(tmp_path: Path, nursery: Nursery) -> None:
-    """The best version is the version that the best metric measured. A restarted server still knows it.
-
-    `atoll export --best` exports it.
-    """
+    """The best version is the version that the best metric measured."""
+    # A restarted server still knows it. `atoll export --best` exports it.
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
@@ -161,7 +159,8 @@ def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
         assert best_of(server.exports)[1] == [0.0, 0.0]
 
 
-def test_the_server_ends_only_after_writing_the_last_metrics(tmp_path: Path) -> None:
+def test_the_last_metrics_are_written_before_the_end(tmp_path: Path) -> None:
+    """The server ends only after it has written the metrics of the last round."""
     held = held_up(background_writes.Exports, "append_metrics")
     with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
@@ -172,8 +171,9 @@ def test_the_server_ends_only_after_writing_the_last_metrics(tmp_path: Path) -> 
         assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_the_server_ends_only_after_saving_the_best_version(tmp_path: Path) -> None:
-    """The server does not end while it replaces the file of the first best version with the second one."""
+def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
+    """The server ends only after it has saved the best version."""
+    # The server does not end while it replaces the file of the first best version with the second one.
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
         return target.name == background_writes.BEST_MODEL and target.exists()
@@ -204,10 +204,10 @@ def test_metrics_are_written_in_the_order_of_rounds(tmp_path: Path) -> None:
 
 
 def test_reports_a_lost_best_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the best version's file is missing and the version is no longer kept, the log says so. The run goes on.
-
-    The next better version is saved again.
+    """If the best version's file is missing and the server no longer keeps this version, the log says so and the run
+    goes on.
     """
+    # The next better version is saved again.
     with best_server(tmp_path) as server:
         run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
@@ -236,10 +236,10 @@ def test_the_smallest_loss_is_best_by_default(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X42")
 def test_an_early_stop_reports_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the metric has not improved for `rounds.early_stop_after` rounds, the run ends, and logs and status say why.
-
-    A restarted server stays finished. Without this setting, the run goes on.
+    """If the metric has not improved for `rounds.early_stop_after` rounds, the run ends, and logs and
+    status say why.
     """
+    # A restarted server stays finished. Without this setting, the run goes on.
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
     with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:
@@ -273,7 +273,7 @@ def test_warns_once_of_an_unreported_metric(tmp_path: Path, caplog: pytest.LogCa
     assert said[0].endswith("submit(model, metrics={'acc': …})")
 
 
-def test_export_best_exports_the_right_file_or_says_why_not(tmp_path: Path, nursery: Nursery) -> None:
+def test_export_best_gives_the_best_version_or_a_reason(tmp_path: Path, nursery: Nursery) -> None:
     """`atoll export --best` exports the best version from a server or a state directory, or says why it cannot.
 
     It never exports a file that is damaged or belongs to another run.
@@ -330,7 +330,9 @@ def test_contradictory_settings_of_the_best_version_are_refused(
 
 @pytest.mark.covers("X41")
 def test_best_json_is_synced_before_and_after_its_renaming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server calls fsync on the new `best.json` before it renames the file, and on the folder afterwards."""
+    """A power loss cannot leave a half-written `best.json`: the server calls fsync on the file before renaming it, and
+    on the folder afterwards.
+    """
     from atoll.store.journal import Journal
 
     done: list[tuple[str, str]] = []

@@ -102,22 +102,19 @@ KINDS |= {f"unit along {name}": (start, start, -start, start) for name, start in
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_a_buffer_decides_its_rule(tmp_path: Path, kind: str) -> None:
-    """The kind of a buffer decides how its next value is made from those of the sites.
-
-    Flags, masks, several integers, unit vectors and Inf are taken from the first site. Counters become the largest
-    value, and other buffers the mean.
+    """The kind of a buffer decides how its next value is made. Flags, masks and vectors come from the first site,
+    counters take the maximum, other buffers the mean.
     """
+    # Several integers, unit vectors and Inf are taken from the first site, too.
     start, a, b, expected = map(torch.as_tensor, KINDS[kind])
     found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
     assert torch.equal(found.float(), expected.float())
 
 
 @pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "legacy"])
-def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm: Callable[[Any], Any]) -> None:
-    """The singular vectors of spectral norm are taken from one site and not averaged.
-
-    The sites have the pairs (u, v) and (−u, −v) of the same weight, whose mean would be zero.
-    """
+def test_spectral_norm_vectors_come_from_one_site(tmp_path: Path, norm: Callable[[Any], Any]) -> None:
+    """The singular vectors of spectral norm come from one site, since a mean of opposite signs would be zero."""
+    # The sites have the pairs (u, v) and (−u, −v) of the same weight, whose mean would be zero.
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -153,19 +150,17 @@ def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm
     ids=["counters", "indices", "singular vectors", "quantiser and observer"],
 )
 def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules: list[str]) -> None:
-    """The name of a buffer can decide its rule.
-
-    Several counters of batches become the largest values. Singular vectors with one element or with zeros are taken
-    from one site.
-
-    An observer has the rule of its fake quantiser, whose scale gets its shape from the data.
+    """Buffers with known names have a rule of their own: counters of batches take the maximum, and spectral norm's
+    vectors come from one site.
     """
+    # Singular vectors with one element or with zeros are taken from one site. An observer has the rule of its fake
+    # quantiser, whose scale gets its shape from the data.
     schema = run_schema(Marked(buffers, dict.fromkeys(buffers, True)), {})
     assert {spec.name: spec.rule for spec in schema.tensors} == dict(zip(buffers, rules, strict=True))
 
 
 def test_logs_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server logs the rules of unusual buffers, and not those of batch normalisation's statistics and counter."""
+    """The server logs how it combines unusual buffers, but not batch normalisation's statistics and counter."""
     caplog.set_level(logging.INFO, "atoll.server")
     model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
     model.bn = nn.BatchNorm1d(2)
@@ -186,10 +181,8 @@ def test_logs_the_rules_of_unusual_buffers(tmp_path: Path, caplog: pytest.LogCap
 )
 @pytest.mark.parametrize("reducer", ["mean", "median"])
 def test_a_pattern_sets_the_rule_of_a_buffer(tmp_path: Path, rule: str, expected: list[float], reducer: str) -> None:
-    """A pattern in `model.buffers` sets the rule of a buffer, whichever reducer the run has.
-
-    From (1, 2), site `a` goes to (7, 5) and site `b` to (1, 8). The sum is 1 + 6 + 0 and 2 + 3 + 6.
-    """
+    """A pattern in `model.buffers` sets the rule of a buffer, whichever reducer the run has."""
+    # From (1, 2), site `a` goes to (7, 5) and site `b` to (1, 8). The sum is 1 + 6 + 0 and 2 + 3 + 6.
     values = {"a": {"x": torch.tensor([7.0, 5])}, "b": {"x": torch.tensor([1.0, 8])}}
     settings = {"model.buffers": {"x": rule}, "aggregation.reducer": {"name": reducer}}
     assert (
@@ -200,10 +193,8 @@ def test_a_pattern_sets_the_rule_of_a_buffer(tmp_path: Path, rule: str, expected
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.float16])
 def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A buffer with the rule `sum` adds up the changes of all sites in all rounds, and keeps its dtype.
-
-    From 5, each of three rounds adds 1 and 10: 5 + 3 · 11 = 38.
-    """
+    """A buffer with the rule `sum` adds up the changes of all sites in all rounds, and keeps its dtype."""
+    # From 5, each of three rounds adds 1 and 10: 5 + 3 · 11 = 38.
 
     def train(model: nn.Module, site: str, _: int) -> None:
         seen = model.get_buffer("seen")
@@ -259,8 +250,8 @@ def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor
         World(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}).start()
 
 
-def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
-    """A run keeps the rules of its buffers: a later start may name none, but may not name another rule."""
+def test_a_restart_refuses_another_buffer_rule(tmp_path: Path) -> None:
+    """A restart may leave out the rules of buffers, but may not change them."""
     build = partial(Holder, x=torch.tensor([3.0]))
     with World(tmp_path, build(), **{"model.buffers": {"x": "max"}}):
         pass
@@ -270,8 +261,8 @@ def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
         World(tmp_path, build(), **{"model.buffers": {"x": "first"}}).start()
 
 
-def test_the_error_describes_the_rule_of_a_flag(tmp_path: Path) -> None:
-    """If a later start sets another rule for a flag, the error describes the flag's present rule."""
+def test_the_error_shows_a_flags_present_rule(tmp_path: Path) -> None:
+    """If a restart sets another rule for a flag, the error describes the flag's present rule."""
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
     with World(tmp_path, build()):
         pass
@@ -325,8 +316,8 @@ def test_warns_of_a_rule_without_effect(
     ids=["no tensor", "earlier pattern"],
 )
 def test_refuses_a_keep_pattern_without_effect(tmp_path: Path, rules: dict[str, str], told: str) -> None:
-    """A server refuses a pattern with the rule `keep` that has no effect, since a private tensor would then leave the
-    site.
+    """A server refuses a pattern with the rule `keep` that matches nothing, since the tensor meant to stay private
+    would be sent.
     """
     with pytest.raises(ConfigError) as refused:
         World(tmp_path, Tied(), **{"model.buffers": rules}).start()
@@ -345,10 +336,8 @@ class Tied(nn.Module):
 
 
 def test_a_pattern_matches_tied_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A pattern with the second name of a tied weight holds for this weight: it stays at each site.
-
-    The mean of 1 and 3 is 2, for the bias alone.
-    """
+    """A pattern with either name of a tied weight applies to this weight."""
+    # It stays at each site. The mean of 1 and 3 is 2, for the bias alone.
 
     def train(model: nn.Module, site: str, _: int) -> None:
         with torch.no_grad():
@@ -401,6 +390,7 @@ def simulated(worker: Any) -> None:
     ids=["plain", "codecs", "robust"],
 )
 def test_buffer_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The rules of `model.buffers` hold in federated rounds."""
     found = result(tmp_path, shared_model, count, **{"rounds": 3, "model.buffers": RULES}, **settings)
     assert {name: found[name].item() for name in EXPECTED} == EXPECTED
 
@@ -411,11 +401,9 @@ def test_buffer_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[st
     ids=["plain", "merged", "codec", "async"],
 )
 def test_buffer_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The rules of buffers hold in DiLoCo runs, also with fragments, a codec or asynchronous updates.
-
-    Each round has one local step. In an asynchronous run, the sites' rounds alternate, so that each site has made one
-    and a half.
-    """
+    """The rules of buffers hold in DiLoCo runs, also with fragments, a codec or asynchronous updates."""
+    # Each round has one local step. In an asynchronous run, the sites' rounds alternate, so that each site has made one
+    # and a half.
 
     def inner(model: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD([model.w], lr=0.0)
@@ -477,10 +465,8 @@ def shift_norm(model: nn.Module, site: str, *_: object) -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
 def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) -> None:
-    """With the rule `keep`, each site keeps its own batch normalisation, both its parameters and its statistics.
-
-    A site that is started again in each round, with a new model, continues with the values that it kept.
-    """
+    """With the rule `keep`, each site keeps its own batch normalisation, both its parameters and its statistics."""
+    # A site that is started again in each round, with a new model, continues with the values that it kept.
     met: dict[tuple[str, int], list[float]] = {}
 
     def work(site: str) -> None:
@@ -512,21 +498,19 @@ def test_batch_normalisation_stays_at_each_site(tmp_path: Path, algorithm: str) 
 
 
 def test_tensors_that_a_site_keeps_are_never_sent(tmp_path: Path) -> None:
-    """Tensors with the rule `keep` are in no update.
-
-    The update has the size of the linear layer, 16 bytes in a segment of 64.
-    """
+    """Tensors with the rule `keep` are in no update."""
+    # The update has the size of the linear layer, 16 bytes in a segment of 64.
     world = World(tmp_path, Normed(), rounds=1, **FED_BN)
     world.run(build=Normed, train=shift_norm)
     (outbox,) = (world.workers / "a").glob("*/outbox.bin")
     assert outbox.stat().st_size == 64
 
 
-def test_a_refused_update_does_not_change_kept_tensors(tmp_path: Path) -> None:
-    """If a site's update is refused, the tensors that the site keeps stay as they were before.
-
-    The first update has NaN in the linear layer, and its batch normalisation with the bias 100 is dropped.
+def test_a_refused_update_leaves_kept_tensors_unchanged(tmp_path: Path) -> None:
+    """If a site's update is refused, the tensors that the site keeps for itself go back to their values before the
+    round.
     """
+    # The first update has NaN in the linear layer, and its batch normalisation with the bias 100 is dropped.
     met = []
     with World(tmp_path, Normed(), "a", rounds=2, **FED_BN) as world, world.worker() as worker:
         for fl_round in worker:
@@ -577,22 +561,18 @@ def test_a_rounds_state_dict_has_the_kept_tensors(tmp_path: Path) -> None:
 
 
 def test_filters_do_not_see_kept_tensors(tmp_path: Path) -> None:
-    """A site's filters do not see the tensors that the site keeps.
-
-    The change of the linear layer, 4 ones, has the norm 2. With batch normalisation the norm would be larger.
-    """
+    """A site's filters do not see the tensors that the site keeps for itself."""
+    # The change of the linear layer, 4 ones, has the norm 2. With batch normalisation the norm would be larger.
     start = Normed()
     world = World(tmp_path, start, "a", rounds=1, **FED_BN)
     world.run(build=Normed, train=shift_norm, filters=[NormClip(1.0)])
     assert torch.allclose(world.result["linear.weight"], start.linear.weight + 0.5)
 
 
-def test_evaluates_models_with_the_sites_kept_tensors(tmp_path: Path) -> None:
-    """A cross-site evaluation measures each model together with the tensors that the evaluating site keeps.
-
-    Site `a` trains the linear layer to 1 and keeps the bias 100. Site `b` trains it to 3 and keeps 200. No bias is
-    sent.
-    """
+def test_evaluation_uses_each_sites_kept_tensors(tmp_path: Path) -> None:
+    """A cross-site evaluation measures each model together with the tensors that the evaluating site keeps."""
+    # Site `a` trains the linear layer to 1 and keeps the bias 100. Site `b` trains it to 3 and keeps 200. No bias is
+    # sent.
     seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
 
     def work(site: str) -> None:
@@ -626,10 +606,8 @@ def test_evaluates_models_with_the_sites_kept_tensors(tmp_path: Path) -> None:
 
 
 def test_filters_accept_buffers_with_inf(tmp_path: Path) -> None:
-    """A filter accepts buffers that contain Inf, and their unchanged values add nothing to the norm.
-
-    The change of a mask of −Inf is 0, so only the three ones of `w` are clipped to the norm 1.
-    """
+    """A filter accepts buffers that contain Inf; values that have not changed add nothing to the norm."""
+    # The change of a mask of −Inf is 0, so only the three ones of `w` are clipped to the norm 1.
 
     def train(model: nn.Module, *_: object) -> None:
         nn.init.ones_(model.w)  # type: ignore[arg-type]
@@ -645,10 +623,8 @@ def test_filters_accept_buffers_with_inf(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["w", "table", "running_mean"])
 def test_refuses_an_update_with_new_inf_values(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An update with Inf in a tensor that had none is refused, and the error names the tensor.
-
-    The update of site `b` is refused once. Then the site submits finite values.
-    """
+    """An update with Inf in a tensor that had none is refused, and the error names the tensor."""
+    # The update of site `b` is refused once. Then the site submits finite values.
     seen = []
 
     def train(model: nn.Module, site: str, _: int) -> None:
@@ -672,10 +648,8 @@ class ByData(nn.Module):
 
 
 def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
-    """Buffers with the rule `keep` may get their shape from the data, and each site keeps its own shape.
-
-    Site `b` keeps its shape from before the run. An exported model fits a new model.
-    """
+    """Lazy buffers that get their shape from the data may have another shape at each site, with the rule `keep`."""
+    # Site `b` keeps its shape from before the run. An exported model fits a new model.
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     with World(tmp_path, ByData(), rounds=3) as world:
@@ -696,6 +670,7 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
 
 
 def test_a_diloco_site_keeps_shapes_from_its_data(tmp_path: Path) -> None:
+    """In a DiLoCo run, too, a buffer with the rule `keep` may have the shape that the site's data gives it."""
     model = ByData()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -709,7 +684,7 @@ def test_a_diloco_site_keeps_shapes_from_its_data(tmp_path: Path) -> None:
 
 
 def test_refuses_a_changed_shape_of_an_average(tmp_path: Path) -> None:
-    """If a buffer with the rule `mean` changes its shape at a site, the update is refused. The error proposes
+    """If a buffer that is averaged has another shape at a site, the site's update is refused, and the error proposes
     `keep`.
     """
     model = Holder(x=torch.ones(1))
@@ -728,10 +703,10 @@ FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
 def test_the_first_update_decides_the_shapes_of_buffers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
 ) -> None:
-    """With the rule `first`, the first update decides the shapes of buffers that get their shape from the data.
-
-    Both sites have 3 elements after the first batch. From version 1 on, both have the values of site `a`.
+    """With the rule `first`, the first update decides the shapes of buffers that depend on the data, and all sites get
+    them.
     """
+    # Both sites have 3 elements after the first batch. From version 1 on, both have the values of site `a`.
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     def train(model: Any, site: str, number: int) -> None:
@@ -758,10 +733,8 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
 
 
 def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
-    """A site's update is refused if its buffers are far larger than the model.
-
-    One buffer of 68 MB exceeds 2²⁶ bytes, which are 67.1 MB, and the size of the model.
-    """
+    """A site's update is refused if its buffers are far larger than the model."""
+    # One buffer of 68 MB exceeds 2²⁶ bytes, which are 67.1 MB, and the size of the model.
     with World(tmp_path, ByData(), "a", **FIRST) as world:
         site = world.sites["a"]
         world.ask()
@@ -773,10 +746,8 @@ def test_refuses_buffers_far_larger_than_the_model(tmp_path: Path) -> None:
 
 
 def test_refuses_shapes_that_differ_from_the_first_update(tmp_path: Path) -> None:
-    """An update whose buffers have other shapes than those of the first update is refused before it is sent.
-
-    Site `b` has 4 elements where the earlier site `a` has 3. Site `c` also has 3, and changes them in round 2.
-    """
+    """After the first update has decided the shapes of buffers, a site with other shapes is refused before it sends."""
+    # Site `b` has 4 elements where the earlier site `a` has 3. Site `c` also has 3, and changes them in round 2.
     with World(tmp_path, ByData(), "abc", rounds=2, **{"rounds.min_sites": 2}, **FIRST) as world:
         world.ask(number=1)
         sites = world.sites
@@ -798,14 +769,12 @@ def test_refuses_shapes_that_differ_from_the_first_update(tmp_path: Path) -> Non
         assert world.finish()["low"].tolist() == [2.0] * 3
 
 
-def test_an_update_with_earlier_shapes_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If another site's update decides the shapes first, an unfinished update with earlier shapes expires.
-
-    The update of site `a`, without elements, hangs in the server's filter when site `b` comes with 3 elements. Site `a`
-    then trains once more.
-
-    Version 0 has no values in these shapes, so the model of site `a` keeps its own.
+def test_an_unfinished_update_with_old_shapes_expires(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If another site's update decides the buffer shapes first, an unfinished update with the old shapes no longer
+    counts, and its site trains again.
     """
+    # The update of site `a`, without elements, hangs in the server's filter when site `b` comes with 3 elements. Site
+    # `a` then trains once more. Version 0 has no values in these shapes, so the model of site `a` keeps its own.
     caplog.set_level(logging.INFO)
     go, begun = threading.Event(), threading.Event()
     with World(tmp_path, ByData(), rounds=1, filters={"a": [Hanging(go, begun.set)]}, **FIRST) as world:
@@ -837,10 +806,8 @@ def ask_with(site: ManualSite, elements: int, **how: Any) -> None:
 
 
 def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
-    """The shapes are decided as soon as the first site has announced them, before its update has arrived.
-
-    Site `a` announces 3 elements. Site `b`, which announces 4 elements next, is refused.
-    """
+    """The first site that announces its buffer shapes decides them, even before its update has arrived."""
+    # Site `a` announces 3 elements. Site `b`, which announces 4 elements next, is refused.
     refused = r"\[4\], but the run has \[3\], and another site had the first update"
     with World(tmp_path, ByData(), **FIRST) as world:
         world.ask(number=1)
@@ -850,10 +817,10 @@ def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
 
 
 def test_a_lost_version_1_keeps_the_shapes(tmp_path: Path) -> None:
-    """The shapes that the first update decided stay, even if version 1 is damaged and the run goes back to version 0.
-
-    The first update had no elements.
+    """The buffer shapes that the first update decided stay, even if version 1 is damaged and the run goes back to
+    version 0.
     """
+    # The first update had no elements.
     world = World(tmp_path, f"{__name__}:ByData", "a", **FIRST)
     with world:
         world.ask(number=1)
@@ -876,7 +843,9 @@ def test_some_runs_keep_the_shapes_of_the_initial_model(tmp_path: Path, settings
 
 
 def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
-    """The shapes of the first update stay after a restart of server and site, for a new site, and in a saved state."""
+    """The buffer shapes of the first update stay after restarts of the server and the site, for new sites, and in a
+    saved state.
+    """
     world = World(tmp_path, f"{__name__}:ByData", "a", rounds=4, **FIRST)
     for last in (1, 2):
         with world:
@@ -923,7 +892,8 @@ def test_diloco_takes_the_first_updates_shapes(tmp_path: Path, streams: bool) ->
     assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
 
 
-def test_a_simulation_refuses_shapes_from_the_data(tmp_path: Path) -> None:
+def test_a_simulation_refuses_buffers_shaped_by_data(tmp_path: Path) -> None:
+    """A simulation refuses buffers whose shape depends on the data of each site."""
     settings = {"rounds.total": 1, "rounds.sites": 1, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
     script = f"{__name__}:shaped_by_data"
     simulation = new_simulation(ByData(), script=script, sites=1, processes=1, **settings, **FIRST)
@@ -968,10 +938,8 @@ def test_warns_once_of_extra_state_that_is_no_tensor(tmp_path: Path, caplog: pyt
 
 
 def test_extra_state_is_taken_from_the_first_site(tmp_path: Path) -> None:
-    """Extra state that is a tensor is taken from the first site, and each site gets it by `set_extra_state`.
-
-    The tensor from `get_extra_state` is a copy, so that writing into it would not be enough.
-    """
+    """Extra state that is a tensor is taken from the first site, and each site gets it by `set_extra_state`."""
+    # The tensor from `get_extra_state` is a copy, so that writing into it would not be enough.
     met: list[int] = []
 
     def train(model: nn.Module, site: str, number: int) -> None:
@@ -986,12 +954,10 @@ def test_extra_state_is_taken_from_the_first_site(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rules", [{}, {"*": "first"}], ids=["usual", "first"])
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-def test_models_for_quantisation_aware_training_train(tmp_path: Path, mode: str, rules: dict[str, str]) -> None:
-    """A model with fake quantisers trains in a run, and the exported model can be converted to int8.
-
-    Some fake quantisers have one scale per channel, and some have one scale. With the rule `first`, the scales of the
-    channels are those of the first site, in the shapes of the first update.
-    """
+def test_models_with_fake_quantisers_train(tmp_path: Path, mode: str, rules: dict[str, str]) -> None:
+    """A model for quantisation-aware training trains in a run, and the exported model can be converted to int8."""
+    # Some fake quantisers have one scale per channel, and some have one scale. With the rule `first`, the scales of the
+    # channels are those of the first site, in the shapes of the first update.
     from torch.ao import quantization
 
     def prepared() -> nn.Module:

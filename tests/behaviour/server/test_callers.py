@@ -29,7 +29,8 @@ CALLERS = {
     "put_object_part complete_object request_task answer_task get_swarm_plan work_in_swarm",
     "site admin": "get_run get_schema get_manifest get_version get_model_part",
     "site peer": "get_object get_object_data remove_object",
-    "site reader admin": "get_status get_events get_site_curves get_settings get_metrics get_evaluation get_openapi",
+    "site reader admin": "get_status get_events get_site_curves get_settings get_metrics get_evaluation get_openapi "
+    "get_model get_updates_table",
     "admin": "pause_run stop_run roll_back",
     "stranger site peer reader admin": "get_health get_readiness get_page get_page_file",
 }
@@ -112,12 +113,11 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[s
 
 @pytest.mark.covers("X2", "X3")
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_operation_accepts_only_its_callers(asked: Asked, kind: str) -> None:
-    """Each operation of the HTTP interface accepts only the kinds of callers that may use it.
-
-    A caller without a known credential gets 401. A caller of another kind gets 403 with the kinds that may use the
-    operation.
+def test_each_http_operation_accepts_only_its_callers(asked: Asked, kind: str) -> None:
+    """Each operation of the HTTP interface answers 401 to an unknown caller, and 403 to a known one that may not use
+    it.
     """
+    # The 403 names the kinds of callers that may use the operation.
     wrong = []
     for name, method, path, _ in operations(asked.document()):
         status, body = asked.send(method, path, asked.headers[kind], b"[]")
@@ -138,10 +138,8 @@ def test_each_operation_accepts_only_its_callers(asked: Asked, kind: str) -> Non
 
 
 def test_the_openapi_document_names_the_callers_of_each_operation(asked: Asked) -> None:
-    """The OpenAPI document lists the callers of each operation as security schemes.
-
-    A new operation needs a place in the table `CALLERS` of this test.
-    """
+    """The OpenAPI document says for each operation which kinds of callers may use it."""
+    # A new operation needs a place in the table `CALLERS` of this test.
     document = asked.document()
     said = {
         name: {scheme for option in described["security"] for scheme in (option or {"stranger": []})}
@@ -184,9 +182,8 @@ def test_a_malformed_token_is_refused(asked: Asked, sent: bytes) -> None:
 def test_keeps_tokens_until_their_files_are_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server keeps its two tokens in private files, and the log shows no token.
-
-    After a file is deleted, the next start writes a new token. If a file is damaged, the server also logs this.
+    """The server keeps its tokens in private files and out of its log. If such a file is deleted or damaged, the next
+    start writes a new token.
     """
     monkeypatch.setenv("ATOLL_TOKEN", SITES_TOKEN)
 
@@ -249,11 +246,9 @@ def test_the_error_names_the_token_that_a_site_needs(
     assert "refused a request from 127.0.0.1: The request is that of a reader, but only" in caplog.text
 
 
-def test_an_open_server_limits_a_readers_token(tmp_path: Path) -> None:
-    """A program with the reader's token may do only what a reader may do, even if the server needs no token.
-
-    Without a token, the program may do more.
-    """
+def test_a_readers_token_only_reads_on_open_servers(tmp_path: Path) -> None:
+    """With the reader's token, a program may only read, even at a server that requires no token."""
+    # Without a token, the program may do more.
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         reader, http = bearer(token_in(tmp_path, "reader.token")), Asked(server.port, True, {})
         assert [http.send("GET", path, reader)[0] for path in (routes.STATUS, routes.SCHEMA)] == [200, 403]

@@ -99,6 +99,7 @@ def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], 
 
 
 def test_a_restart_with_another_torch_build_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a run continues with another version of torch, the log says with which version it started."""
     with diloco_server(tmp_path):
         pass
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:
@@ -110,11 +111,9 @@ def test_a_restart_with_another_torch_build_is_logged(tmp_path: Path, caplog: py
         assert "the run was started with torch 2.1.0 on" in caplog.text
 
 
-def test_sites_keep_settings_until_they_restart(tmp_path: Path) -> None:
-    """A site keeps the network settings that it got when it joined, though the restarted server has other ones.
-
-    Site `a` joined before the restart and site `b` joins afterwards. Both take part.
-    """
+def test_sites_keep_network_settings_until_they_join_again(tmp_path: Path) -> None:
+    """If a restarted server has other network settings, a site keeps the settings that it got until it joins again."""
+    # Site `a` joined before the restart and site `b` joins afterwards. Both take part.
     told = {"network.connections": 1, "network.heartbeat_interval_s": 0.2, "network.idle_timeout_s": 7.0}
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}

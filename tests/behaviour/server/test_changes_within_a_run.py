@@ -52,8 +52,9 @@ def rates_by_hand(rates: list[float]) -> float:
     return w
 
 
-def test_the_outer_rate_changes_and_the_momentum_goes_on(tmp_path: Path) -> None:
-    """0.5, then 0.25 in rounds 2 and 3, then 1: as by hand. The status shows the rate of the round."""
+def test_the_outer_rate_can_change_between_rounds(tmp_path: Path) -> None:
+    """With `rounds.changes`, the outer learning rate changes from a given round on, and the momentum continues."""
+    # 0.5, then 0.25 in rounds 2 and 3, then 1: as by hand. The status shows the rate of the round.
     with World(tmp_path, START, "a", rounds=4, **(OUTER | {"rounds.changes": RATES})) as world:
         shown = []
         for number in (1, 2, 3, 4):
@@ -76,11 +77,12 @@ def test_the_outer_rate_changes_and_the_momentum_goes_on(tmp_path: Path) -> None
     ],
     ids=["whole", "delayed", "fragments", "both"],
 )
-def test_a_run_with_changes_is_the_specified_one(tmp_path: Path, rules: dict[str, Any], restart: bool) -> None:
-    """H = 4, then 2 from round 2 and 6 from round 4 on; the rate falls from round 3 on: the same bits at both sites.
-
-    The server is stopped and started again between steps, which changes nothing.
+def test_runs_with_changes_match_the_specification(tmp_path: Path, rules: dict[str, Any], restart: bool) -> None:
+    """A DiLoCo run whose number of local steps and outer rate change between rounds has the bits of the specification,
+    also after a restart.
     """
+    # H = 4, then 2 from round 2 and 6 from round 4 on; the rate falls from round 3 on. The server is stopped and
+    # started again between steps, which changes nothing.
     names = ("v", "w") if "diloco.num_fragments" in rules else ("w",)
     settings = {
         "algorithm.name": "diloco",
@@ -167,8 +169,10 @@ def specified(
     return {name: value for fragment in fragments for name, value in fragment.result().items()}
 
 
-def test_a_loop_says_its_steps_of_now(tmp_path: Path) -> None:
-    """`sync_every` follows the run; the status says it, too."""
+def test_a_loop_shows_the_present_sync_every(tmp_path: Path) -> None:
+    """If `rounds.changes` changes the number of local steps, `sync_every` of the loop and the status show the present
+    one.
+    """
     tables = [{"from_round": 2, "diloco.sync_every": 3}]
     rules: dict[str, Any] = {"algorithm.name": "diloco", "diloco.sync_every": 2, "rounds.changes": tables}
     with plain_server(tmp_path, Weights(w=torch.zeros(2)), **rules, sites=1, rounds=3) as server:
@@ -187,8 +191,10 @@ def test_a_loop_says_its_steps_of_now(tmp_path: Path) -> None:
         assert [each.sites[0].steps for each in server.status().history] == [2, 3, 3]
 
 
-def test_dylu_divides_the_steps_of_the_round(tmp_path: Path) -> None:
-    """In an asynchronous run with DyLU, the fastest site makes all H of the round."""
+def test_dynamic_local_steps_follow_a_changed_number(tmp_path: Path) -> None:
+    """In an asynchronous run with dynamic local steps, the fastest site makes as many steps as the
+    present round has.
+    """
     rules: dict[str, Any] = {
         "algorithm.name": "diloco",
         "async.enabled": True,
@@ -209,8 +215,9 @@ def test_dylu_divides_the_steps_of_the_round(tmp_path: Path) -> None:
 # -- a start with other changes
 
 
-def test_a_restart_adds_changes_of_later_rounds(tmp_path: Path) -> None:
-    """After round 1, the rate of round 2 is open and stays; that of round 3 comes with a restart, and is recorded."""
+def test_a_restart_may_change_later_rounds(tmp_path: Path) -> None:
+    """A restart may add changes for rounds that have not begun. The round that is open keeps its settings."""
+    # After round 1, the rate of round 2 is open and stays; that of round 3 comes with a restart, and is recorded.
     with World(tmp_path, START, "a", rounds=4, **changed({4: 0.125})) as world:
         world.move("a", 1, 1.0)
         world.ask("a", number=2)
@@ -248,8 +255,10 @@ def test_a_restart_adds_changes_of_later_rounds(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_restart_changes_no_round_that_has_begun(tmp_path: Path, other: dict[int, float], told: str) -> None:
-    """Round 3 is open: the error names the difference, that round, and what may be added."""
+def test_a_restart_cannot_change_a_round_that_has_begun(tmp_path: Path, other: dict[int, float], told: str) -> None:
+    """If a restart changes `rounds.changes` for a round that has begun, the server refuses, and names the difference
+    and what may still be added.
+    """
     with World(tmp_path, START, "a", rounds=5, **changed({2: 0.25})) as world:
         for number in (1, 2):
             world.move("a", number, 1.0)
@@ -265,8 +274,10 @@ def test_a_restart_changes_no_round_that_has_begun(tmp_path: Path, other: dict[i
         assert world.finish()["w"].tolist() == [rates_by_hand([0.5, 0.25, 0.25, 0.125, 0.125])] * 2
 
 
-def test_a_refused_codec_leaves_the_run_as_it_is(tmp_path: Path) -> None:
-    """A start that would change the codec of a round that has begun is refused before it ends a ticket."""
+def test_refusing_a_changed_codec_leaves_the_run_unchanged(tmp_path: Path) -> None:
+    """If a start is refused because it changes the codec of a round that has begun, the open ticket and the run stay as
+    they were.
+    """
     late = {"rounds.changes": [{"from_round": 2, "aggregation.upload_codec": {"name": "int8"}}]}
     with World(tmp_path, START, "a", rounds=2) as world:
         world.move("a", 1, 1.0)
@@ -279,8 +290,8 @@ def test_a_refused_codec_leaves_the_run_as_it_is(tmp_path: Path) -> None:
         assert world.finish()["w"].tolist() == [2.0] * 2
 
 
-def test_the_old_way_to_change_names_the_new_one(tmp_path: Path) -> None:
-    """Another H at a restart is refused, with the table that can set it."""
+def test_the_error_recommends_rounds_changes(tmp_path: Path) -> None:
+    """If a restart changes `diloco.sync_every`, the error recommends a table in `rounds.changes`."""
     rules: dict[str, Any] = {"algorithm.name": "diloco", "diloco.sync_every": 4}
     with plain_server(tmp_path, START, **rules):
         pass
@@ -323,13 +334,16 @@ def test_the_old_way_to_change_names_the_new_one(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_change_is_refused_at_once(tables: list[dict[str, Any]], more: dict[str, Any], told: str) -> None:
+def test_a_wrong_change_of_rounds_is_refused_at_once(
+    tables: list[dict[str, Any]], more: dict[str, Any], told: str
+) -> None:
+    """Wrong tables in `rounds.changes` are refused when the settings are read, with the reason."""
     with pytest.raises(ConfigError, match=told):
         Settings.build({"algorithm.name": "diloco", "rounds.changes": tables} | more)
 
 
 @pytest.mark.parametrize(("rate", "told"), [(-1.0, "lr is -1.0"), ("fast", "lr is 'fast'")])
-def test_a_wrong_rate_is_refused_before_the_start(tmp_path: Path, rate: Any, told: str) -> None:
+def test_a_wrong_changed_rate_is_refused_before_the_start(tmp_path: Path, rate: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         plain_server(tmp_path, START, rounds=3, sites=1, **changed({2: rate})).start()
 
@@ -338,7 +352,10 @@ def without_rate(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-def test_an_optimizer_without_a_rate_is_refused(tmp_path: Path) -> None:
+def test_changing_the_rate_needs_an_optimizer_with_lr(tmp_path: Path) -> None:
+    """`rounds.changes` cannot change the rate of an outer optimizer that has no option `lr`: the server refuses to
+    start.
+    """
     tables = [{"from_round": 2, "algorithm.outer_optimizer.lr": 0.5}]
     with pytest.raises(ConfigError, match="does not take its learning rate from the option lr"):
         plain_server(
@@ -346,7 +363,7 @@ def test_an_optimizer_without_a_rate_is_refused(tmp_path: Path) -> None:
         ).start()
 
 
-def test_a_run_file_has_the_tables(tmp_path: Path) -> None:
+def test_a_run_file_may_have_tables_of_changes(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         '[algorithm]\nname = "diloco"\n[[rounds.changes]]\nfrom_round = 10\ndiloco.sync_every = 250\n'
@@ -366,7 +383,7 @@ with atoll.join() as worker:
 
 
 @pytest.mark.slow
-def test_a_simulation_changes_the_rate_too(tmp_path: Path) -> None:
+def test_a_simulation_changes_the_outer_rate_too(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     settings = changed({2: 0.25, 4: 1.0}, **{"algorithm.name": "fedavg", "rounds.total": 4, "disk.min_free_bytes": 0})
     result = new_simulation(
@@ -414,8 +431,11 @@ def with_codecs(rounds: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["undisturbed", "restarted", "sites restarted"])
-def test_the_codec_changes_as_specified(tmp_path: Path, how: str) -> None:
-    """none, int8 with feedback, topk with feedback and the same errors, none: the same bits, also after restarts."""
+def test_the_upload_codec_can_change_between_rounds(tmp_path: Path, how: str) -> None:
+    """With `rounds.changes`, the upload codec changes between rounds, with the bits of the specification, also after
+    restarts.
+    """
+    # none, int8 with feedback, topk with feedback and the same errors, none.
     with World(tmp_path, {"w": torch.zeros(SIZE)}, rounds=6, **{"rounds.changes": CODECS}) as world:
         shown = []
         for number in range(1, 7):
@@ -442,8 +462,10 @@ def test_the_codec_changes_as_specified(tmp_path: Path, how: str) -> None:
     checked_audit(tmp_path / "state", 1)
 
 
-def test_a_server_killed_at_the_change_goes_on(tmp_path: Path) -> None:
-    """A copy of the state directory from before the change goes back to the earlier codec, and forward again."""
+def test_a_restored_server_goes_back_to_the_earlier_codec(tmp_path: Path) -> None:
+    """A server restored to before a change of the codec goes back to the earlier codec, and changes again in the same
+    round.
+    """
     with World(tmp_path, {"w": torch.zeros(SIZE)}, rounds=4, **{"rounds.changes": CODECS[:1]}) as world:
         backup = None
 
@@ -475,8 +497,9 @@ def test_a_server_killed_at_the_change_goes_on(tmp_path: Path) -> None:
         assert world.finish()["w"].isfinite().all()
 
 
-def test_a_diloco_loop_follows_another_codec(tmp_path: Path) -> None:
-    """H = 2, in bf16, then in int8: the update of round 2 has half the bytes, and the loop goes on by itself."""
+def test_a_diloco_loop_follows_a_changed_codec(tmp_path: Path) -> None:
+    """A DiLoCo loop encodes its updates with the codec of the present round."""
+    # H = 2, in bf16, then in int8: the update of round 2 has half the bytes, and the loop goes on by itself.
     rules: dict[str, Any] = {
         "algorithm.name": "diloco",
         "diloco.sync_every": 2,
@@ -507,18 +530,19 @@ def test_a_diloco_loop_follows_another_codec(tmp_path: Path) -> None:
     ],
     ids=lambda other: max(other),
 )
-def test_what_needs_one_codec_refuses_another(other: dict[str, Any]) -> None:
+def test_some_kinds_of_runs_refuse_a_changed_codec(other: dict[str, Any]) -> None:
+    """Asynchronous, swarm and streaming runs refuse `rounds.changes` with another codec."""
     with pytest.raises(ConfigError, match=r"but rounds\.changes sets aggregation\.upload_codec"):
         Settings.build({"algorithm.name": "fedavg", "rounds.changes": CODECS[:1]} | other)
 
 
-def test_a_wrong_codec_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_wrong_changed_codec_is_refused_before_the_start(tmp_path: Path) -> None:
     tables = [{"from_round": 2, "aggregation.upload_codec": {"name": "int9"}}]
     with pytest.raises(ConfigError, match="int9"):
         plain_server(tmp_path, START, rounds=3, sites=1, **{"rounds.changes": tables}).start()
 
 
-def test_a_simulation_refuses_another_codec(tmp_path: Path) -> None:
+def test_a_simulation_refuses_a_changed_codec(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the processes of a simulation know one codec"):
         new_simulation(
             START,
@@ -527,7 +551,8 @@ def test_a_simulation_refuses_another_codec(tmp_path: Path) -> None:
         )
 
 
-def test_a_site_in_the_servers_process_refuses_another_codec(tmp_path: Path) -> None:
+def test_a_local_worker_refuses_a_changed_codec(tmp_path: Path) -> None:
+    """A worker in the server's process is refused if `rounds.changes` changes the upload codec."""
     with World(tmp_path, START, "a", rounds=3, **{"rounds.changes": CODECS[:1]}) as world:
         with pytest.raises(ConfigError, match="rounds of whole models with one codec can"):
             local_worker(world.server, "a")

@@ -60,11 +60,9 @@ def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None
 
 
 def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A server with its maximum of 20 connections closes every further one, and logs this once. The connected worker is
-    still answered.
-
-    Once other clients have closed their connections, the server accepts new ones.
-    """
+    """A server with its maximum of 20 connections closes every further one, and logs this once."""
+    # The connected worker is still answered. Once other clients have closed their connections, the server accepts new
+    # ones.
     with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
         worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
         stack.callback(worker.close)
@@ -85,10 +83,10 @@ def test_clients_stay_connected_at_the_limit(few: None, tmp_path: Path, caplog: 
 def test_accepts_connections_after_a_failed_watch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the event loop once cannot watch a new socket, the server logs the error and accepts the connection later.
-
-    This happens when a user's limit of epoll watches is reached.
+    """If the event loop once cannot watch a new socket, because a limit is reached, the server logs it and accepts the
+    connection later.
     """
+    # This happens when a user's limit of epoll watches is reached.
     add_reader, failed = asyncio.SelectorEventLoop.add_reader, list[int]()
 
     def fails_once(loop: asyncio.SelectorEventLoop, file: Any, *call: Any) -> None:
@@ -155,10 +153,11 @@ ENDS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, reset)
 
 
 def test_a_worker_may_disconnect_during_an_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a worker disconnects in the middle of a part, the server logs no warning, and accepts the same part again.
-
-    The two kinds of headers take two ways through the server: one past the HTTP parser, one through aiohttp's streams.
+    """If a worker disconnects in the middle of an upload, the server logs no warning, and accepts the part when it is
+    sent again.
     """
+    # The two kinds of headers take two ways through the server: one past the HTTP parser, one through aiohttp's
+    # streams.
     with quiet_server(tmp_path, caplog) as server:
         update = WireSite(server.url).train()
         for headers, end in product(({}, {"Connection": "keep-alive"}), ENDS):
@@ -205,9 +204,8 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 @pytest.mark.covers("D1", "F37")
 def test_a_site_may_upload_four_parts_at_once(server: atoll.Server) -> None:
-    """While a site uploads four parts, the server answers a fifth with 429. A new upload of one of the four replaces
-    the earlier one.
-    """
+    """While a site uploads four parts, the server answers a fifth with 429 (busy)."""
+    # A new upload of one of the four replaces the earlier one.
     update = WireSite(server.url).train()
     with contextlib.ExitStack() as ends:
         first = [ends.enter_context(update.begin(part, b"x")) for part in range(MOST_PARTS)]
@@ -323,12 +321,9 @@ def rest_of(raw: socket.socket, got: bytes) -> bytes:
 
 @pytest.mark.covers("P3")
 def test_the_oldest_stalled_download_is_cut_off(tmp_path: Path) -> None:
-    """If stalled downloads hold more old versions than `disk.max_pinned_versions`, the server cuts off the oldest
-    download.
-
-    Three downloads stall, of versions 0, 1 and 2, and two old versions may be pinned. The other two downloads arrive
-    whole.
-    """
+    """If stalled downloads keep too many old versions alive, the server cuts off the oldest download."""
+    # More than `disk.max_pinned_versions`. Three downloads stall, of versions 0, 1 and 2, and two old versions may be
+    # pinned. The other two downloads arrive whole.
     model = nn.Linear(3000, 1000, bias=False)  # 12 MB: more than the sockets between the two can hold
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []

@@ -170,13 +170,13 @@ def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     ],
     ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
 )
-def test_every_site_holds_the_parameters_of_the_reference(
+def test_sites_hold_the_specified_compressed_parameters(
     tmp_path: Path, up: str, down: str, codec: Any, options: dict[str, float]
 ) -> None:
-    """After every round, every site holds bit for bit what the reference implementation of the specification computes.
-
-    The bytes that each site downloads are one whole version and three differences. The status counts them.
+    """With a download codec, every site holds after every round the parameters that the specification computes, bit for
+    bit.
     """
+    # The bytes that each site downloads are one whole version and three differences. The status counts them.
     codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
@@ -205,11 +205,9 @@ def test_every_site_holds_the_parameters_of_the_reference(
 def test_a_download_codec_supports_dtypes_and_outer_optimizers(
     tmp_path: Path, down: str, name: str, outer: Any, options: dict[str, Any]
 ) -> None:
-    """A download codec gives the reference's bits for all dtypes and with other outer optimizers.
-
-    The model has fp64, bf16 and fp16 tensors, empty and 0-d tensors, buffers and integers. Adafactor steps on whole
-    tensors.
-    """
+    """A download codec gives the reference's bits for all dtypes and with other outer optimizers."""
+    # The model has fp64, bf16 and fp16 tensors, empty and 0-d tensors, buffers and integers. Adafactor steps on whole
+    # tensors.
     model = mixed()
     if ":" in name:  # Adafactor takes its default eps of the first parameter's dtype
         model = {key: value for key, value in model.items() if value.dtype != torch.float64}
@@ -224,11 +222,10 @@ def test_a_download_codec_supports_dtypes_and_outer_optimizers(
 
 
 def test_a_site_two_versions_behind_downloads_two_differences(tmp_path: Path) -> None:
-    """A site that is two versions behind downloads two differences. A site that is further behind downloads the whole
+    """A site that is two versions behind downloads two differences; a site that is further behind downloads the whole
     version.
-
-    By default, the server keeps the differences of two versions.
     """
+    # By default, the server keeps the differences of two versions.
     reference = Reference(start())
     with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
 
@@ -249,12 +246,9 @@ def test_a_site_two_versions_behind_downloads_two_differences(tmp_path: Path) ->
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
-def test_a_site_derives_a_second_base_file(tmp_path: Path) -> None:
-    """A site can apply a downloaded difference to a copy: the new base file lies beside the old one, which stays
-    unchanged.
-
-    DiLoCo does so after it missed a version.
-    """
+def test_applying_a_difference_keeps_the_old_base(tmp_path: Path) -> None:
+    """A site can apply a downloaded difference to a copy of its base file, so that the old one stays unchanged."""
+    # The new base file lies beside the old one. DiLoCo does so after it missed a version.
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
 
@@ -276,8 +270,8 @@ def test_a_site_derives_a_second_base_file(tmp_path: Path) -> None:
 
 
 def test_a_site_repairs_single_parts_of_its_base(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a site's base file is damaged, the digests show it once a difference is added. The site downloads only the
-    damaged part whole.
+    """If a site's base file is damaged, the site notices it after adding a downloaded difference, and downloads only
+    the damaged part again.
     """
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -298,10 +292,8 @@ def newest_slot(folder: Path, kind: str) -> Path:
 def test_sites_download_whole_versions_for_damaged_differences(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
 ) -> None:
-    """If the server's difference to version 1 is damaged, sites download version 1 whole, and the result is right.
-
-    The damage is found by a download, or at a restart of the server, which then deletes the difference.
-    """
+    """If the server's difference to version 1 is damaged, sites download version 1 whole, and the result is right."""
+    # The damage is found by a download, or at a restart of the server, which then deletes the difference.
     caplog.set_level(logging.INFO)
     reference = Reference(start())
     with coded(tmp_path) as world:
@@ -336,12 +328,11 @@ class Saved:
         Saved.states["best"] = state
 
 
-def test_exports_and_persistors_get_the_full_precision_parameters(tmp_path: Path) -> None:
-    """With a download codec, every export and every state for the persistor has the server's full-precision parameters
-    of its version.
-
-    The less precise parameters that the sites hold are in none of them.
+def test_exports_get_the_full_precision_parameters(tmp_path: Path) -> None:
+    """With a download codec, every export and every state for the persistor has the server's
+    full-precision parameters.
     """
+    # The less precise parameters that the sites hold are in none of them.
     theta = [mixed()]
     Saved.states.clear()
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
@@ -376,9 +367,8 @@ def test_a_custom_aggregator_works_with_a_download_codec(tmp_path: Path) -> None
 def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If an encoded difference would not be smaller than the version, sites download whole versions, and the log says
     why.
-
-    A block of up to 256 values takes 260 bytes when encoded. Each tensor here has 3 values, which are 12 bytes.
     """
+    # A block of up to 256 values takes 260 bytes when encoded. Each tensor here has 3 values, which are 12 bytes.
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     reference = Reference(model)
     with coded(tmp_path, model, rounds=3) as world:
@@ -390,7 +380,7 @@ def test_pulls_versions_whole_if_differences_save_nothing(tmp_path: Path, caplog
 
 
 def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
-    """When a site joins another run, it deletes its folder of the earlier run, with the difference in it."""
+    """When a site joins another run, it deletes the folder of its earlier run, with the downloaded difference in it."""
     reference = Reference(start())
     with coded(tmp_path) as world:
         follow(world, reference, 1, 2, 3)
@@ -404,9 +394,8 @@ def test_removes_differences_of_an_earlier_run(tmp_path: Path) -> None:
 def test_sites_abandon_a_version_the_server_lost(tmp_path: Path) -> None:
     """If the server finds its newest version damaged at a restart, sites that have this version download the one before
     it whole.
-
-    Version 2 is damaged while the server is down. The sites continue from version 1, and the result is right.
     """
+    # Version 2 is damaged while the server is down. The sites continue from version 1, and the result is right.
     reference = Reference(start())
     with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
         follow(world, reference, 1)
@@ -444,7 +433,7 @@ def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     ],
     ids=["median", "clipped-mean", "server-filter"],
 )
-def test_differences_and_whole_downloads_give_equal_parameters(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_differences_and_whole_downloads_give_equal_models(tmp_path: Path, options: dict[str, Any]) -> None:
     """Sites that downloaded differences hold the same parameters as a new site that downloads the whole version."""
     with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
         world.rounds(trained, 1, 2, 3)
@@ -478,11 +467,9 @@ def test_scaffold_controls_are_downloaded_unencoded(tmp_path: Path) -> None:
 def test_diloco_computes_updates_from_the_downloaded_parameters(tmp_path: Path) -> None:
     """A DiLoCo loop computes its update from the parameters b that it downloaded, not from the server's full-precision
     parameters θ.
-
-    With H = 1, learning rate 1 and gradient s, the site trains b to b − s. The encoded update is u = bf16(b − (b − s)).
-
-    The server steps θ ← θ − 0.5·u, and the site gets b ← b + int4(θ − b). The loop ends with b.
     """
+    # With H = 1, learning rate 1 and gradient s, the site trains b to b − s. The encoded update is u = bf16(b − (b −
+    # s)). The server steps θ ← θ − 0.5·u, and the site gets b ← b + int4(θ − b). The loop ends with b.
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
@@ -535,11 +522,9 @@ def test_damaged_full_precision_parameters_are_not_exported(
 
 @pytest.mark.covers("L16")
 def test_the_export_command_writes_the_full_precision_parameters(tmp_path: Path, nursery: Nursery) -> None:
-    """`atoll export` writes the server's full-precision parameters of the newest version or of one that is kept. The
-    newest gives the bytes of the server's own export.
-
-    After a damaged or broken transfer, the command downloads only the affected parts again.
-    """
+    """`atoll export` writes the server's full-precision parameters of the newest version or of one that is kept."""
+    # The newest gives the bytes of the server's own export. After a damaged or broken transfer, the command downloads
+    # only the affected parts again.
     theta, out = {}, tmp_path / "model.safetensors"
     reference = Reference(mixed())
     with coded(tmp_path, mixed()) as world, Proxy(world.server.port) as line:

@@ -29,12 +29,11 @@ from atoll.store.versions import Versions
 
 
 @pytest.mark.covers("F42")
-def test_takes_no_update_of_another_base(tmp_path: Path) -> None:
-    """If an update names the right ticket but another base version's digest, the server answers 410. The ticket stays
-    open for the right update.
-
-    This happens after the server was restored from an old backup.
+def test_takes_no_update_against_another_base(tmp_path: Path) -> None:
+    """If an update names the right ticket but the digest of another base version, the server answers 410, and the
+    ticket stays open.
     """
+    # This happens after the server was restored from an old backup.
     with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         update = WireSite(server.url).train(1.0).push()
         status, told = update.complete(base_digest="0" * 64)
@@ -44,10 +43,8 @@ def test_takes_no_update_of_another_base(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F26")
 def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the disk is slow, the server keeps at most five versions, and writes one version at a time.
-
-    These are the newest, the one before it, the durable one, the one that is being written, and the next one.
-    """
+    """While the disk is slow, the server keeps at most five versions and writes one at a time."""
+    # These are the newest, the one before it, the durable one, the one that is being written, and the next one.
     waits, writes = threading.Event(), threading.Lock()
     on_their_way: set[str] = set()
     most_at_once = synced = 0
@@ -114,11 +111,9 @@ def lose_power(world: World) -> None:
 def test_a_diloco_loop_resubmits_lost_updates(tmp_path: Path, disturbed: bool) -> None:
     """If the server loses a version that was not yet durable, the DiLoCo loop sends its update again and trains on
     undisturbed.
-
-    H = 2 and steps of −1 give 8 → 6 → 4 → 2. The power fails in the middle of round 3, when version 2 is not durable.
-
-    Guards against an outbox that is cleared at the next pull, or rewritten for the ticket of a lost version.
     """
+    # H = 2 and steps of −1 give 8 → 6 → 4 → 2. The power fails in the middle of round 3, when version 2 is not durable.
+    # Guards against an outbox that is cleared at the next pull, or rewritten for the ticket of a lost version.
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -141,14 +136,11 @@ def test_a_diloco_loop_resubmits_lost_updates(tmp_path: Path, disturbed: bool) -
 
 @pytest.mark.covers("F41")
 def test_a_site_resubmits_a_lost_versions_update(tmp_path: Path) -> None:
-    """If the server loses version 2 in a power failure, the site sends its update of round 2 again and does not train
-    it twice.
-
-    The server never uses the number of a version again, so round 2 now makes version 3. The number of a round is used
-    again.
-
-    Guards against an outbox that is rewritten for the ticket of the lost version.
+    """If the server loses a version in a power failure, the site sends its update for it again, and does not train it
+    twice.
     """
+    # The server never uses the number of a version again, so round 2 now makes version 3. The number of a round is used
+    # again. Guards against an outbox that is rewritten for the ticket of the lost version.
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
     trained: list[tuple[float, float]] = []
@@ -177,12 +169,10 @@ def test_a_site_resubmits_a_lost_versions_update(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L3", "F41")
-def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
-    """In an asynchronous run, the server loses version 2, which has the update of site `b`. The final model still has
-    all three updates.
-
-    Site `b` has gone on from version 2, and sends its update again. Site `a` is at version 1.
-    """
+def test_a_lost_version_loses_no_asynchronous_update(tmp_path: Path) -> None:
+    """In an asynchronous run, the server loses version 2, which has the update of site `b`."""
+    # The final model still has all three updates. Site `b` has gone on from version 2, and sends its update again. Site
+    # `a` is at version 1.
     settings = PLAIN_DILOCO | {"algorithm.name": "fedavg", "async.enabled": True}
     with slow_disk(newest=1), World(tmp_path, {"w": torch.zeros(6)}, "abc", **settings) as world:
         world.pull("a", "b")
@@ -205,11 +195,7 @@ IN_MEMORY: dict[str, Any] = {"disk.in_files": False}
 @pytest.mark.covers("D12")
 @pytest.mark.parametrize("settings", [{}, IN_MEMORY], ids=["files", "memory"])
 def test_a_run_in_memory_writes_no_tensor_files(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A run in memory keeps its tensors in memory files and has no tensor file on the disk. The memory is freed at the
-    end.
-
-    A run with files on the disk is the opposite.
-    """
+    """A run with `disk.in_files = false` writes no tensor to the disk, and frees its memory at the end."""
     model = wide_model()
     nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
     gc.collect()  # frees what a server of an earlier test kept in memory
@@ -225,10 +211,8 @@ def test_a_run_in_memory_writes_no_tensor_files(tmp_path: Path, settings: dict[s
 
 @pytest.mark.covers("D12")
 def test_a_run_in_memory_ends_with_its_server(tmp_path: Path) -> None:
-    """A run that was kept in memory cannot continue after a stop: a start in its folder is refused.
-
-    A run in memory with `disk.durability = "power"` is refused, because data in memory does not survive a power loss.
-    """
+    """A run that was kept in memory cannot continue after a stop: a start in its folder is refused."""
+    # A run in memory with `disk.durability = "power"` is refused, because data in memory does not survive a power loss.
 
     def start(**settings: Any) -> atoll.Server:
         return plain_server(tmp_path, nn.Linear(1, 1), **settings).start()

@@ -138,7 +138,7 @@ def test_a_filling_disk_causes_one_warning_event(tmp_path: Path, monkeypatch: py
 
 
 def test_a_request_waits_for_the_next_event(tmp_path: Path) -> None:
-    """A request for events with `wait_s` that finds no new event is answered as soon as one happens."""
+    """A client that waits for events with `wait_s` is answered as soon as a new event happens."""
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a")
         newest, pages = events_of(world.url)["newest"], list[dict[str, Any]]()
@@ -166,7 +166,7 @@ BAD = {
 
 
 def test_refuses_a_wrong_query(tmp_path: Path) -> None:
-    """The server answers a wrong query for events with 400. It answers a number above the newest event with 410."""
+    """The server answers a malformed request for events with 400, and a number beyond the newest event with 410."""
     with World(tmp_path, START, "a", rounds=1) as world:
         for query, word in BAD.items():
             status, problem = get(world.url, f"/v1/events?{query}")
@@ -178,11 +178,11 @@ def test_refuses_a_wrong_query(tmp_path: Path) -> None:
 
 
 def test_a_request_for_deleted_events_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server keeps the newest events of sites and the newest of the run. A request for deleted events gets 410 and
-    the oldest number.
-
-    Here it keeps 5 of each kind, and up to 2 more until it deletes the oldest again.
+    """The server keeps only the newest events. A request for older ones gets 410 with the number of the oldest event
+    that is kept.
     """
+    # The server keeps the newest events of sites and the newest of the run. Here it keeps 5 of each kind, and up to 2
+    # more until it deletes the oldest again.
     monkeypatch.setattr(kept, "KEPT", 5)
     monkeypatch.setattr(kept, "_SLACK", 3)
     with World(tmp_path, START, "a", rounds=6) as world:
@@ -221,8 +221,8 @@ def test_many_join_events_delete_no_run_events(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_damaged_event_is_reported(tmp_path: Path) -> None:
-    """The server leaves a damaged event out of a page. If the damaged event is the next one asked for, the answer is
-    500 and says how to skip it.
+    """The server leaves a damaged event out of its answer. If the damaged event is the next one asked for, the answer
+    is 500 and says how to skip it.
     """
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a", "b")
@@ -241,7 +241,7 @@ def test_a_damaged_event_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_follower_learns_of_a_restored_backup(tmp_path: Path) -> None:
-    """After the server was restored from a backup, a follower's old event number gets 410. The answer says how to go
+    """After the server was restored from a backup, a client that asks for later events gets 410 and is told how to go
     on.
     """
     with World(tmp_path, START, "a", rounds=3) as world:
@@ -267,8 +267,8 @@ def test_a_follower_learns_of_a_restored_backup(tmp_path: Path) -> None:
 
 
 def test_a_large_round_summary_spans_several_pages(tmp_path: Path) -> None:
-    """The summary of a round with 9,000 sites of 200 bytes each takes several pages of at most 1 MiB. Together they
-    have every site once, in order.
+    """The events of a round with 9,000 sites are split over several answers of at most 1 MiB, with every site once and
+    in order.
     """
     sites = [SiteRound(site=f"site-{number:05}", metrics={"loss": 0.5}) for number in range(9000)]
     summary = RoundSummary(fragment=0, round=1, version=1, metrics={}, counts={}, seconds=1.0, bytes_up=0, sites=sites)
@@ -318,7 +318,7 @@ def test_many_status_requests_share_one_computed_status(tmp_path: Path, monkeypa
 
 
 async def test_followers_get_events_in_order(tmp_path: Path) -> None:
-    """If a follower answers the first event by a second one, other followers get both once and in order."""
+    """If a program that follows the events causes another event, all followers get both events once and in order."""
     with Store(tmp_path) as store:
         log, seen = EventLog(store), list[int]()
         log.subscribe("adds", lambda event: log.tell(Warned(text="second")) if event.number == 1 else None)
@@ -351,10 +351,7 @@ def test_a_program_follows_its_server(tmp_path: Path) -> None:
 
 
 def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
-    """The event log refuses an event of a class that it does not know, and records nothing.
-
-    In the journal, such an event would make every later answer with events fail.
-    """
+    """The event log refuses an event of an unknown class, because it could not be read from the journal later."""
 
     class Own(Happened):
         pass
@@ -367,7 +364,10 @@ def test_an_event_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
 
 
 def test_followers_learn_of_a_failure_without_a_record(tmp_path: Path) -> None:
-    """If the run fails because nothing can be written after a failed fsync, followers get the event, with number 0."""
+    """If a run fails because nothing can be written to the disk, programs that follow its events still get the event of
+    the failure.
+    """
+    # With number 0.
     with Store(tmp_path) as store:
         log, heard = EventLog(store), list[Happened]()
         log.subscribe("follows", heard.append)
@@ -377,8 +377,8 @@ def test_followers_learn_of_a_failure_without_a_record(tmp_path: Path) -> None:
         assert log.page(EventQuery()).events == []
 
 
-def test_a_page_has_at_most_a_mebibyte(tmp_path: Path) -> None:
-    """A page of events has at most 1 MiB, counted in bytes of UTF-8, not in characters."""
+def test_an_answer_has_at_most_1_mib_of_events(tmp_path: Path) -> None:
+    """An answer with events has at most 1 MiB, counted in bytes of UTF-8, not in characters."""
     with Store(tmp_path) as store:
         log = EventLog(store)
         for _ in range(200):
@@ -389,10 +389,8 @@ def test_a_page_has_at_most_a_mebibyte(tmp_path: Path) -> None:
 
 
 def test_an_event_keeps_its_own_time(tmp_path: Path) -> None:
-    """If an event already has a time when it is recorded, it keeps it. Without one, it gets the present time.
-
-    A round's event has the time of its version, which `metrics.jsonl` has again after a restart.
-    """
+    """An event that already has a time keeps it when it is recorded; any other event gets the present time."""
+    # A round's event has the time of its version, which `metrics.jsonl` has again after a restart.
     with Store(tmp_path) as store:
         log = EventLog(store)
         log.tell(Warned(text="then", at="2026-01-01T00:00:00+00:00"))
@@ -420,12 +418,9 @@ BAD_CURVES = {
 }
 
 
-def test_the_server_answers_with_curves_of_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`/v1/site-curves` answers with each site's values over the rounds, and refuses wrong queries. The reader that the
-    commands use gives the same curves.
-
-    A separate thread reads the curves, not the event loop.
-    """
+def test_site_curves_have_each_sites_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers `/v1/site-curves` with each site's values over the rounds, and refuses wrong queries."""
+    # The reader that the commands use gives the same curves. A separate thread reads the curves, not the event loop.
     from atoll.server.http import app
 
     readers, open_it = list[str](), app.open_state

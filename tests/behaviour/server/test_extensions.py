@@ -89,8 +89,8 @@ def test_a_package_brings_an_extension(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_operation_name_may_end_with_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An extension's admin operation still needs the admin's token if its name ends with `_head`. The names of the
-    server's own HEAD routes end so.
+    """An extension's operation for administrators needs the administrator's token, even if its name ends with `_head`
+    like those of HEAD routes.
     """
     code = COUNTS.replace("set_goal", "set_goal_head")
     with counting(monkeypatch, tmp_path, code) as world:
@@ -163,7 +163,7 @@ NO_JSON = {"NaN": "float('nan')", "half of a pair": r"'\ud800'", "too much": "'x
 
 
 @pytest.mark.parametrize("case", NO_JSON)
-def test_omits_an_extension_status_without_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_faulty_extension_status_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """If an extension's status is not valid JSON or is too large, the server's status omits it and has a warning. The
     run goes on.
     """
@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_an_extension_that_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_refuses_an_unusable_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     """The server refuses to start with an extension that is wrong or not installed, and says why."""
     code, names, why = WRONG[case]
     with pytest.raises(ConfigError, match=why):
@@ -246,7 +246,7 @@ def test_a_failing_extension_is_reported_once(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("error", ["ConnectionResetError", "TimeoutError", "ZeroDivisionError"])
 def test_a_client_gets_500_if_an_operation_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
-    """If an extension's operation raises any error, the client gets an answer with status 500. The run goes on."""
+    """If an operation of an extension raises an error, the client gets status 500 and the run goes on."""
     code = COUNTS.replace("return self.goal", f"raise {error}")
     with counting(monkeypatch, tmp_path, code) as world:
         assert get(world.url, GOAL)[0] == 500

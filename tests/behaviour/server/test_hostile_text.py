@@ -108,9 +108,7 @@ def test_escapes_texts_of_sites(server: atoll.Server, caplog: pytest.LogCaptureF
 
 
 def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
-    """If a text of a site has the allowed length, the server does not refuse it because escaping makes it four times as
-    long. It cuts the escaped text.
-    """
+    """A text of allowed length is not refused if escaping makes it longer: the server cuts it."""
     lease = joined(server.url, "long", host="\x1b" * 256, labels={"\x1b" * 64: "\x1b" * 256})
     assert post(server.url, "/v1/workers/leave", {"error": "\x00" * 2000}, lease)[0] == 204
     worker = worker_of(server, "long")
@@ -120,6 +118,7 @@ def test_cuts_a_long_hostile_text(server: atoll.Server) -> None:
 
 
 def test_plain_text_of_all_languages_stays_unchanged(server: atoll.Server) -> None:
+    """The server does not escape names and texts in any language, only control characters."""
     labels = {"Ort": "Göttingen", "場所": "東京", "место": "Москва", "موقع": "القاهرة", "math": "∂L/∂θ ≤ 1e-3 \\ [x]"}
     joined(server.url, "plain", host="höst", labels=labels)
     worker = worker_of(server, "plain")
@@ -127,7 +126,7 @@ def test_plain_text_of_all_languages_stays_unchanged(server: atoll.Server) -> No
     assert worker.host == "höst"
 
 
-def test_hostile_texts_from_training_scripts_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hostile_texts_of_scripts_are_escaped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Control characters in the metrics, labels and the final error of a training script are escaped in the status and
     in the log.
     """

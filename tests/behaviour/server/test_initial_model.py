@@ -84,8 +84,8 @@ class Drawn(nn.Module):
         self.python = nn.Parameter(torch.tensor([random.random() for _ in range(3)]))
 
 
-def test_building_the_model_does_not_advance_random_generators(tmp_path: Path) -> None:
-    """Starting or continuing a run leaves the program's random number generators as they were. The model depends on
+def test_building_a_model_keeps_random_generators(tmp_path: Path) -> None:
+    """A start of the server leaves the program's random number generators as they were; the initial model depends on
     `run.seed` alone.
     """
     models, settings = [], {"model.source": f"{__name__}:Drawn", "run.seed": 7}
@@ -102,7 +102,7 @@ def test_building_the_model_does_not_advance_random_generators(tmp_path: Path) -
 
 
 @pytest.mark.covers("P7")
-def test_an_initial_mask_may_be_infinite_not_nan(begun: Callable[..., Begun]) -> None:
+def test_an_initial_mask_may_contain_inf_but_not_nan(begun: Callable[..., Begun]) -> None:
     """An initial model may have a mask of -Inf, which is only copied. NaN is refused."""
     assert begun(f"{__name__}:masked")[0]["mask"] == [[0.0, -torch.inf], [0.0, 0.0]]
     with pytest.raises(ConfigError, match=r"'mask' contains NaN or Inf\. Check how it is initialised"):
@@ -131,7 +131,7 @@ def test_a_run_starts_from_a_folder_of_files(tmp_path: Path, begun: Callable[...
 
 @pytest.mark.covers("P17", "X2")
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "pytorch_model.bin", "last.ckpt"])
-def test_refuses_a_pickle_and_says_what_converts_it(name: str, begun: Callable[..., Begun]) -> None:
+def test_refuses_a_pickled_model_and_names_a_converter(name: str, begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"is a pickle.*save_file\(model\.state_dict\(\), 'model\.safetensors'\)"):
         begun(name)
 
@@ -146,10 +146,9 @@ def run_one_round(model: nn.Module | str, folder: Path, build: Callable[[], nn.M
 
 @pytest.mark.covers("P7")
 def test_a_run_starts_from_exported_tied_tensors(tmp_path: Path, begun: Callable[..., Begun]) -> None:
-    """A new run can start from the export of a model with tied tensors: it keeps one tensor with an alias.
-
-    Guards against two tensors in place of one, for which every worker was refused as having another model.
-    """
+    """A new run can start from the export of a model with tied tensors, and the tensors stay tied."""
+    # It keeps one tensor with an alias. Guards against two tensors in place of one, for which every worker was refused
+    # as having another model.
     run_one_round(TiedHead(), tmp_path / "one", TiedHead)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     model = run_one_round(str(export), tmp_path / "two", TiedHead)
@@ -241,10 +240,8 @@ class Scaling(nn.Module):
 
 @pytest.mark.covers("P8")
 def test_an_export_lists_its_buffers(tmp_path: Path, begun: Callable[..., Begun]) -> None:
-    """An export lists its buffers in its metadata, and a new run from it has the same buffers.
-
-    Guards against groups guessed from names, for which every worker with the module was refused.
-    """
+    """A new run that starts from an export has the same buffers, because the export lists them."""
+    # Guards against groups guessed from names, for which every worker with the module was refused.
     run_one_round(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     with safe_open(export, framework="pt") as file:
@@ -317,16 +314,14 @@ def run(folder: Path, model: str | None, name: str) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_model_file_gives_the_modules_result(name: str, tmp_path: Path) -> None:
-    """A run from a file, for which the sites bring the module, gives the same result as a run from the module.
-
-    When streaming, the fragments have other tensors, so the bits may differ.
-    """
+    """A run that starts from a model file gives the same result as one that starts from the module."""
+    # The sites bring the module. When streaming, the fragments have other tensors, so the bits may differ.
     by_file = run(tmp_path / "file", saved(tmp_path), name)
     assert name == "streaming" or by_file == run(tmp_path / "module", None, name)
 
 
-def test_a_run_from_a_file_accepts_its_module(tmp_path: Path) -> None:
-    """A run that started from a model file continues when the program gives the module of that file."""
+def test_a_run_from_a_file_may_continue_with_its_module(tmp_path: Path) -> None:
+    """A run that started from a model file continues if the program then gives the module of that file."""
     with serve(tmp_path, saved(tmp_path), sites=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -355,11 +350,8 @@ def build(counts: bool = False) -> nn.Module:
 def test_a_restart_builds_the_model_without_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
 ) -> None:
-    """A restart builds the model on the meta device to compare it with the run's, so that a large model takes no
-    memory. A different model is refused.
-
-    A module that reads its own values while it is built is built on the CPU.
-    """
+    """A restart compares the model with that of the run without allocating its weights, and refuses another model."""
+    # A module that reads its own values while it is built is built on the CPU.
 
     def start() -> atoll.Server:
         return plain_server(tmp_path, f"{__name__}:build", **{"model.args": {"counts": counts}}).start()

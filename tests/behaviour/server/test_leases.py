@@ -71,9 +71,8 @@ def test_refuses_a_lease_without_its_secret(server: atoll.Server, process: str) 
 
 
 def test_only_downloads_under_the_lease_are_counted(tmp_path: Path) -> None:
-    """The server counts a site's downloaded bytes only if the request has the site's true lease. Without it, the
-    version is served, but not counted.
-    """
+    """The server counts a site's downloaded bytes only if the request has the site's true lease."""
+    # Without it, the version is served, but not counted.
     with serve(tmp_path, sites=1) as server:
         site = WireSite(server.url, process="1")
         path = f"{server.url}/v1/fragments/0/versions/0/{site.ticket()['base_digest']}"
@@ -132,10 +131,8 @@ def begun(server: atoll.Server, update: WireUpdate) -> socket.socket:
 
 @pytest.mark.covers("F19")
 def test_a_site_cannot_overwrite_another_sites_part(server: atoll.Server, update: WireUpdate) -> None:
-    """If site `b` sends a part for the ticket of site `a`, the server refuses, and keeps the part that `a` has sent.
-
-    Guards against `put_part` without its first `require_open`: `begin_part` would forget the part before the check.
-    """
+    """If site `b` sends a part for the ticket of site `a`, the server refuses, and keeps the part that `a` has sent."""
+    # Guards against `put_part` without its first `require_open`: `begin_part` would forget the part before the check.
     assert update.put(0)[0] == 204
     assert replace(update, site=WireSite(server.url, "b")).put(0)[1]["code"] == "ticket_closed"
     assert update.state()["parts"] == [0]
@@ -145,9 +142,8 @@ def test_a_site_cannot_overwrite_another_sites_part(server: atoll.Server, update
 def test_a_superseded_process_stores_no_part(server: atoll.Server, update: WireUpdate) -> None:
     """If a newer process of the site joins while the older one uploads a part, the server refuses this part and stores
     nothing.
-
-    Guards against `put_part` without its second `require_open`.
     """
+    # Guards against `put_part` without its second `require_open`.
     raw = begun(server, update)
     newer = WireSite(server.url, "a", process="two")
     raw.sendall(update.body(0)[1000:])
@@ -158,9 +154,8 @@ def test_a_superseded_process_stores_no_part(server: atoll.Server, update: WireU
 def test_a_broken_upload_frees_its_file(tmp_path: Path) -> None:
     """If the upload of a part breaks off, the server frees its file: the update is sent again, and later rounds need no
     second file.
-
-    Guards against `put_part` without `writer.abandon()`.
     """
+    # Guards against `put_part` without `writer.abandon()`.
     with serve(tmp_path, sites=1, rounds=0) as server:
         a = WireSite(server.url)
         update = a.train()
@@ -173,11 +168,8 @@ def test_a_broken_upload_frees_its_file(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F19")
 def test_a_superseded_process_cannot_complete_its_update(server: atoll.Server, update: WireUpdate) -> None:
-    """If a newer process of the site joins while the older one sends its completion, the server refuses. The ticket
-    stays open.
-
-    Guards against `complete` without `require_open`.
-    """
+    """If a newer process of the site joins while the older one sends its completion, the server refuses."""
+    # The ticket stays open. Guards against `complete` without `require_open`.
     message = json.dumps(update.push().message).encode()
     headers = {"Atoll_Lease": update.site.lease, "Content_Type": "application/json", "Content_Length": len(message)}
     line = f"POST /v1/tickets/{update.ticket}/complete"
@@ -189,12 +181,9 @@ def test_a_superseded_process_cannot_complete_its_update(server: atoll.Server, u
 
 
 @pytest.mark.covers("F19")
-def test_a_superseded_process_stays_superseded_after_restarts(tmp_path: Path) -> None:
-    """After a restart, the server still refuses the lease of a process that a second process of its site has
-    superseded.
-
-    If the server dies before the answer to a further join arrives, it knows that new lease after its restart.
-    """
+def test_a_superseded_process_stays_refused_after_restarts(tmp_path: Path) -> None:
+    """After a restart, the server still refuses a process that a newer process of its site has replaced."""
+    # If the server dies before the answer to a further join arrives, it knows that new lease after its restart.
     port = free_port()
 
     def beat(site: WireSite) -> tuple[int, str]:
@@ -252,8 +241,8 @@ def test_a_restarted_site_causes_no_warning(tmp_path: Path, caplog: pytest.LogCa
     assert caplog.records == []
 
 
-def test_each_superseded_process_is_reported_with_its_host(server: atoll.Server) -> None:
-    """If two processes of one site have been superseded and one sends a heartbeat, the status warns of that process's
+def test_each_replaced_process_is_reported_with_its_host(server: atoll.Server) -> None:
+    """If two processes of one site have been replaced and one still sends heartbeats, the status names that process's
     own host.
     """
     first, second, _ = (WireSite(server.url, host=f"ward-{each}", process=each) for each in ("one", "two", "three"))
@@ -263,10 +252,8 @@ def test_each_superseded_process_is_reported_with_its_host(server: atoll.Server)
 
 
 def test_two_processes_on_one_machine_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If two processes on one machine join as the same site, the log of the second says that it replaces the first.
-
-    The first process gets an error, and the status of the server warns.
-    """
+    """If two processes on one machine join as the same site, the log of the second says that it replaces the first."""
+    # The first process gets an error, and the status of the server warns.
     caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:

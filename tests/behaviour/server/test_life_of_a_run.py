@@ -41,8 +41,8 @@ def why_waits(world: World, site: str) -> str:
 # -- pause
 
 
-def test_a_paused_run_accepts_updates_under_way(tmp_path: Path) -> None:
-    """The open round may end; no further one opens until the admin resumes the run."""
+def test_a_paused_run_still_accepts_open_updates(tmp_path: Path) -> None:
+    """In a paused run, the open round may still end, and no other round opens until the run is resumed."""
     with World(tmp_path, START, "ab", rounds=2) as world:
         world.pull()
         answer = pause(world)
@@ -65,8 +65,8 @@ def test_a_paused_run_accepts_updates_under_way(tmp_path: Path) -> None:
         assert events_of(world) == ["run paused", "round ended", "run resumed", "round ended", "run finished"]
 
 
-def test_no_site_gets_a_new_ticket_in_a_paused_round(tmp_path: Path) -> None:
-    """A site that has a ticket keeps it, so that its next process goes on with its work."""
+def test_a_paused_round_gives_no_new_tickets(tmp_path: Path) -> None:
+    """In a paused run, no site gets a new ticket. A site that has one keeps it and may submit."""
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.pull("a")
         pause(world)
@@ -78,7 +78,8 @@ def test_no_site_gets_a_new_ticket_in_a_paused_round(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_pause_outlives_the_server(tmp_path: Path) -> None:
+def test_a_pause_survives_a_restart(tmp_path: Path) -> None:
+    """A paused run is still paused after its server is restarted."""
     with World(tmp_path, START, "a", rounds=2) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -91,8 +92,8 @@ def test_a_pause_outlives_the_server(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_an_asynchronous_run_pauses(tmp_path: Path) -> None:
-    """Updates that are under way are aggregated once the run goes on."""
+def test_an_asynchronous_run_can_pause(tmp_path: Path) -> None:
+    """A paused asynchronous run accepts the updates that are under way, and applies them once the run is resumed."""
     with World(tmp_path, START, "ab", rounds=3, **{"async.enabled": True}) as world:
         world.pull()
         pause(world)
@@ -107,7 +108,7 @@ def test_an_asynchronous_run_pauses(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_run_that_has_not_begun_pauses(tmp_path: Path) -> None:
+def test_a_run_can_be_paused_before_it_begins(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=1) as world:
         pause(world)
         world.join("a")
@@ -120,8 +121,10 @@ def test_a_run_that_has_not_begun_pauses(tmp_path: Path) -> None:
 # -- stop
 
 
-def test_a_stopped_run_finishes_after_the_round(tmp_path: Path) -> None:
-    """Its sites end as at the end of a run, and hear why; the next start trains no further."""
+def test_a_stopped_run_ends_after_its_round(tmp_path: Path) -> None:
+    """A stopped run ends after the open round: its sites end normally and hear why, and the next start trains no
+    further.
+    """
     with World(tmp_path, START, "ab", rounds=5) as world:
         world.rounds(1.0, 1)
         world.pull()
@@ -144,7 +147,9 @@ def test_a_stopped_run_finishes_after_the_round(tmp_path: Path) -> None:
 
 
 def test_a_run_stopped_at_once_drops_the_open_round(tmp_path: Path) -> None:
-    """The update of site a is not used. A run that is resumed later trains the round again."""
+    """A run that is stopped at once does not use the updates of the open round. If it is resumed, it trains this round
+    again.
+    """
     with World(tmp_path, START, "ab", rounds=2) as world:
         world.rounds(1.0, 1)
         world.pull()
@@ -154,7 +159,7 @@ def test_a_run_stopped_at_once_drops_the_open_round(tmp_path: Path) -> None:
         assert world.counted == [("a", 1), ("b", 1)]
 
 
-def test_a_paused_run_stops(tmp_path: Path) -> None:
+def test_a_paused_run_can_be_stopped(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=3) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -164,7 +169,8 @@ def test_a_paused_run_stops(tmp_path: Path) -> None:
         assert world.status.stopped == "stopped by its admin"
 
 
-def test_a_stop_outlives_the_server(tmp_path: Path) -> None:
+def test_a_stop_survives_a_restart(tmp_path: Path) -> None:
+    """A run that is being stopped still ends after its round if its server is restarted meanwhile."""
     with World(tmp_path, START, "a", rounds=5) as world:
         world.pull()
         stop(world)
@@ -183,11 +189,10 @@ def momentum(**more: Any) -> dict[str, Any]:
     return {"algorithm.outer_optimizer.momentum": 0.5, "disk.keep_versions": 3} | more
 
 
-def test_a_run_goes_back_with_its_outer_state(tmp_path: Path) -> None:
-    """Momentum 0.5: m is 1, 1.5 after updates of 1. After version 1, m is 1 again, so an update of 1 adds 1.5.
-
-    The next version has the number 4. Sites do not send again what they formed before.
-    """
+def test_going_back_restores_the_outer_optimizer(tmp_path: Path) -> None:
+    """If a run goes back to an earlier version, the outer optimizer's state goes back, too."""
+    # Momentum 0.5: m is 1, 1.5 after updates of 1. After version 1, m is 1 again, so an update of 1 adds 1.5. The next
+    # version has the number 4. Sites do not send again what they formed before.
     with World(tmp_path, START, "ab", rounds=3, **momentum()) as world:
         world.rounds(1.0, 1, 2)
         world.pull(number=3)
@@ -254,7 +259,10 @@ def test_a_site_that_sat_out_is_asked_again(tmp_path: Path) -> None:
         assert world.status.history[1].workers == ["a", "b"]
 
 
-def test_names_the_versions_that_are_kept(tmp_path: Path) -> None:
+def test_going_back_too_far_lists_the_kept_versions(tmp_path: Path) -> None:
+    """If a run is to go back to a version that the server no longer keeps, the error lists the versions
+    that it keeps.
+    """
     with World(tmp_path, START, "a", rounds=5, **momentum()) as world:
         world.rounds(1.0, 1, 2, 3, 4)
         world.wait(4)
@@ -271,7 +279,7 @@ def test_names_the_versions_that_are_kept(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_paused_run_goes_back_and_stays_paused(tmp_path: Path) -> None:
+def test_a_paused_run_stays_paused_after_going_back(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=3, **momentum()) as world:
         world.rounds(1.0, 1, 2)
         world.wait(2)
@@ -284,8 +292,8 @@ def test_a_paused_run_goes_back_and_stays_paused(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_damaged_version_is_not_gone_back_to(tmp_path: Path) -> None:
-    """The run stays where it is."""
+def test_a_run_cannot_go_back_to_a_damaged_version(tmp_path: Path) -> None:
+    """If a run is to go back to a damaged version, the server refuses, and the run stays where it is."""
     with World(tmp_path, START, "a", rounds=3, **momentum()) as world:
         world.rounds(1.0, 1, 2)
         world.wait(2)
@@ -303,8 +311,8 @@ def test_a_damaged_version_is_not_gone_back_to(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_loops_of_sites_train_on_after_going_back(tmp_path: Path) -> None:
-    """Sites that train in loops take the earlier version, without being started again."""
+def test_site_loops_continue_after_going_back(tmp_path: Path) -> None:
+    """If a run goes back, sites that train in loops take the earlier version without being started again."""
     with World(tmp_path, build_model(), "ab", rounds=6, **momentum(**{"disk.keep_versions": 9})) as world:
         reached, may_go_on = threading.Event(), threading.Event()
 
@@ -324,12 +332,12 @@ def test_loops_of_sites_train_on_after_going_back(tmp_path: Path) -> None:
         assert {sites.trained[name, 3] for name in "ab"} == {2}
 
 
-def test_diloco_drops_the_steps_since_the_version(tmp_path: Path) -> None:
-    """A site that is in the middle of a round takes the earlier version as it is, not with its local steps added.
-
-    Each step adds 1 to the parameters, and a round has 2 steps: version n is 2n. After version 1 (2.0), the run goes
-    back from version 3 while the site trains; four rounds later, it is 10.0.
+def test_going_back_drops_a_loops_local_steps(tmp_path: Path) -> None:
+    """If a run goes back, a DiLoCo site in the middle of a round takes the earlier version without adding its local
+    steps.
     """
+    # Each step adds 1 to the parameters, and a round has 2 steps: version n is 2n. After version 1 (2.0), the run goes
+    # back from version 3 while the site trains; four rounds later, it is 10.0.
     settings = PLAIN_DILOCO | {"H": 2, "disk.keep_versions": 9}
     with World(tmp_path, ramp(), "a", rounds=5, **settings) as world:
         model = ramp()

@@ -33,9 +33,8 @@ def train(server: atoll.Server, site: str, change: Change, **submitted: Any) -> 
 
 
 def test_threads_of_a_server_train_as_sites(tmp_path: Path) -> None:
-    """Threads of the server's process train as two sites. Each of two rounds adds the mean of 1 and 3, and each site
-    then loads the result.
-    """
+    """Threads of the server's process train as two sites."""
+    # Each of two rounds adds the mean of 1 and 3, and each site then loads the result.
     world, loaded = World(tmp_path, MODEL, "ab", rounds=2), dict[str, dict[str, Tensor]]()
 
     def part(site: str, change: float) -> None:
@@ -56,10 +55,8 @@ def test_threads_of_a_server_train_as_sites(tmp_path: Path) -> None:
     ids=["scaffold and int8", "async"],
 )
 def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """A run with a worker in the server's process gives the same bits as one with a worker that joins by HTTP.
-
-    The state that a site keeps between its rounds, as SCAFFOLD's controls, also continues.
-    """
+    """A worker in the server's own process gives the same bits as one that joins over HTTP."""
+    # The state that a site keeps between its rounds, as SCAFFOLD's controls, also continues.
 
     def build() -> torch.nn.Linear:
         torch.manual_seed(0)
@@ -89,11 +86,9 @@ def test_a_local_worker_equals_a_joined_worker(tmp_path: Path, settings: dict[st
     require_equal(*results)
 
 
-def test_local_workers_sit_out_and_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A local worker can sit out a round and be refused like any other site.
-
-    Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
-    """
+def test_local_workers_can_sit_out_and_be_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A local worker can sit out a round and be refused like any other site."""
+    # Site `a` sits out its second round, and the update of site `b` in round 1 is refused because of NaN.
     with World(tmp_path, MODEL, "ab", rounds=2, **{"rounds.min_sites": 1}) as world:
 
         def a() -> None:
@@ -115,9 +110,8 @@ def test_local_workers_sit_out_and_are_refused(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_a_local_worker_stays_alive_during_long_training(tmp_path: Path) -> None:
-    """A local worker that calls nothing during three heartbeat timeouts of training is still alive to the server, with
-    its lease.
-    """
+    """A worker in the server's process stays alive through long training, though its script calls nothing meanwhile."""
+    # During three heartbeat timeouts, with its lease.
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with World(tmp_path, MODEL, "ab", rounds=1, **beats) as world, local_worker(world.server, "a") as worker:
         begun_s = world.status.uptime_s
@@ -136,8 +130,8 @@ def test_an_error_ends_a_local_worker(tmp_path: Path) -> None:
 
 
 def test_a_stopped_server_ends_local_waits(tmp_path: Path) -> None:
-    """When its server stops, a waiting local worker gets an error. A new server on the same folder continues the run
-    with new workers.
+    """When its server stops, a waiting local worker gets an error. A new server on the same folder
+    continues the run.
     """
     with World(tmp_path, MODEL, "ab", rounds=1) as world:
         ends: list[str] = []
@@ -159,6 +153,7 @@ def test_a_stopped_server_ends_local_waits(tmp_path: Path) -> None:
 
 
 def test_a_site_cannot_have_two_local_workers(tmp_path: Path) -> None:
+    """A second worker in the server's process under the same site name is refused."""
     with World(tmp_path, MODEL, "ab", rounds=1) as world, local_worker(world.server, "a"):
         with pytest.raises(StateLocked):
             local_worker(world.server, "a")

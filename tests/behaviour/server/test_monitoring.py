@@ -46,8 +46,10 @@ def metrics_of(world: World) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_metrics_have_the_numbers_of_the_status(tmp_path: Path) -> None:
-    """For the run, for each site, and what training reports."""
+def test_metrics_equal_the_numbers_of_the_status(tmp_path: Path) -> None:
+    """The server's Prometheus metrics have the numbers of the status: of the run, of each site, and the metrics of the
+    training.
+    """
     with World(tmp_path, START, "ab", rounds=3) as world:
         world.pull(number=1)
         for site, loss in (("a", 1.0), ("b", 3.0)):
@@ -73,8 +75,10 @@ def test_metrics_have_the_numbers_of_the_status(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_waited_seconds_count_once(tmp_path: Path, fragments: int) -> None:
-    """The seconds of all updates together, which are those of the site's own clock; fragments wait at the same time."""
+def test_waited_seconds_are_counted_once(tmp_path: Path, fragments: int) -> None:
+    """The metrics count the seconds that a site waited for all its updates once, even if it waited in several fragments
+    at the same time.
+    """
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     world = World(tmp_path, model, "a", algorithm="diloco", rounds=3, H=2, K=fragments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -85,8 +89,10 @@ def test_waited_seconds_count_once(tmp_path: Path, fragments: int) -> None:
     assert 0 < worker.waited_s <= waited_s + 0.05
 
 
-def test_metrics_are_in_base_units(tmp_path: Path) -> None:
-    """Seconds and bytes, no parts and multiples of them; what ends in _total only counts."""
+def test_metrics_are_in_seconds_and_bytes(tmp_path: Path) -> None:
+    """The server's metrics are in seconds and bytes, not in multiples of them, and those that end in `_total` only
+    rise.
+    """
     with World(tmp_path, START, "a", rounds=1) as world:
         world.pull(number=1)
         text, found = fetched(f"{world.url}/metrics")[1], metrics_of(world)
@@ -100,8 +106,10 @@ def test_metrics_are_in_base_units(tmp_path: Path) -> None:
         assert f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n" in text, name
 
 
-def test_the_dashboard_names_metrics_that_exist(tmp_path: Path) -> None:
-    """Each expression, and the variables; panels do not overlap."""
+def test_the_dashboard_uses_only_existing_metrics(tmp_path: Path) -> None:
+    """Each expression and variable of the Grafana dashboard uses a metric that the server has, and no
+    panels overlap.
+    """
     dashboard: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked += [each["query"] for each in dashboard["templating"]["list"]]
@@ -126,8 +134,10 @@ def test_the_dashboard_names_metrics_that_exist(tmp_path: Path) -> None:
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
-def test_is_ready_while_sites_may_join(tmp_path: Path) -> None:
-    """Without a token; after the last round the server answers, but is not ready."""
+def test_readyz_answers_while_sites_may_join(tmp_path: Path) -> None:
+    """`/readyz` says ready without a token while sites may join. After the last round, the server answers that it is
+    not ready.
+    """
     with World(tmp_path, START, "a", rounds=1) as world:
         assert fetched(f"{world.url}/readyz") == (200, "ready\n")
         assert fetched(f"{world.url}/readyz", "HEAD") == (200, "")
@@ -140,7 +150,7 @@ def test_is_ready_while_sites_may_join(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_is_not_ready_after_a_failure(tmp_path: Path) -> None:
+def test_readyz_refuses_after_a_failed_run(tmp_path: Path) -> None:
     has_joined = threading.Event()
 
     def fails(controller: Any) -> None:
@@ -157,7 +167,7 @@ def test_is_not_ready_after_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["ending", "beginning again"])
-async def test_is_not_ready_while_it_ends(tmp_path: Path, state: str) -> None:
+async def test_readyz_refuses_while_the_server_ends(tmp_path: Path, state: str) -> None:
     async with LocalRun(tmp_path, START, {"rounds.sites": 1}) as run:
         pages = ServerPages(run.served, "1", open_gate(run.run.settings))
         assert (await pages.get_readiness()).status == 200

@@ -152,7 +152,7 @@ def test_the_status_shows_the_outer_learning_rates(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L21")
 @pytest.mark.parametrize("how", ["function", "lambda", "module", "file"])
-def test_an_own_outer_optimizer_survives_a_restart(tmp_path: Path, how: str) -> None:
+def test_a_users_outer_optimizer_survives_a_restart(tmp_path: Path, how: str) -> None:
     """An own outer optimizer keeps its state over a restart of the server after round 2 of 4. The result is that of one
     optimizer object.
     """
@@ -178,7 +178,7 @@ def test_an_own_outer_optimizer_survives_a_restart(tmp_path: Path, how: str) -> 
 
 
 @pytest.mark.covers("L21")
-def test_an_own_outer_optimizer_gets_the_options(tmp_path: Path) -> None:
+def test_a_users_outer_optimizer_gets_its_options(tmp_path: Path) -> None:
     """An own outer optimizer is called with the options in `algorithm.outer_optimizer`, and the status shows them."""
     world = stepped(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
     parameters = dict(build().named_parameters())
@@ -243,9 +243,8 @@ def run_with_frozen_body(folder: Path, outer: dict[str, Any], trains_body: Calla
 @pytest.mark.covers("L15")
 @pytest.mark.parametrize("name", DECAYING)
 def test_untrained_layers_do_not_decay(tmp_path: Path, name: str) -> None:
-    """The outer optimizer's weight decay does not move a layer that no site trains. The trained layers move as with
-    torch alone.
-    """
+    """The outer optimizer's weight decay does not change a layer that no site trains."""
+    # The trained layers move as with torch alone.
     options, make = DECAYING[name]
     found = run_with_frozen_body(tmp_path, {"name": name, **options}, lambda *_: False)
     parameters = dict(build().named_parameters())
@@ -271,9 +270,8 @@ def test_a_layer_decays_once_it_is_trained(
 ) -> None:
     """Weight decay acts on a layer from the first round in which a site trains it, also in later rounds without
     training.
-
-    The expected values are those of SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m.
     """
+    # The expected values are those of SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m.
     outer = {"name": "sgd", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
     found = run_with_frozen_body(tmp_path, outer, trains)["body.weight"]
     theta, m, begun = build()["body"].weight.detach(), torch.zeros(70, 5).double(), False

@@ -52,8 +52,8 @@ class Stream:
                 yield number, json.loads(line[6:])
 
 
-def test_each_file_has_its_headers(tmp_path: Path) -> None:
-    """Only this server's own scripts run; the version of no library is told."""
+def test_page_files_have_strict_security_headers(tmp_path: Path) -> None:
+    """Each file of the page allows only scripts of this server, and no file tells the version of a library."""
     with World(tmp_path, START, "a") as world:
         for path in ("/", *(f"/page/{name}" for name in page_files())):
             status, headers, body = headers_of(world, path)
@@ -70,7 +70,8 @@ def test_each_file_has_its_headers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["absent.js", "..%2Fapp.py", "%2e%2e%2fgate.py", "uplot.js.gz", "\u00e9.js", "x" * 3000]
 )
-def test_other_files_are_not_found(tmp_path: Path, name: str) -> None:
+def test_unknown_page_files_give_404(tmp_path: Path, name: str) -> None:
+    """The server answers 404 to requests for page files that do not exist or lie outside the page's folder."""
     with World(tmp_path, START, "a") as world:
         status, headers, body = headers_of(
             world, f"/page/{name}".encode().decode("latin-1").replace("\u00c3\u00a9", "%C3%A9")
@@ -79,8 +80,10 @@ def test_other_files_are_not_found(tmp_path: Path, name: str) -> None:
         assert "Server" not in headers
 
 
-def test_the_page_is_small() -> None:
-    """All of it, and what travels to a browser. It has no inline script or style, and names no other host."""
+def test_the_page_is_small_and_self_contained() -> None:
+    """The page takes at most 90 kB, 50 kB compressed. It has no inline script or style, and loads nothing from another
+    host.
+    """
     nbytes = sum(path.stat().st_size for path in FOLDER.iterdir())
     assert nbytes <= 90_000
     assert sum(len(gzip.compress(content)) for content in page_files().values()) <= 50_000
@@ -95,7 +98,8 @@ def test_the_page_is_small() -> None:
 
 
 def test_uplot_is_the_released_file() -> None:
-    """uPlot 1.6.32, dist/uPlot.iife.min.js, of the npm registry."""
+    """The page's chart library has the digest of the file that its authors released."""
+    # uPlot 1.6.32, dist/uPlot.iife.min.js, of the npm registry.
     assert hashlib.sha256(page_files()["uplot.js"]).hexdigest() == (
         "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
     )
@@ -103,7 +107,7 @@ def test_uplot_is_the_released_file() -> None:
 
 
 def test_a_stream_has_each_event_once(tmp_path: Path) -> None:
-    """It ends with the run. A second one resumes by number in the middle."""
+    """A stream of events has each event once and ends with the run. A second stream can resume in the middle."""
     with World(tmp_path, START, "ab", rounds=2) as world:
         stream = Stream(world)
         assert stream.reply.getheader("Content-Type") == "text/event-stream"
@@ -121,7 +125,7 @@ def test_a_stream_has_each_event_once(tmp_path: Path) -> None:
     assert all(event["send_seconds"] > 0 for event in events if event["what"] == "update accepted")
 
 
-def test_a_stream_resumes_after_a_number(tmp_path: Path) -> None:
+def test_a_stream_resumes_after_a_given_event(tmp_path: Path) -> None:
     with World(tmp_path, START, "ab", rounds=9) as world:
         world.rounds(1.0, 1)
         world.wait(1)
@@ -133,8 +137,8 @@ def test_a_stream_resumes_after_a_number(tmp_path: Path) -> None:
         assert (status, json.loads(body)["code"]) == (410, "gone")
 
 
-def test_streams_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One more than the most is refused; one that was closed makes room."""
+def test_the_number_of_streams_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server refuses one more stream of events than allowed, and accepts a new one when another has been closed."""
     monkeypatch.setattr(event_stream, "MOST_STREAMS", 2)
     with World(tmp_path, START, "a") as world:
         streams = [Stream(world), Stream(world)]
@@ -147,7 +151,7 @@ def test_streams_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_large_round_is_streamed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sites of the parts together are those of the round."""
+    """The event of a round with many sites is streamed in several parts, which together have all sites."""
     monkeypatch.setattr("atoll.store.event_pages.PAGE_BYTES", 1500)
     names = [f"site-{number}" for number in range(9)]
     with World(tmp_path, START, names, rounds=9) as world:
@@ -164,7 +168,10 @@ def test_a_large_round_is_streamed_in_parts(tmp_path: Path, monkeypatch: pytest.
         assert sites == names
 
 
-def test_settings_have_their_sources(tmp_path: Path) -> None:
+def test_the_settings_request_shows_sources(tmp_path: Path) -> None:
+    """The server's list of settings says for each one where its value comes from: the program, the algorithm or a
+    default.
+    """
     with World(tmp_path, START, "ab", rounds=7) as world:
         found = {each["key"]: each for each in get(world.url, "/v1/settings")[1]["settings"]}
     assert found["rounds.total"] == {"key": "rounds.total", "value": "7", "source": "the program"}

@@ -114,9 +114,8 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
 def test_a_named_model_keeps_loaded_tensors_tied(tmp_path: Path, left_out: str) -> None:
     """If `model.source` names a model with tied tensors, the tensors that the persistor loads are tied again, whichever
     name they are under.
-
-    Guards against two tensors where the model has one, for which workers and a second start were refused.
     """
+    # Guards against two tensors where the model has one, for which workers and a second start were refused.
     mine = TiedHead()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
@@ -133,7 +132,7 @@ def test_a_named_model_keeps_loaded_tensors_tied(tmp_path: Path, left_out: str) 
     assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
-def test_refuses_different_values_of_tied_tensors(tmp_path: Path) -> None:
+def test_refuses_different_values_for_tied_tensors(tmp_path: Path) -> None:
     """If the persistor loads different values for two names of a tied tensor, the start is refused and writes no
     file.
     """
@@ -145,9 +144,10 @@ def test_refuses_different_values_of_tied_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F30")
 def test_a_worker_reports_missing_ties(tmp_path: Path) -> None:
-    """If the persistor loads two tensors that the worker's module ties, and no model is named, the worker raises an
-    error about the ties.
+    """If the persistor loads two separate tensors that the worker's module ties, the worker ends with an error about
+    the ties.
     """
+    # No model is named.
     Shelf.initial = as_a_file_has_it(TiedHead())
     with shelved(tmp_path) as world, atoll.join(world.url, site="a", folder=world.workers) as worker:
         with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the run has two"):
@@ -227,13 +227,9 @@ def slow(folder: Path, rounds: int) -> World:
 
 @pytest.mark.covers("X41")
 def test_only_the_runs_end_waits_for_save_best(tmp_path: Path) -> None:
-    """A slow `save_best` of the persistor delays only the end of the run, not its rounds.
-
-    Versions 0, 1 and 2 are each the best so far. While 0 is being saved, version 2 overtakes version 1, which is
-    skipped.
-
-    Version 2 is saved when the run is at version 5 and keeps only two versions.
-    """
+    """A slow `save_best` of the persistor delays only the end of the run, not its rounds."""
+    # Versions 0, 1 and 2 are each the best so far. While 0 is being saved, version 2 overtakes version 1, which is
+    # skipped. Version 2 is saved when the run is at version 5 and keeps only two versions.
     with slow(tmp_path, rounds=5) as world:
         measure(world, 1, 0.5)
         assert Slow.begun.wait(30)

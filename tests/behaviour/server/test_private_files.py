@@ -134,10 +134,8 @@ def test_a_simulations_files_are_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
 def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callable[[int], int], mask: int) -> None:
-    """Exports in a folder that the user names, and the file of `atoll export OUT`, have the modes of the umask.
-
-    The state directory stays private.
-    """
+    """Exports into a folder that the user names, and the file of `atoll export`, get the usual modes of the umask."""
+    # The state directory stays private.
     umask(mask)
     exports = tmp_path / "results" / "first"
     options = {"disk.export_dir": exports, "rounds.best_metric": "loss", "disk.export_every": 1}
@@ -151,11 +149,11 @@ def test_files_that_a_user_names_follow_the_umask(tmp_path: Path, umask: Callabl
 
 
 def test_folders_with_wide_modes_become_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A start makes the state directory and the run's folders private again, logs each folder once, and makes files
-    private when it opens them.
-
-    The folder that `ATOLL_DIR` names belongs to the user and keeps its mode.
+    """A start makes the folders and files of a run private again, if their modes had been widened, and logs each folder
+    once.
     """
+    # It makes files private when it opens them. The folder that `ATOLL_DIR` names belongs to the user and keeps its
+    # mode.
     caplog.set_level(logging.INFO, "atoll")
 
     def play(rounds: int) -> list[str]:
@@ -177,7 +175,10 @@ def test_folders_with_wide_modes_become_private(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_shared_state_directory_keeps_its_mode(tmp_path: Path) -> None:
-    """A state directory with the mode of /tmp (1777) keeps this mode. The files and folders in it are private."""
+    """If the state directory is a shared folder like /tmp, it keeps its mode, and the files and folders in it are
+    private.
+    """
+    # Mode 1777.
     (tmp_path / "state").mkdir()
     (tmp_path / "state").chmod(0o1777)
     with plain_server(tmp_path, nn.Linear(3, 2), sites=1, rounds=1):

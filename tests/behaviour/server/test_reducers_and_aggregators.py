@@ -80,16 +80,14 @@ def test_robust_reducers_bound_two_hostile_sites(
     ids=["few and many", "many and few", "equal"],
 )
 def test_fednova_normalises_updates_by_local_steps(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
-    """FedNova divides each update by its number of local steps. With equal steps, the result is that of FedAvg.
-
-    Buffers are averaged without this division.
-    """
+    """FedNova divides each update by its number of local steps."""
+    # With equal steps, the result is that of FedAvg. Buffers are averaged without this division.
     how = {"a": {"weight": 1.0, "steps": steps[0]}, "b": {"weight": 3.0, "steps": steps[1]}}
     found = after_one_round(tmp_path, {"a": -4.0, "b": -6.0}, how, algorithm="fednova")
     assert found == (pytest.approx(expected, rel=1e-6), -5.5)
 
 
-def test_other_algorithms_may_use_the_normalised_mean(tmp_path: Path) -> None:
+def test_fedavg_may_use_fednovas_reducer(tmp_path: Path) -> None:
     """FedAvg with the reducer `normalised_mean` gives the update of its only site unchanged."""
     how = {"a": {"steps": 5}}
     assert after_one_round(tmp_path, {"a": -4.0}, how, **of_reducer(name="normalised_mean")) == (-4.0, -4.0)
@@ -119,9 +117,9 @@ def test_refuses_a_wrong_reducer_or_aggregator(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.covers("X43")
-def test_refuses_an_update_without_steps(tmp_path: Path) -> None:
-    """The server of a FedNova run refuses an update with 0 local steps. The update of the other site makes the
-    version.
+def test_refuses_a_fednova_update_without_steps(tmp_path: Path) -> None:
+    """The server of a FedNova run refuses an update with 0 local steps, and makes the version from the other site's
+    update.
     """
     settings = {"rounds.sites": 2, "rounds.total": 1, "rounds.min_sites": 1}
     with World(tmp_path, ONE, "a", algorithm="fednova", **settings) as world:
@@ -140,8 +138,8 @@ def test_refuses_an_update_without_steps(tmp_path: Path) -> None:
 @pytest.mark.covers("X43")
 @pytest.mark.parametrize("settings", [{"algorithm": "fednova"}, of_reducer(name="normalised_mean")], ids=str)
 def test_a_site_must_submit_with_steps(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """If `submit` lacks the number of local steps that the run needs, it raises at once. The same round can then be
-    submitted with it.
+    """If `submit` lacks the number of local steps that the run needs, it raises an error at once. The site can then
+    submit the same round with the number.
     """
     with World(tmp_path, ONE, "a", rounds=1, **settings) as world:
         world.pull(number=1)
@@ -165,8 +163,8 @@ def test_a_site_must_submit_with_steps(tmp_path: Path, settings: dict[str, Any])
 def test_submit_refuses_a_number_above_the_limit(
     tmp_path: Path, algorithm: str, limit: str, most: dict[str, Any], above: dict[str, Any]
 ) -> None:
-    """If the number of steps or the weight is above the run's limit, `submit` raises. The site can submit the round
-    with an allowed number.
+    """If the number of steps or the weight is above the run's limit, `submit` raises an error. The site can then submit
+    an allowed number.
     """
     value = most[limit.removeprefix("max_")]
     with World(tmp_path, ONE, "a", rounds=1, algorithm=algorithm, **{f"aggregation.{limit}": value}) as world:
@@ -181,8 +179,8 @@ def test_submit_refuses_a_number_above_the_limit(
 @pytest.mark.covers("X43", "F31")
 @pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
 def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
-    """The server refuses an update with more than `aggregation.max_steps` steps, from a site that did not compare them
-    with the limit.
+    """The server itself refuses an update with more than `aggregation.max_steps` steps, even if the site did not check
+    the limit.
     """
     settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
     with World(tmp_path, ONE, "ab", algorithm="fednova", **settings) as world:
@@ -210,11 +208,11 @@ def test_refuses_steps_above_the_limit(tmp_path: Path, steps: int) -> None:
     ids=str,
 )
 def test_far_higher_steps_or_weights_cause_a_warning(tmp_path: Path, how: dict[str, Any], told: str) -> None:
-    """If a site reports far more steps or weight than the median of the other sites, the status and the log warn once.
-
-    The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median is
-    10.
+    """If a site reports far more steps or weight than the median of the other sites, the status and the
+    log warn once.
     """
+    # The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median
+    # is 10.
     with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
         for number in (1, 2, 3):
             world.pull(number=number)
@@ -260,7 +258,7 @@ def test_correct_counts_the_steps(tmp_path: Path) -> None:
 
 
 def test_the_normalised_mean_refuses_zero_steps() -> None:
-    """The normalised mean raises if a site reports 0 steps."""
+    """The normalised mean raises an error if a site reports 0 steps."""
     with pytest.raises(UsageError, match=r"\[2, 0\]"):
         NormalisedMean().weigh(RoundFacts([1.0, 1.0], [1.0, 1.0], [2, 0]))
 
@@ -304,12 +302,10 @@ def require_updates_in_use(server: atoll.Server, count: int) -> None:
 @pytest.mark.parametrize(
     ("codec", "dtype", "in_files"), [("none", "bfloat16", True), ("bf16", "float32", True), ("none", "float32", False)]
 )
-def test_an_own_mean_matches_the_built_in_mean(tmp_path: Path, codec: str, dtype: str, in_files: bool) -> None:
-    """An own aggregator that takes the mean gives the same bits as the built-in mean, with updates in files and in
-    memory.
-
-    The aggregator reads each element as the codec decodes it, and no rounding is added to a bf16 model.
-    """
+def test_a_users_mean_matches_the_built_in_mean(tmp_path: Path, codec: str, dtype: str, in_files: bool) -> None:
+    """A user's aggregator that takes the mean gives the same bits as the built-in mean."""
+    # With updates in files and in memory. The aggregator reads each element as the codec decodes it, and no rounding is
+    # added to a bf16 model.
     write(tmp_path, MEAN)
     start = {name: tensor.to(getattr(torch, dtype)) for name, tensor in START.items()}
     results = []
@@ -332,10 +328,8 @@ def test_an_own_mean_matches_the_built_in_mean(tmp_path: Path, codec: str, dtype
 
 @pytest.mark.covers("D7")
 def test_an_aggregator_may_keep_updates_for_later_rounds(tmp_path: Path) -> None:
-    """An aggregator may keep the lazy tensors of an update and read them again in a later round.
-
-    With θ₀ = 0, the pseudo-gradient of round 1 is −local. The aggregator reads its values again in round 2.
-    """
+    """An aggregator may keep updates and read them again in a later round."""
+    # With θ₀ = 0, the pseudo-gradient of round 1 is −local. The aggregator reads its values again in round 2.
     write(
         tmp_path,
         """
@@ -398,10 +392,10 @@ def test_finished_rounds_leave_no_files_open(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D13")
 def test_an_aggregator_accepts_updates_as_they_arrive(tmp_path: Path) -> None:
-    """The server gives an aggregator with `accept` each update as it arrives, before the round is full.
-
-    Older updates than `aggregation.max_kept_updates` are released, and reading them raises an error.
+    """The server gives each update to an aggregator with the method `accept` as it arrives, before the
+    round is full.
     """
+    # Older updates than `aggregation.max_kept_updates` are released, and reading them raises an error.
     write(
         tmp_path,
         """

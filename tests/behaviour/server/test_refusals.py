@@ -46,11 +46,8 @@ def pushed(a: WireSite, b: WireSite) -> WireUpdate:
 
 @pytest.mark.covers("F18")
 def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
-    """If a site completes an update with a digest that does not match the parts, the server refuses. The ticket stays
-    open.
-
-    Guards against `complete` that accepts any digest.
-    """
+    """If a site completes an update with a digest that does not match the parts, the server refuses."""
+    # The ticket stays open. Guards against `complete` that accepts any digest.
     status, told = pushed.complete(digest="0" * 64)
     assert (status, told["code"]) == (409, "conflict")
     assert "does not match its parts" in told["message"]
@@ -59,7 +56,7 @@ def test_refuses_parts_of_another_digest(pushed: WireUpdate) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_only_the_tickets_site_completes_it(b: WireSite, pushed: WireUpdate) -> None:
+def test_only_the_tickets_own_site_may_complete_it(b: WireSite, pushed: WireUpdate) -> None:
     """A site cannot complete the ticket of another site, neither before nor after its update was accepted."""
     for _ in range(2):
         _, told = b.post(f"/v1/tickets/{pushed.ticket}/complete", pushed.message)
@@ -83,11 +80,8 @@ def test_only_the_tickets_site_completes_it(b: WireSite, pushed: WireUpdate) -> 
 def test_an_implausible_norm_or_weight_is_refused(
     tmp_path: Path, limit: str, most: float, weight: float, by: float, told: str
 ) -> None:
-    """The server refuses an update whose norm or weight is above the limit in the settings. At the limit, the update is
-    accepted.
-
-    A limit of 0 for the norm means no limit.
-    """
+    """The server refuses an update whose norm or weight is above the limit in the settings."""
+    # At the limit, the update is accepted. A limit of 0 for the norm means no limit.
     assert atoll.Settings().aggregation.max_update_norm == 1e12
     with plain_server(tmp_path, nn.Linear(8, 4), **{f"aggregation.{limit}": most}) as server:
         status, reply = WireSite(server.url).train(by, weight=weight).push().complete()
@@ -98,20 +92,16 @@ def test_an_implausible_norm_or_weight_is_refused(
 
 @pytest.mark.covers("P3")
 def test_a_version_is_served_only_under_its_digest(server: atoll.Server) -> None:
-    """The server answers 410 if a request for a version has another digest than that version.
-
-    Otherwise a site would read other bytes from an old URL, after the server fell back to an earlier version.
-    """
+    """The server answers 410 to a request for a version whose digest in the URL is not that of the stored version."""
+    # Otherwise a site would read other bytes from an old URL, after the server fell back to an earlier version.
     status, told = get(server.url, f"/v1/fragments/0/versions/0/{'0' * 64}")
     assert (status, told["code"]) == (410, "gone")
     assert "no longer has the digest" in told["message"]
 
 
 @pytest.mark.covers("F19")
-def test_a_void_lease_is_refused_everywhere(server: atoll.Server, a: WireSite, b: WireSite) -> None:
-    """The server refuses heartbeats and other requests under a superseded lease, under that of a site that left, and
-    without a lease.
-    """
+def test_an_invalid_lease_is_refused_everywhere(server: atoll.Server, a: WireSite, b: WireSite) -> None:
+    """The server refuses every request of a process that was replaced, that has left, or that has no lease."""
     WireSite(server.url, "a", process="two")
     leased = ("/v1/heartbeat", "/v1/workers/leave", "/v1/tickets", "/v1/tickets/1/complete")
     assert [a.post(path, {})[1]["code"] for path in leased[:2]] == ["superseded"] * 2
@@ -121,12 +111,12 @@ def test_a_void_lease_is_refused_everywhere(server: atoll.Server, a: WireSite, b
 
 
 @pytest.mark.covers("X3", "F31")
-def test_every_request_of_a_refused_update_is_refused(tmp_path: Path) -> None:
-    """If one part of an update has NaN, the server refuses every further part and the completion with the same error.
-
-    Several parts may be sent at once, also from several ranks. The first answer must not decide what the worker does
-    next.
+def test_later_requests_of_a_refused_update_are_refused(tmp_path: Path) -> None:
+    """If one part of an update has NaN, the server refuses every further part and the completion with
+    the same error.
     """
+    # Several parts may be sent at once, also from several ranks. The first answer must not decide what the worker does
+    # next.
     with plain_server(tmp_path, nn.Linear(2000, 20), part_bytes=2**16) as server:
         site = WireSite(server.url)
         update = site.train(lambda tensors: tensors["weight"].fill_(float("nan")))
@@ -156,9 +146,7 @@ def refused(site: WireSite) -> str:
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("min_sites", "waits"), [(None, True), (1, False)])
 def test_a_refusal_says_whether_the_round_waits(tmp_path: Path, min_sites: int | None, waits: bool) -> None:
-    """The error of a refused update says whether the round waits for a new update, or continues with the other
-    updates.
-    """
+    """The error of a refused update tells the site whether the round waits for a new update from it."""
     with serve(tmp_path, **COUNTED, **{"rounds.min_sites": min_sites}) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")
         told, status = refused(a), server.status().fragments[0]
@@ -166,7 +154,7 @@ def test_a_refusal_says_whether_the_round_waits(tmp_path: Path, min_sites: int |
     assert (status.version, status.phase) == (0, "open")
 
 
-def test_a_full_stop_precedes_the_remedy() -> None:
+def test_errors_have_a_full_stop_before_the_remedy() -> None:
     """The text of an error has a full stop before the remedy, unless the message already ends with punctuation."""
     assert str(UpdateRefused("it ended: no such column", "Look at the data.")) == (
         "it ended: no such column. Look at the data."
@@ -178,6 +166,7 @@ def test_a_full_stop_precedes_the_remedy() -> None:
 
 @pytest.mark.covers("F38")
 def test_refuses_a_message_that_is_too_long(server: atoll.Server) -> None:
+    """The server refuses an HTTP message that is longer than the limit for messages."""
     head = {"Content_Type": "application/json", "Content_Length": 2**30}
     status, told = answer(begin_request(server.port, "POST /v1/workers", **head))
     assert (status, told["code"], told["remedy"]) == (413, "too_large", "Send a smaller message.")
@@ -186,11 +175,9 @@ def test_refuses_a_message_that_is_too_long(server: atoll.Server) -> None:
 
 @pytest.mark.covers("F31", "F6")
 def test_a_site_fails_after_five_consecutive_refusals(tmp_path: Path) -> None:
-    """After five refused updates in a row, the status says that the site has failed. An accepted update starts a new
-    count, a further join does not.
-
-    The count of all refused updates continues after a restart.
-    """
+    """After five refused updates in a row, the status says that the site has failed."""
+    # An accepted update starts a new count, a further join does not. The count of all refused updates continues after a
+    # restart.
 
     def states_after(site: WireSite, count: int) -> list[str]:
         """The site's state at the server after each of so many refused updates."""
@@ -219,11 +206,9 @@ def test_a_site_fails_after_five_consecutive_refusals(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F31")
-def test_a_site_ends_after_five_refusals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker ends with an error after five refused updates in a row.
-
-    Here three updates are refused, one is accepted, and five more are refused, so that the worker trains nine times.
-    """
+def test_a_worker_ends_after_five_refusals_in_a_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker ends with an error after five refused updates in a row."""
+    # Here three updates are refused, one is accepted, and five more are refused, so that the worker trains nine times.
     nan, trained = float("nan"), 0
     values = iter([nan] * 3 + [0.0] + [nan] * 5)
 
@@ -287,7 +272,7 @@ def require_documented(case: schemathesis.Case) -> None:
 
 
 def test_every_problem_code_has_an_http_status() -> None:
-    """Each problem code of each operation has an HTTP status in STATUS_OF."""
+    """Each error code that an operation of the HTTP interface may answer has an HTTP status."""
     from atoll.protocol.openapi import OPERATIONS, STATUS_OF
 
     assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()

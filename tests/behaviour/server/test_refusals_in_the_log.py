@@ -36,9 +36,10 @@ def refused_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_requests_without_a_valid_token_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests with a wrong token and two without one count as five in the metrics, and give one log line each
-    kind. The log does not have the token.
+    """Requests with a wrong token or without one are counted in the metrics, give one log line for each kind, and never
+    log the token.
     """
+    # Three requests with a wrong token and two without one count as five.
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for sent in 3 * ["Bearer wrong"] + 2 * [""]:
@@ -66,9 +67,8 @@ def test_sites_with_another_model_are_counted(tmp_path: Path, caplog: pytest.Log
 
 @pytest.mark.covers("X3")
 def test_requests_for_another_host_are_counted_separately(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Requests whose host name is that of a foreign web page count separately in the metrics. Two of them give one log
-    line.
-    """
+    """Requests whose host name is that of a foreign web page count separately in the metrics."""
+    # Two of them give one log line.
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         for _ in range(2):
             assert get(server.url, routes.RUN, Host="evil.example")[0] == 401
@@ -90,10 +90,8 @@ def test_a_join_that_waits_is_not_refused(tmp_path: Path, caplog: pytest.LogCapt
     assert refused_lines(caplog) == []
 
 
-def test_says_the_same_refusal_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """Within a minute, the same refusal is only counted. The next log line says how many there were since the last
-    line.
-    """
+def test_a_repeated_refusal_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """Within a minute, the same refusal is only counted, and the next log line says how many there were."""
     now_s = 0.0
     refusals = Refusals(lambda: now_s)
     for second in (0.0, 1.0, REPEAT_S - 1, REPEAT_S, REPEAT_S + 1, 2 * REPEAT_S):
@@ -113,9 +111,9 @@ def test_many_refusals_cause_few_log_lines(caplog: pytest.LogCaptureFixture) -> 
     assert refusals.counts["token"] == 10 * MOST_SAID
 
 
-def test_a_site_beyond_the_expected_number_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a third site joins a run of two expected sites, the log reports it once, with the silent site that its name
-    resembles.
+def test_an_unexpected_third_site_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a third site joins a run of two expected sites, the log reports it once, and which silent site has a similar
+    name.
     """
     caplog.set_level(logging.WARNING)
     with plain_server(tmp_path, nn.Linear(2, 1), **{"rounds.sites": 2}) as server:
@@ -133,10 +131,10 @@ def test_a_site_beyond_the_expected_number_is_reported(tmp_path: Path, caplog: p
 
 
 @pytest.mark.parametrize(("method", "body"), [("HEAD", b""), ("GET", b"ok\n")])
-def test_health_checks_do_not_show_the_servers_software(
+def test_health_checks_do_not_reveal_software_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, body: bytes
 ) -> None:
-    """Load balancers get an answer to HEAD or GET without a token. No answer shows the versions of Python and
+    """Load balancers get an answer to HEAD or GET without a token, and no answer shows the versions of Python and
     aiohttp.
     """
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)

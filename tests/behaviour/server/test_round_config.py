@@ -35,15 +35,17 @@ def told(world: World, site: str, number: int) -> dict[str, Any]:
     return config
 
 
-def test_a_table_tells_every_site_the_same(tmp_path: Path) -> None:
-    """A table of numbers is a schedule: 0.5 in rounds 1 and 2, and 0.25 from round 3 on. Other tables are values."""
+def test_each_site_gets_the_rounds_configuration(tmp_path: Path) -> None:
+    """Each site gets the values of `rounds.config` for its round; a table of numbers is a schedule by rounds."""
+    # 0.5 in rounds 1 and 2, and 0.25 from round 3 on. Other tables are values.
     with World(tmp_path, START, rounds=4, **{"rounds.config": TABLE}) as world:
         for number, rate in enumerate((0.5, 0.5, 0.25, 0.25), 1):
             assert told(world, "a", number) == told(world, "b", number) == TABLE | {"lr": rate}
         world.finish()
 
 
-def test_a_run_without_configuration_tells_nothing(tmp_path: Path) -> None:
+def test_the_configuration_may_be_empty(tmp_path: Path) -> None:
+    """Without `rounds.config`, or without a server, the configuration of a round is an empty dict."""
     with World(tmp_path, START, "a", rounds=1) as world:
         assert told(world, "a", 1) == {}
         world.finish()
@@ -112,8 +114,8 @@ def test_a_name_that_a_run_does_not_set_is_named(tmp_path: Path) -> None:
             run({**settings, "disk.state_dir": tmp_path / name})
 
 
-def test_what_a_script_changes_is_its_own(tmp_path: Path) -> None:
-    """A site that changes the dict that it has got sees the run's values again when it looks again."""
+def test_a_script_cannot_change_the_configuration(tmp_path: Path) -> None:
+    """If a script changes the configuration dict that it got, it gets the run's values when it reads it again."""
     with World(tmp_path, START, "a", rounds=1, **{"rounds.config": TABLE}) as world:
         world.pull("a")
         world.sites["a"].round.config["layers"].append("all")
@@ -122,8 +124,10 @@ def test_what_a_script_changes_is_its_own(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_function_tells_each_site_its_own(tmp_path: Path) -> None:
-    """What the function returns comes on top of the table, and it is asked once for a round and a site."""
+def test_a_function_configures_each_site(tmp_path: Path) -> None:
+    """A function may configure each round for each site. Its values take precedence over the table, and it is called
+    once for a round and a site.
+    """
     asked: list[tuple[int, str]] = []
 
     def config(number: int, site: str) -> dict[str, Any]:
@@ -138,8 +142,9 @@ def test_a_function_tells_each_site_its_own(tmp_path: Path) -> None:
     assert sorted(asked) == [(1, "a"), (1, "b"), (2, "a"), (2, "b")]
 
 
-def test_a_restarted_server_says_the_same(tmp_path: Path) -> None:
-    """The function counts its calls, so it would say something else; the journal has what it said to a for round 1."""
+def test_a_restart_keeps_an_open_rounds_configuration(tmp_path: Path) -> None:
+    """After a restart, a site gets the same configuration for its open round, without another call of the function."""
+    # The function counts its calls, so it would say something else; the journal has what it said to a for round 1.
     calls: list[str] = []
 
     def config(_: int, site: str) -> dict[str, Any]:
@@ -157,7 +162,8 @@ def test_a_restarted_server_says_the_same(tmp_path: Path) -> None:
     assert [tuple(row) for row in ask_journal(tmp_path, "SELECT site, round FROM configs")] == [("a", 2), ("a", 3)]
 
 
-def test_a_changed_table_counts_at_the_next_start(tmp_path: Path) -> None:
+def test_a_restart_may_change_the_configuration(tmp_path: Path) -> None:
+    """A changed table `rounds.config` takes effect at the next start, for the rounds that follow."""
     with World(tmp_path, START, "a", rounds=2, **{"rounds.config": {"lr": 0.5}}) as world:
         assert told(world, "a", 1) == {"lr": 0.5}
         world.restart(**{"rounds.config": {"lr": 0.25}})
@@ -178,14 +184,16 @@ def test_a_changed_table_counts_at_the_next_start(tmp_path: Path) -> None:
         ({"a\nb": 1}, r"it has the key 'a\\nb', but keys are printable texts"),
     ],
 )
-def test_a_wrong_table_is_refused_at_once(table: dict[str, Any], why: str) -> None:
-    """Before a server starts, with the setting and the value."""
+def test_a_wrong_configuration_is_refused_at_once(table: dict[str, Any], why: str) -> None:
+    """A wrong table `rounds.config` is refused before the server starts, with the setting and the value."""
     with pytest.raises(ConfigError, match=rf"rounds\.config: {why}"):
         Settings.build({"rounds.config": table})
 
 
-def test_a_run_file_has_tables_and_schedules(tmp_path: Path) -> None:
-    """As TOML, with a function beside the file; an option and a variable change single values."""
+def test_a_run_file_may_configure_rounds(tmp_path: Path) -> None:
+    """A run file may have tables, schedules and a function for `rounds.config`; an option or a variable changes single
+    values.
+    """
     (tmp_path / "told.py").write_text("def config(round, site):\n    return {'site': site}\n")
     file = tmp_path / "run.toml"
     file.write_text(
@@ -212,7 +220,8 @@ def no_arguments() -> dict[str, Any]:
     ],
     ids=["arguments", "no function"],
 )
-def test_a_function_is_tried_before_the_start(tmp_path: Path, function: Any, why: str) -> None:
+def test_a_configuration_function_is_tested_before_the_start(tmp_path: Path, function: Any, why: str) -> None:
+    """A configuration function that cannot be called with a round and a site is refused before the server starts."""
     with pytest.raises(ConfigError, match=why):
         plain_server(tmp_path, START, config=function)
 
@@ -253,10 +262,12 @@ def hangs(number: int, site: str) -> Any:
         (hangs, "it did not return within 0.5 s"),
     ],
 )
-def test_a_function_that_fails_fails_the_run(
+def test_a_failing_configuration_function_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: Any, why: str
 ) -> None:
-    """The round and the site are named, in the log and the status; a corrected function goes on with that round."""
+    """If the configuration function fails, the run fails and names the round and the site. With a corrected function,
+    it continues with that round.
+    """
     HANGING.clear()
     monkeypatch.setattr(round_configs, "TIMEOUT_S", 0.5)
     with World(tmp_path, START, "a", rounds=2, config=function) as world:
@@ -278,8 +289,9 @@ def test_a_function_that_fails_fails_the_run(
         world.finish()
 
 
-def test_a_diloco_loop_has_the_rounds_configuration(tmp_path: Path) -> None:
-    """H = 1: the rate of each of three rounds is the schedule's, from the first step on."""
+def test_a_diloco_loop_reads_the_rounds_configuration(tmp_path: Path) -> None:
+    """A DiLoCo loop reads the configuration of the present round before each of its first steps."""
+    # H = 1: the rate of each of three rounds is the schedule's, from the first step on.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 1, "rounds.config": {"lr": {"1": 1.0, "2": 2.0, "3": 4.0}}}
     with plain_server(tmp_path, Weights(w=torch.zeros(2)), **rules, sites=1, rounds=3) as server:
         model = Weights(w=torch.zeros(2))
@@ -292,8 +304,9 @@ def test_a_diloco_loop_has_the_rounds_configuration(tmp_path: Path) -> None:
         assert model.w.tolist() == [7.0, 7.0]
 
 
-def test_a_loop_is_told_before_its_round_opens(tmp_path: Path) -> None:
-    """Round 1 waits for two sites: the first one trains before it opens, with what it is told for round 1."""
+def test_a_loop_is_configured_before_its_round_opens(tmp_path: Path) -> None:
+    """A DiLoCo loop that trains before round 1 opens already has the configuration of round 1."""
+    # Round 1 waits for two sites.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 2, "rounds.config": {"lr": 0.5}}
     rules["rounds.changes"] = [{"from_round": 2, "diloco.sync_every": 3}]
 
@@ -311,14 +324,14 @@ def test_a_loop_is_told_before_its_round_opens(tmp_path: Path) -> None:
             assert loop.config == {"lr": 0.5, "name": "a in 1"}
 
 
-def test_asynchronous_rounds_are_configured_too(tmp_path: Path) -> None:
+def test_asynchronous_rounds_have_a_configuration(tmp_path: Path) -> None:
     rules = {"async.enabled": True, "rounds.config": {"lr": {"1": 1.0, "2": 2.0}}}
     with World(tmp_path, START, "a", rounds=2, config=lambda number, site: {"site": site}, **rules) as world:
         assert [told(world, "a", number)["lr"] for number in (1, 2)] == [1.0, 2.0]
         world.finish()
 
 
-def test_a_site_in_the_servers_process_is_told(tmp_path: Path) -> None:
+def test_a_local_worker_gets_the_configuration(tmp_path: Path) -> None:
     with World(tmp_path, START, "a", rounds=1, config=lambda number, site: {"site": site}) as world:
         with local_worker(world.server, "a") as worker:
             for fl_round in worker:
@@ -343,7 +356,7 @@ EXPECTED = [4.5, 4.5]
 
 
 @pytest.mark.slow
-def test_simulated_sites_are_told_the_same(tmp_path: Path) -> None:
+def test_simulated_sites_get_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own.py").write_text(OWN)
     result = new_simulation(
@@ -360,7 +373,7 @@ def test_simulated_sites_are_told_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_simulation_fails_with_its_function(tmp_path: Path) -> None:
+def test_a_failing_configuration_function_fails_a_simulation(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     simulation = new_simulation(
         START,
@@ -376,8 +389,8 @@ def test_a_simulation_fails_with_its_function(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_are_told_over_the_network(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll server` with a run file, and `atoll worker` with the script of the simulation: the same model."""
+def test_processes_get_the_configuration_over_the_network(nursery: Nursery, tmp_path: Path) -> None:
+    """A run of `atoll server` and `atoll worker` gives the same model as the simulation with this configuration."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own.py").write_text(OWN)
     with plain_server(tmp_path, START, sites=2, rounds=2, config=f"{tmp_path / 'own.py'}:config", **STEPS) as server:

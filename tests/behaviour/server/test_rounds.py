@@ -43,11 +43,9 @@ def tiny(seed: int = 0) -> nn.Module:
 
 @pytest.mark.covers("D1", "P8", "L15", "L22")
 def test_fedavg_takes_the_weighted_mean(tmp_path: Path) -> None:
-    """FedAvg gives the weighted mean of the sites' parameters, and the maximum of their integer counters. Every site
-    ends with the result's bits.
-
-    The mean of a metric uses only the sites that reported it, with the weights of their updates.
-    """
+    """FedAvg gives the weighted mean of the sites' parameters, and the maximum of their integer counters."""
+    # Every site ends with the result's bits. The mean of a metric uses only the sites that reported it, with the
+    # weights of their updates.
     start = tiny()
     reports = {"a": {"loss": 1.0, "accuracy": 0.25}, "b": {"loss": 4.0}, "c": {"accuracy": 0.75, "auc": 0.5}}
     amounts, weights = {"a": 1.0, "b": 4.0, "c": 5.0}, {"a": 1.0, "b": 2.0, "c": 5.0}
@@ -133,11 +131,11 @@ def test_metrics_show_each_sites_own_figures(tmp_path: Path) -> None:
 
 
 def test_a_start_completes_the_metrics_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start adds the rounds that `metrics.jsonl` lacks, and repairs an incomplete or repeated line.
-
-    The start compares only the last rounds of the file: here 3, in general 20. It compares the whole file only if those
-    rounds differ.
+    """At its start, the server adds the rounds that `metrics.jsonl` lacks, and repairs an incomplete or
+    repeated line.
     """
+    # The start compares only the last rounds of the file: here 3, in general 20. It compares the whole file only if
+    # those rounds differ.
     monkeypatch.setattr(status_messages, "HISTORY", 3)
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=6) as world:
         world.rounds(1.0, 1, 2, 3, 4, 5)
@@ -242,11 +240,11 @@ def test_a_zero_pseudo_gradient_causes_a_warning(tmp_path: Path, caplog: pytest.
 @pytest.mark.covers("P18", "D1", "D9", "P8")
 @pytest.mark.parametrize(("workers", "codec"), [(4, "none"), (2, "int8")], ids=["whole", "int8-both-ways"])
 def test_a_larger_model_takes_no_more_memory(workers: int, codec: str) -> None:
-    """With a model of 0.18 GB, neither server nor workers take more anonymous memory than with one of 0.06 GB.
-
-    The versions and updates are in files. `python bench/largest_round.py` shows this with 5 GB, or with as much as
-    fits.
+    """With a model three times as large, neither the server nor the workers take more memory, since versions and
+    updates are in files.
     """
+    # 0.18 GB against 0.06 GB of anonymous memory. `python bench/largest_round.py` shows this with 5 GB, or with as much
+    # as fits.
     how: dict[str, Any] = {"workers": workers, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
     small, large = (measure(Bench(gb=gb, **how), lambda _: None) for gb in (0.06, 0.18))
     said = largest_round.compared(small, large)
@@ -268,12 +266,11 @@ GB = 10**9
     ],
     ids=["all", "disk", "memory", "none"],
 )
-def test_the_largest_rounds_model_fits_disk_and_memory(disk: int, memory: int, fits: float) -> None:
+def test_the_largest_round_fits_disk_and_memory(disk: int, memory: int, fits: float) -> None:
     """The bench program `largest_round` chooses the largest model, up to 5 GB, that fits the free disk space and
     memory.
-
-    Free space for files limits it to 0.9 · disk / 17, and free memory to 0.75 · memory / 4.
     """
+    # Free space for files limits it to 0.9 · disk / 17, and free memory to 0.75 · memory / 4.
     assert largest_round.largest_gb(5.0, 4, disk, memory) == fits
 
 
@@ -295,8 +292,8 @@ def test_the_largest_round_program_reports_success(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D2")
 def test_receiving_a_part_builds_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the server receives a part, it makes no torch tensor, and Python holds less than half of the part's
-    bytes.
+    """While the server receives a part, it creates no torch tensor and holds less than half of the part's bytes in
+    Python objects.
     """
     from atoll.transport import request_body
 
@@ -336,7 +333,9 @@ def test_receiving_a_part_builds_no_tensor(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_many_tensors_travel_as_one_stream(tmp_path: Path) -> None:
-    """A model of 5,000 small tensors is uploaded in one part: requests are counted in parts, not in tensors."""
+    """A model of 5,000 small tensors is uploaded in one part: the number of requests does not depend on the number of
+    tensors.
+    """
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with plain_server(tmp_path, model, rounds=1) as server:
         with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:

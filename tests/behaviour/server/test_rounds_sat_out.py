@@ -47,11 +47,10 @@ def outcomes(folder: Path) -> list[tuple[str, int, str]]:
 
 
 def test_a_round_averages_only_sites_that_train(tmp_path: Path) -> None:
-    """If a site sits out a round, the version is made from the other sites' updates. The status and the log say who sat
-    out.
-
-    In round 1, `a` moves by 2 and `b` sits out, so the model is 2. In round 2, they move by 1 and 3: the model is 4.
+    """If a site sits out a round, the version is made from the other sites' updates, and status and log
+    name the site.
     """
+    # In round 1, `a` moves by 2 and `b` sits out, so the model is 2. In round 2, they move by 1 and 3: the model is 4.
     with World(tmp_path, START, rounds=2) as world:
         up = world.sites["b"].worker.bytes_up
         sit_out(world, "b", 1, metrics={"loss": 7.0})
@@ -93,10 +92,8 @@ def test_rounds_without_updates_make_no_version(tmp_path: Path) -> None:
 
 
 def test_a_round_without_updates_is_recorded(tmp_path: Path) -> None:
-    """The status and the history record a round that every site sat out, with no version, also after a restart.
-
-    Rounds 1 and 3 are sat out, and round 2 makes version 1. The restart is in round 3.
-    """
+    """The status and the history record a round that every site sat out, with no version, also after a restart."""
+    # Rounds 1 and 3 are sat out, and round 2 makes version 1. The restart is in round 3.
     state = tmp_path / "state"
     expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
     with World(tmp_path, START, "a", rounds=3) as world:
@@ -115,12 +112,9 @@ def test_a_round_without_updates_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> None:
-    """If the newest version is damaged, the next round gets a new number and begins from the version before it.
-
-    Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1.
-
-    The site submits its update of round 2 again. The model is 2 after round 4, and 3 after round 5.
-    """
+    """If the newest version is damaged, the next round gets a new number and starts from the version before."""
+    # Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1. The site
+    # submits its update of round 2 again. The model is 2 after round 4, and 3 after round 5.
     with World(tmp_path, START, "a", rounds=5) as world:
         world.move("a", 1, 1.0)
         world.move("a", 2, 1.0)
@@ -150,11 +144,9 @@ def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def test_a_round_without_updates_makes_no_outer_step(tmp_path: Path) -> None:
-    """In a round that every site sits out, the outer optimizer makes no step, not even with momentum.
-
-    With momentum 0.5 and updates of 1 in rounds 1 and 3, the model is 1, then 1 + 1.5 = 2.5. A step in round 2 would
-    add 0.5.
-    """
+    """In a round that every site sits out, the outer optimizer makes no step, not even with momentum."""
+    # With momentum 0.5 and updates of 1 in rounds 1 and 3, the model is 1, then 1 + 1.5 = 2.5. A step in round 2 would
+    # add 0.5.
     with World(tmp_path, START, "a", rounds=3, **MOMENTUM) as world:
         world.move("a", 1, 1.0)
         sit_out(world, "a", 2)
@@ -201,8 +193,8 @@ def test_a_quorum_counts_updates_not_sites(tmp_path: Path) -> None:
         assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
-def test_a_sampled_site_that_sits_out_is_replaced(tmp_path: Path) -> None:
-    """If a site sampled for a round sits out, another site is sampled in its place, until one trains."""
+def test_a_drawn_site_that_sits_out_is_replaced(tmp_path: Path) -> None:
+    """If a site drawn for a round sits out, another site is drawn in its place, until one trains."""
     rules = {"rounds.sample_fraction": 0.3, "rounds.sample_min": 1}
     with World(tmp_path, START, "abc", rounds=1, **rules) as world:
         world.join()
@@ -239,10 +231,8 @@ def test_a_restart_remembers_which_sites_sat_out(tmp_path: Path, rules: dict[str
     ids=["ticket", "round"],
 )
 def test_an_audit_notices_deleted_sat_out_entries(tmp_path: Path, change: str, told: str) -> None:
-    """If a row about a site or a round that sat out is deleted from the journal, the audit fails and says which.
-
-    Both sites sat out round 1 with tickets 1 and 2, and `b` sat out round 2.
-    """
+    """If a row about a site or a round that sat out is deleted from the journal, `atoll audit` fails and says which."""
+    # Both sites sat out round 1 with tickets 1 and 2, and `b` sat out round 2.
     with World(tmp_path, START, rounds=2) as world:
         for site in "ab":
             sit_out(world, site, 1)
@@ -258,12 +248,10 @@ def test_an_audit_notices_deleted_sat_out_entries(tmp_path: Path, change: str, t
         checked_audit(state, 1)
 
 
-def test_a_restart_ends_no_round_twice(tmp_path: Path) -> None:
-    """After a restart, the count of rounds and the warning about rounds in a row that were sat out continue as before.
-
-    Three of five rounds are sat out before the restart. The fourth is still open after it, and its update ends the
-    warning.
-    """
+def test_a_restart_keeps_the_count_of_rounds(tmp_path: Path) -> None:
+    """After a restart, the number of rounds and the warning about rounds that all sites sat out continue as before."""
+    # Three of five rounds are sat out before the restart. The fourth is still open after it, and its update ends the
+    # warning.
     with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
             sit_out(world, "a", number)
@@ -296,10 +284,8 @@ def test_a_site_sits_out_once(tmp_path: Path) -> None:
 
 
 def test_sitting_out_keeps_the_codecs_rounding_error(tmp_path: Path) -> None:
-    """The rounding error that a site's codec keeps for its next update survives a round that the site sits out.
-
-    With int8 of scale 1, 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3.
-    """
+    """The rounding error that a site's codec keeps for its next update survives a round that the site sits out."""
+    # With int8 of scale 1, 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3.
     with World(tmp_path, START, "a", rounds=3, codec="int8") as world:
         for number in (1, 3):
             world.move("a", number, -torch.tensor([127.0, 0.28]))
@@ -347,12 +333,9 @@ def vector() -> Weights:
 
 @pytest.mark.parametrize("tau", [0, 1])
 def test_a_diloco_site_with_weight_zero_sits_out(tmp_path: Path, tau: int) -> None:
-    """A DiLoCo loop with weight 0 sits out every round, but follows the model of the others.
-
-    Site `a` moves by 1 in each of two rounds and site `b`, with weight 0, by 10. At the end, both have the same model.
-
-    Without a delay, half of the local model is mixed into each version at `a`, and nothing at `b`.
-    """
+    """A DiLoCo loop with weight 0 sits out every round, but follows the model of the others."""
+    # Site `a` moves by 1 in each of two rounds and site `b`, with weight 0, by 10. At the end, both have the same
+    # model. Without a delay, half of the local model is mixed into each version at `a`, and nothing at `b`.
     rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
     if tau:
         rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": tau}
@@ -424,10 +407,9 @@ with atoll.join() as worker:
 
 
 @pytest.mark.slow
-def test_simulated_sites_can_sit_out_rounds(tmp_path: Path) -> None:
-    """In a simulation of two sites, one never trains and the other sits out round 2. Three rounds give two versions,
-    each with + 1.
-    """
+def test_simulated_sites_can_sit_out_with_weight_0(tmp_path: Path) -> None:
+    """In a simulation of two sites, one never trains and the other sits out round 2."""
+    # Three rounds give two versions, each with + 1.
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {

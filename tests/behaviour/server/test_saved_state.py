@@ -186,10 +186,9 @@ def test_each_fragment_continues_from_its_own_version(tmp_path: Path) -> None:
 
 
 def test_state_can_be_saved_after_the_server_ended(tmp_path: Path) -> None:
-    """The state can be saved after the server has ended. The file equals one that was saved before the end.
-
-    Saving is refused while another server uses the directory, or if the versions were only in memory.
-    """
+    """The state can be saved after the server has ended."""
+    # The file equals one that was saved before the end. Saving is refused while another server uses the directory, or
+    # if the versions were only in memory.
     with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
         play(server, tmp_path, 2)
         before = server.save_state(tmp_path / "before.safetensors").read_bytes()
@@ -224,12 +223,9 @@ def test_a_loaded_finished_run_can_continue(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
-    """A saved state does not have the updates of the open round. A site that had submitted one sends it again, without
-    training again.
-
-    The used ticket numbers 1 to 4 are not used again. The file has nothing about the secrets of leases, because it may
-    be passed on.
-    """
+    """A saved state does not have the updates of the open round."""
+    # A site that had submitted one sends it again, without training again. The used ticket numbers 1 to 4 are not used
+    # again. The file has nothing about the secrets of leases, because it may be passed on.
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **TWO) as server:
         sites = manual_sites(server, tmp_path)
         for number in (1, 2):
@@ -254,9 +250,7 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
 
 
 def test_a_loaded_runs_audit_log_passes(tmp_path: Path) -> None:
-    """If version 2 was damaged and the run fell back to version 1, the audit log of a run loaded from it passes the
-    check.
-    """
+    """A run that once lost a damaged version can be saved and loaded, and its audit log still passes the check."""
     one = {"rounds.sites": 1, "rounds.total": 4}
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **one) as server:
         (site,) = manual_sites(server, tmp_path, "a").values()
@@ -275,8 +269,8 @@ def test_a_loaded_runs_audit_log_passes(tmp_path: Path) -> None:
 
 @pytest.mark.covers("S2")
 def test_a_loaded_run_remembers_lost_algorithm_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a site has lost its SCAFFOLD control, the warning that it begins at zero is in the saved state. The loaded
-    server does not add another.
+    """If a site has lost its SCAFFOLD control, the warning about it is in the saved state, and the loaded server does
+    not add another.
     """
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with plain_server(tmp_path, Net(), **TWO, **CASES["scaffold"]) as server:
@@ -521,11 +515,9 @@ def test_refuses_files_without_state(tmp_path: Path, saved: Path, change: Callab
         assert server.status().version == 1
 
 
-def test_every_damaged_byte_of_a_state_is_noticed(tmp_path: Path, saved: Path) -> None:
-    """If one bit of a saved state is flipped anywhere, the start refuses the file and makes no folder.
-
-    The only bytes without a meaning are spaces at the end of the header, and they are compared too.
-    """
+def test_every_damaged_bit_of_a_state_is_noticed(tmp_path: Path, saved: Path) -> None:
+    """If any bit of a saved state is flipped, the start refuses the file and makes no folder."""
+    # The only bytes without a meaning are spaces at the end of the header, and they are compared too.
     size = saved.stat().st_size
     for offset in [3, 9, *range(40, size, size // 40), size - 1]:
         shutil.copy(saved, path := tmp_path / "state.safetensors")
@@ -574,10 +566,8 @@ def test_a_state_may_be_an_initial_model(tmp_path: Path, saved: Path) -> None:
 
 
 def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
-    """A loaded run counts the rounds without an improvement before its state was saved.
-
-    The loss of each round is the round's number. Round 1 is the best, and rounds 2 and 3 end the run.
-    """
+    """A loaded run counts the rounds without an improvement before its state was saved."""
+    # The loss of each round is the round's number. Round 1 is the best, and rounds 2 and 3 end the run.
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.early_stop_after": 2}
     with plain_server(tmp_path, Net(), **TWO, **settings) as server:
         play(server, tmp_path, 2)

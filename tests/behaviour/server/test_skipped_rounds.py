@@ -32,8 +32,11 @@ def skip(world: World, site: str, number: int) -> None:
     world.sites[site].round.skip()
 
 
-def test_a_skipped_round_counts_as_presence(tmp_path: Path) -> None:
-    """In round 1 a moves by 2 and b skips: the version is 2, made of all that was expected; b is not missing."""
+def test_a_site_that_skips_is_not_missing(tmp_path: Path) -> None:
+    """A site that calls `skip` in a round is not reported as missing, and the version is made from the other site's
+    update.
+    """
+    # In round 1 a moves by 2 and b skips: the version is 2.
     with World(tmp_path, START, rounds=2) as world:
         skip(world, "b", 1)
         status = world.status
@@ -49,8 +52,8 @@ def test_a_skipped_round_counts_as_presence(tmp_path: Path) -> None:
     assert not any("without b" in line for line in world.log)
 
 
-def test_a_round_is_skipped_or_submitted_once(tmp_path: Path) -> None:
-    """A second call says that the round is over for this site, whichever came first."""
+def test_a_round_is_either_skipped_or_submitted(tmp_path: Path) -> None:
+    """After `skip` or `submit`, a second call in the same round says that the round is over for this site."""
     with World(tmp_path, START, "a", rounds=2) as world:
         skip(world, "a", 1)
         for again in (world.sites["a"].round.skip, partial(world.sites["a"].submit, START)):
@@ -62,8 +65,8 @@ def test_a_round_is_skipped_or_submitted_once(tmp_path: Path) -> None:
         world.finish()
 
 
-def test_a_site_may_skip_what_it_has_loaded(tmp_path: Path) -> None:
-    """After `load_into` and `correct`, nothing is sent, and the optimizer steps without the run."""
+def test_a_site_may_skip_after_loading(tmp_path: Path) -> None:
+    """A site may skip a round after `load_into` and `correct`. It sends nothing, and its optimizer is free again."""
     model = torch.nn.Linear(2, 1)
     with World(tmp_path, torch.nn.Linear(2, 1), "a", algorithm="scaffold", rounds=2) as world:
         world.ask("a", number=1)
@@ -78,8 +81,9 @@ def test_a_site_may_skip_what_it_has_loaded(tmp_path: Path) -> None:
         assert world.version == 0
 
 
-def test_rounds_of_nothing_begin_after_pauses(tmp_path: Path) -> None:
-    """Five rounds that all sites skip: from the fourth on, each begins after a pause, and the status says why."""
+def test_rounds_that_all_skip_begin_after_pauses(tmp_path: Path) -> None:
+    """If all sites skip several rounds in a row, each further round begins after a pause, and the status says why."""
+    # Five rounds; from the fourth on, each begins after a pause.
     with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
             skip(world, "a", number)
@@ -93,8 +97,8 @@ def test_rounds_of_nothing_begin_after_pauses(tmp_path: Path) -> None:
         assert any("round 5: no version, because all sites sat out (a)" in line for line in latest(world.status))
 
 
-def test_the_functional_way_skips_a_round(tmp_path: Path) -> None:
-    """Before and after `receive`; without an open round it is refused."""
+def test_the_functional_interface_can_skip_a_round(tmp_path: Path) -> None:
+    """`atoll.functional` can skip a round before or after `receive`, and refuses to without an open round."""
     with plain_server(tmp_path, START, sites=1, rounds=3) as server:
         atoll.functional.init(server.url, "a", folder=tmp_path / "w")
         with pytest.raises(UsageError, match="There is no open round to skip"):
@@ -115,8 +119,8 @@ def test_the_functional_way_skips_a_round(tmp_path: Path) -> None:
         assert [each.sat_out for each in server.status().history] == [["a"], ["a"], []]
 
 
-def test_a_script_alone_skips_its_only_round(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a server, nothing is sent, and the loop ends."""
+def test_a_script_without_a_server_may_skip(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a server, a script may skip its only round: nothing is sent, and the loop ends."""
     caplog.set_level(logging.INFO)
     with atoll.join() as worker:
         assert [fl_round.skip() for fl_round in worker] == [None]
@@ -128,8 +132,9 @@ def test_a_script_alone_skips_its_only_round(caplog: pytest.LogCaptureFixture) -
     [{"diloco.sync_every": 2}, {"diloco.sync_every": 2, "diloco.fragment_sync_delay": 1}],
     ids=["whole", "delayed"],
 )
-def test_a_diloco_site_skips_without_steps(tmp_path: Path, rules: dict[str, Any]) -> None:
-    """a moves by 2 in each of three rounds. b has no data: it skips each, and has the version that a made."""
+def test_a_diloco_site_without_data_follows_the_others(tmp_path: Path, rules: dict[str, Any]) -> None:
+    """A DiLoCo site without data skips each round and gets the versions that the other site makes."""
+    # a moves by 2 in each of three rounds.
     with plain_server(tmp_path, Weights(w=torch.zeros(2)), **(PLAIN_DILOCO | rules), sites=2, rounds=3) as server:
         met = list[float]()
 
@@ -158,8 +163,9 @@ def test_a_diloco_site_skips_without_steps(tmp_path: Path, rules: dict[str, Any]
         assert met[-1] == load_file(server.exports / "model.safetensors")["w"][0].item()
 
 
-def test_skipping_drops_steps_that_were_not_sent(tmp_path: Path) -> None:
-    """One step of H = 3, then `skip`: the only site has version 0 again, and its next update has three steps."""
+def test_skipping_drops_local_steps_not_yet_sent(tmp_path: Path) -> None:
+    """If a DiLoCo site skips in the middle of a round, its local steps of this round are dropped."""
+    # One step of H = 3, then `skip`: the only site has version 0 again, and its next update has three steps.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 3}
     with plain_server(tmp_path, Weights(w=torch.zeros(2)), **rules, sites=1, rounds=2) as server:
         model = Weights(w=torch.zeros(2))
@@ -195,8 +201,9 @@ with atoll.join() as worker:
 
 
 @pytest.mark.slow
-def test_a_simulated_site_skips_rounds(tmp_path: Path) -> None:
-    """Of two sites one never trains, and the other one not in round 2: two versions in three rounds, each + 1."""
+def test_a_simulated_site_can_skip_rounds(tmp_path: Path) -> None:
+    """A simulation makes a version in each round that at least one site does not skip."""
+    # Of two sites one never trains, and the other one not in round 2: two versions in three rounds, each + 1.
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     settings = {
@@ -211,8 +218,8 @@ def test_a_simulated_site_skips_rounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_skip_rounds_over_the_network(nursery: Nursery, tmp_path: Path) -> None:
-    """The script of the simulation, run by `atoll worker` as two processes: the same model."""
+def test_skipping_over_the_network_matches_a_simulation(nursery: Nursery, tmp_path: Path) -> None:
+    """The same script, run by `atoll worker` as two processes that skip rounds, gives the model of the simulation."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with plain_server(tmp_path, START, sites=2, rounds=3) as server:
@@ -244,7 +251,7 @@ def skip_round_2(worker: Any) -> None:
 
 @pytest.mark.slow
 def test_all_simulated_sites_skip_with_a_config_function(tmp_path: Path) -> None:
-    """A round that all simulated sites skip is followed by the next, also if a function configures each round."""
+    """If all simulated sites skip a round, the next round begins, even if a function configures each round."""
     result = new_simulation(
         START,
         script=skip_round_2,

@@ -18,13 +18,17 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
+from kit.admin import pause
 from kit.processes import command, url_of
 from kit.servers import PLAIN, plain_server
 from kit.sites import manual_sites
 from kit.wire import WireSite, heard
+from kit.world import World
 
 import atoll
+from atoll.cli.stored_status import stored_status
 from atoll.errors import RunFailed
+from atoll.protocol.status_messages import HISTORY, Status
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.run_core import RunCore
 from atoll.testing.run import Threads, status
@@ -47,18 +51,36 @@ START = {"w": torch.ones(4)}
         ((100.0, 130.0, 150.0, 151.0, 152.0), 10, 152.0, 10.0),  # nor are two
         ((100.0, 110.0, 130.0), 4, 130.0, 60.0),  # 15 s each
         ((100.0, 110.0, 130.0), 4, 140.0, 50.0),  # 10 s of the next round are spent
-        ((100.0, 110.0, 130.0), 4, 900.0, 45.0),  # it is late; those behind it are not shorter for that
-        ((100.0, 110.0, 130.0), 1, 900.0, 0.0),
+        ((100.0, 110.0, 130.0), 4, 150.0, 45.0),  # it takes longer than 15 s; later rounds are not shorter for that
+        ((100.0, 110.0, 130.0), 1, 150.0, 0.0),
+        ((100.0, 110.0, 130.0), 4, 161.0, None),  # after more than 30 s it is late: when it ends is not known
+        ((100.0, 100.1, 100.2), 4, 103.1, 0.3),  # rounds of 0.1 s are late after 3 s
+        ((100.0, 100.1, 100.2), 4, 103.3, None),
         ((100.0, 110.0, 120.0), 0, 120.0, 0.0),
     ],
-    ids=["nothing", "opened", "one", "two", "warm-up", "slow-start", "mean", "spent", "late", "last-is-late", "over"],
+    ids=[
+        "nothing",
+        "opened",
+        "one",
+        "two",
+        "warm-up",
+        "slow-start",
+        "mean",
+        "spent",
+        "long",
+        "last-is-long",
+        "late",
+        "short",
+        "short-late",
+        "over",
+    ],
 )
 def test_the_time_left_follows_the_mean_round_time(
     commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
 ) -> None:
     """The time left is the mean time of a round times the rounds left, less the time that the open round has taken.
 
-    If the open round is late, only the rounds after it count.
+    If the open round takes longer than the mean, only the rounds after it count; if it is late, no time is told.
     """
     from atoll.server.coordinator.roster import left_s
 
@@ -83,10 +105,8 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
 
 
 def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
-    """The first round, in which sites start, and the second give no time left. Two rounds of 5 s give 50 s for ten.
-
-    With several fragments, this holds for the first rounds of each fragment.
-    """
+    """The first round, in which sites start, and the second give no time left."""
+    # Two rounds of 5 s give 50 s for ten. With several fragments, this holds for the first rounds of each fragment.
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
@@ -109,7 +129,7 @@ def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X4")
 def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
-    """After a restart, the interrupted round gives no time left. The next round does."""
+    """After a restart, the status estimates the time left only from the first round that starts afterwards."""
     told: list[float | None] = []
     for rounds_here in (3, 4):
         with plain_server(tmp_path, START, rounds=9) as server:
@@ -287,10 +307,8 @@ def test_the_status_shows_awaited_sites(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_stop_waits_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If Ctrl-C interrupts `server.run()`, `server.stop()` still waits until the server has ended.
-
-    Guards against `Thread.join`: after an interruption by a signal, it takes a running thread for one that has ended.
-    """
+    """If Ctrl-C interrupts `server.run()`, `server.stop()` still waits until the server has ended."""
+    # Guards against `Thread.join`: after an interruption by a signal, it takes a running thread for one that has ended.
     ended, stop = threading.Event(), Coordinator.stop
 
     async def slowly(self: Coordinator) -> None:
@@ -399,10 +417,8 @@ def test_requests_of_sites_do_not_delay_the_end(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_finished_server_stays_for_polling_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the end of the run, the server stays for clients that ask for the status, until `stop` is called.
-
-    One client has seen the end, and the next has not yet.
-    """
+    """After the end of the run, the server stays for clients that ask for the status, until `stop` is called."""
+    # One client has seen the end, and the next has not yet.
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
     with plain_server(tmp_path, START, rounds=1) as server:
         assert not status(server.url).finished
@@ -455,3 +471,64 @@ def test_a_program_that_serves_prints_every_line_once(
     begins += ["the newest 2 versions stay on disk", "the run is finished at version 1"]
     lines = [re.sub(f"^{prefix}", "", line) for line in process.output().splitlines()]
     assert all(line.startswith(begin) for line, begin in zip(sorted(lines), begins, strict=True)), lines
+
+
+def test_the_status_has_the_first_recorded_values(tmp_path: Path) -> None:
+    """After more rounds than the status has, the loss is compared with that of round 1: now, after a restart, and
+    without a server.
+    """
+    with World(tmp_path, START, "a", rounds=30) as world:
+        for number in range(1, HISTORY + 3):
+            world.pull(number=number)
+            world.submit("a", 0.5, metrics={"loss": 8.0 / number})
+        world.wait(HISTORY + 2)
+        told = f"in round {HISTORY + 2}, down from 8 in round 1."
+        assert world.status.history[0].round == 3
+        assert told in headline_text(world.status)
+        world.restart()
+        assert told in headline_text(world.status)
+    stored, _ = stored_status(tmp_path / "state")
+    assert told in headline_text(stored)
+
+
+def headline_text(status: Status) -> str:
+    assert status.headline is not None
+    return status.headline.text
+
+
+def test_what_a_site_said_of_an_older_round_is_not_shown(tmp_path: Path) -> None:
+    """A site whose update has arrived waits for the others. In the next round, what it said of the last one is over."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+
+        def doing() -> str:
+            return next(each.doing for each in world.status.workers if each.site == "a")
+
+        world.pull(number=1)
+        presence = world.server._require_served().run.roster["a"]
+        presence.beat = presence.beat.model_copy(update={"state": "submitting to round 1"})
+        assert doing() == "submitting to round 1"
+        world.submit("a", 0.5)
+        presence.beat = presence.beat.model_copy(update={"state": "submitting to round 1"})
+        assert doing() == "waiting for the others"
+        world.submit("b", 0.5)
+        world.wait(1)
+        world.pull(number=2)
+        presence.beat = presence.beat.model_copy(update={"state": "submitting to round 1"})
+        assert doing() == ""
+
+
+def test_a_held_up_run_has_no_time_left(tmp_path: Path) -> None:
+    """After three rounds a time is told, and none while the run is paused. Versions that are kept are listed."""
+    with World(tmp_path, START, "a", rounds=9) as world:
+        for number in (1, 2, 3, 4):
+            world.pull(number=number)
+            world.submit("a", 0.5)
+            world.wait(number)
+        world.pull()
+        assert world.status.left_s is not None
+        assert world.status.kept_versions[-1] == 4
+        pause(world)
+        status = world.status
+        assert status.left_s is None
+        assert status.headline is not None
+        assert status.headline.held_up

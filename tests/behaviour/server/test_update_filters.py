@@ -73,12 +73,9 @@ def zero_linear() -> nn.Linear:
 
 
 def test_diloco_applies_a_sites_filters(tmp_path: Path) -> None:
-    """A DiLoCo loop applies its filters to the update: `Drop` removes the bias, and `NormClip` clips the weight.
-
-    The gradient of x·w + b is x = (3, 4) for w and 1 for b. A step of 1 moves w by −(3, 4), which is clipped to half.
-
-    The outer step is SGD with a rate of 1.
-    """
+    """A DiLoCo loop applies its filters to the update: `Drop` removes the bias, and `NormClip` clips the weight."""
+    # The gradient of x·w + b is x = (3, 4) for w and 1 for b. A step of 1 moves w by −(3, 4), which is clipped to half.
+    # The outer step is SGD with a rate of 1.
     model = zero_linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with plain_server(tmp_path, model, rounds=1, H=1, **PLAIN_DILOCO) as server:
@@ -92,12 +89,9 @@ def test_diloco_applies_a_sites_filters(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 def test_scaffolds_control_follows_from_the_filtered_update(tmp_path: Path) -> None:
-    """SCAFFOLD computes a site's control from the filtered update, so that the control does not bypass the filters.
-
-    The gradient at x = (3, 4) is x and 1. A step of η = ½ gives Δ = (1.5, 2) and ½, which is dropped.
-
-    The norm 2.5 is clipped to 1.25, so Δ̂ = (0.75, 1), and Δc = Δ̂/η − c = (1.5, 2). With one site, c is c_i.
-    """
+    """SCAFFOLD computes a site's control from the filtered update, so that the control does not bypass the filters."""
+    # The gradient at x = (3, 4) is x and 1. A step of η = ½ gives Δ = (1.5, 2) and ½, which is dropped. The norm 2.5 is
+    # clipped to 1.25, so Δ̂ = (0.75, 1), and Δc = Δ̂/η − c = (1.5, 2). With one site, c is c_i.
     filters = [Drop("bias"), NormClip(1.25)]
     with plain_server(tmp_path, zero_linear(), algorithm="scaffold", rounds=2) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "w", filters=filters) as worker:
@@ -131,14 +125,10 @@ workflow.result_filters = [
 
 @pytest.mark.parametrize("given", ["at the site", "by the program", "in the run file"])
 def test_filters_apply_to_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCaptureFixture, given: str) -> None:
-    """Filters may apply to all sites or to one, whether the site, the program or the run file gives them.
-
-    The head of `a` is dropped. The change (6, 8) of `b` has norm 10 and is clipped to 5. The integer `n` is dropped for
-    both.
-
-    The mean is w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so without the filter, the 9 of `b` would be the
-    result.
-    """
+    """Filters may apply to all sites or to one, whether the site, the program or the run file gives them."""
+    # The head of `a` is dropped. The change (6, 8) of `b` has norm 10 and is clipped to 5. The integer `n` is dropped
+    # for both. The mean is w = (1 + 3)/2, (1 + 4)/2. Integers are not averaged, so without the filter, the 9 of `b`
+    # would be the result.
     caplog.set_level(logging.INFO, "atoll.server")
     (tmp_path / "run.toml").write_text(RUN_FILE)
     tables = Settings.read(tmp_path / "run.toml", environ={}).workflow.result_filters
@@ -155,11 +145,9 @@ def test_filters_apply_to_all_sites_or_one(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_filters_apply_to_buffers(tmp_path: Path) -> None:
-    """Filters apply to the changes of buffers and of parameters.
-
-    The change of `a` is (3, 4), and 12 in the buffer, of norm 13: half of it is left. Site `b` sends no change of the
-    buffer.
-    """
+    """Filters apply to the changes of buffers and of parameters."""
+    # The change of `a` is (3, 4), and 12 in the buffer, of norm 13: half of it is left. Site `b` sends no change of the
+    # buffer.
     filters = {"a": [NormClip(6.5)], "b": [Drop("*.running_mean")]}
     with filtered(tmp_path, filters=filters) as world:
         found = after_one_round(world, a=become([3.0, 4.0], 0.0, 12.0), b=become([0.0, 0.0], 0.0, 99.0))
@@ -186,9 +174,8 @@ class Arriving:
 @pytest.mark.covers("D7", "D13")
 @pytest.mark.parametrize("how", ["mean", "median", "own", "arriving", "memory"])
 def test_reducers_and_aggregators_see_filtered_updates(tmp_path: Path, how: str) -> None:
-    """Reducers and aggregators get the filtered updates. The filter halves (2, 4) and (6, 8), so that mean and median
-    are (2, 3).
-    """
+    """Reducers and aggregators get the filtered updates."""
+    # The filter halves (2, 4) and (6, 8), so that mean and median are (2, 3).
     (tmp_path / "mine.py").write_text(MEAN + ARRIVING)
     options: dict[str, dict[str, Any]] = {
         "median": {"aggregation.reducer.name": "median"},
@@ -223,9 +210,9 @@ def test_filtered_updates_are_nameless_files_or_memory(tmp_path: Path, to_disk: 
 def test_a_clipping_reducer_uses_the_filtered_norm(tmp_path: Path) -> None:
     """A clipping reducer clips by the norm of the filtered update, counting only parameters, not the buffer of `a` that
     moves by 24.
-
-    Halves of (6, 8) and (0, 4) have norms 5 and 2. Clipped to 2.5, they are (1.5, 2) and (0, 2). The mean is (0.75, 2).
     """
+    # Halves of (6, 8) and (0, 4) have norms 5 and 2. Clipped to 2.5, they are (1.5, 2) and (0, 2). The mean is (0.75,
+    # 2).
     options = {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 2.5}
     with filtered(tmp_path, filters=[Halved()], **options) as world:
         found = after_one_round(world, a=become([6.0, 8.0], 0.0, 24.0), b=become([0.0, 4.0], 0.0))
@@ -250,10 +237,8 @@ class Spy(Filter):
 
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """A filter that only reads the update and its metadata does not change a bit of the result.
-
-    The filter reads each tensor in chunks, once for each site.
-    """
+    """A filter that only reads the update and its metadata does not change a bit of the result."""
+    # The filter reads each tensor in chunks, once for each site.
     Spy.seen.clear()
     Spy.told.clear()
     generator = torch.Generator().manual_seed(0)
@@ -419,11 +404,9 @@ def test_filters_are_retried_after_a_full_disk(tmp_path: Path) -> None:
     ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
 def test_an_update_is_refused_if_its_filter_fails(tmp_path: Path, kind: Any, told: str) -> None:
-    """If a filter of the server fails or changes a tensor's shape or values wrongly, this update is refused. The round
-    goes on without it.
-
-    The files of the refused update, which is as large as the model, are gone at once, without a garbage collection.
-    """
+    """If a filter of the server fails or changes a tensor's shape or values wrongly, this update is refused."""
+    # The round goes on without it. The files of the refused update, which is as large as the model, are gone at once,
+    # without a garbage collection.
     with filtered(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as world:
         world.pull(number=1)
         world.sites["a"].submit(become([1.0, 2.0], 3.0))
@@ -479,11 +462,9 @@ def test_a_failing_filter_keeps_the_previous_outbox(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X3")
 def test_a_filter_may_fail_on_accepted_updates(tmp_path: Path) -> None:
-    """If a filter of the server fails on an accepted update, the run ends. A start with a repaired filter filters the
-    received update again.
-
-    The received update is kept unchanged: it is halved once, not twice.
-    """
+    """If a filter of the server fails on an accepted update, the run ends."""
+    # A start with a repaired filter filters the received update again. The received update is kept unchanged: it is
+    # halved once, not twice.
     with filtered(tmp_path, filters=[Halved()]) as world:
         world.pull(number=1)
         world.sites["a"].submit(become([2.0, 4.0]))
@@ -536,9 +517,8 @@ def move(w: float) -> Callable[[dict[str, Tensor]], object]:
 def test_an_update_completed_twice_counts_once(tmp_path: Path, go: threading.Event, asked: list[int]) -> None:
     """If a site sends the completion of its update again while the filter still works, both requests get the same
     receipt.
-
-    The filter, which keeps state, works once. Until it ends, no other update takes the place of the one it reads.
     """
+    # The filter, which keeps state, works once. Until it ends, no other update takes the place of the one it reads.
 
     class Noted(Hanging):
         def begin(self, update: Outgoing) -> None:
@@ -564,9 +544,8 @@ def test_a_superseded_process_has_no_filtered_update_accepted(
 ) -> None:
     """If a site is started again elsewhere while the filter works at its update, the update of the older process is
     refused.
-
-    The newer process sends (3, 3) under the same ticket, and this is the run's result.
     """
+    # The newer process sends (3, 3) under the same ticket, and this is the run's result.
     hangs = threading.Event()
     filters = {"a": [Hanging(go, hangs.set)]}
     with filtered(tmp_path, sites="a", filters=filters) as world, ThreadPoolExecutor() as threads:
@@ -585,9 +564,8 @@ def test_a_superseded_process_has_no_filtered_update_accepted(
 def test_a_part_replaced_during_filtering_is_refused(tmp_path: Path, go: threading.Event) -> None:
     """If a site sends other parts while the filter works at its update, the server answers `conflict` and counts only
     the new update.
-
-    Otherwise, a site could have one update filtered and another one counted.
     """
+    # Otherwise, a site could have one update filtered and another one counted.
     hangs = threading.Event()
     with filtered(tmp_path, sites="a", filters={"a": [Hanging(go, hangs.set)]}) as world:
         site = WireSite(world.url)
@@ -607,9 +585,8 @@ def test_a_hanging_filter_excludes_its_site_from_rounds(
 ) -> None:
     """If the server's filter for a site hangs, the round closes at its deadline without this site, and its request is
     answered then.
-
-    The filter does not begin the site's next update. The server ends as usual.
     """
+    # The filter does not begin the site's next update. The server ends as usual.
     begun: list[int] = []
     monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)
     filters = {"a": [Hanging(go, lambda: begun.append(1))], "b": [Filter()]}
@@ -633,12 +610,9 @@ def test_a_hanging_filter_excludes_its_site_from_rounds(
 
 @pytest.mark.covers("X3")
 async def test_a_failed_thread_start_frees_its_place(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a call is given up while it waits for a thread, or its thread cannot start, its place becomes free for the
-    next call.
-
-    There is one place, and `a` has it. Site `b` is given up once while it waits, then no thread can start, then it
-    succeeds.
-    """
+    """If a call is given up while it waits for a thread, or its thread cannot start, the next call gets its place."""
+    # There is one place, and `a` has it. Site `b` is given up once while it waits, then no thread can start, then it
+    # succeeds.
     from atoll.server.coordinator import user_code
 
     monkeypatch.setattr(user_code, "AT_ONCE", 1)

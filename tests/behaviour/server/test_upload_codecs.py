@@ -100,10 +100,9 @@ def encoded(folder: Path, codec: str, **options: Any) -> World:
 def test_an_own_upload_codec_gets_its_options(own: str, name: str, tmp_path: Path) -> None:
     """A server names an own codec by its path with options. The site finds it under the codec's own name, which it has
     registered.
-
-    The codec rounds to quarters. The move 0.26 arrives as ¼ and leaves 0.01. The next move 0.12 + 0.01 = 0.13 arrives
-    as ¼ too.
     """
+    # The codec rounds to quarters. The move 0.26 arrives as ¼ and leaves 0.01. The next move 0.12 + 0.01 = 0.13 arrives
+    # as ¼ too.
     with encoded(tmp_path, name, per=4) as world:
         atoll.register("codecs", "thousandths", import_module("own_codec").Thousandths)
         world.rounds(-0.26, 1)
@@ -172,10 +171,8 @@ def test_package_and_file_mean_one_codec(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_simulation_loads_a_codecs_file(own: str, tmp_path: Path) -> None:
-    """The processes of a simulation load a codec from the file that the settings name.
-
-    The moves 0.26 and 0.26 + 0.01 give two quarters.
-    """
+    """The processes of a simulation load a codec from the file that the settings name."""
+    # The moves 0.26 and 0.26 + 0.01 give two quarters.
     settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
     settings["aggregation.upload_codec"] = {"path": "own_codec.py:Thousandths", "per": 4}
     done = new_simulation({"w": torch.zeros(3)}, script=f"{__file__}:move", sites=1, **settings).run()
@@ -277,10 +274,10 @@ FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.covers("L16", "X3")
 @pytest.mark.parametrize("forged", FORGED)
 def test_forged_codec_bytes_give_no_infinite_values(tmp_path: Path, forged: str) -> None:
-    """If a site forges the bytes of a codec, the server refuses the update if its values are not finite or too large.
-
-    Otherwise the forged bytes give finite values.
+    """If a site forges the bytes of a codec, the server refuses the update if its values are not finite
+    or too large.
     """
+    # Otherwise the forged bytes give finite values.
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
     with World(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, "a", rounds=2, codec=codec) as world:
         codecs = world.sites["a"]._place.exchange.local.layouts.codecs

@@ -47,8 +47,8 @@ def test_ranks_survive_a_killed_server(nursery: Nursery, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_worker(nursery: Nursery, tmp_path: Path, rank: int) -> None:
-    """If one rank is killed, the other one ends and says why. A restarted worker goes on, and each update counts
-    once.
+    """If one rank is killed, the other ranks of its worker end and say why. A restarted worker goes on, and each update
+    counts once.
     """
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1) as served:
         points = ["", ""]
@@ -62,11 +62,9 @@ def test_a_killed_rank_ends_the_worker(nursery: Nursery, tmp_path: Path, rank: i
 
 
 @pytest.mark.covers("F2")
-def test_a_restarted_site_sends_its_earlier_update(nursery: Nursery, tmp_path: Path) -> None:
-    """If all ranks of a site die with an update in their outboxes, the restarted ranks send it.
-
-    Rank 1 dies with its share of round 2 in its outbox, before the message that all parts are sent.
-    """
+def test_restarted_ranks_send_their_stored_update(nursery: Nursery, tmp_path: Path) -> None:
+    """If all ranks of a site die with an update that was not sent yet, the restarted ranks send it."""
+    # Rank 1 dies with its share of round 2 in its outbox, before the message that all parts are sent.
     right = expected("a", sync_every=2, rounds=2)["a"]
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1) as served:
         ranks = served.site("a", failpoints=("", "outbox.sealed=kill@2"))
@@ -83,10 +81,8 @@ def test_a_restarted_site_sends_its_earlier_update(nursery: Nursery, tmp_path: P
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
 def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
-    """Ranks do not give each other up during a round that takes longer than the timeout of the process group.
-
-    Site `b` is held up for more than twice the 2 s after which a rank gives up another.
-    """
+    """Ranks do not give each other up during a round that takes longer than the timeout of the process group."""
+    # Site `b` is held up for more than twice the 2 s after which a rank gives up another.
     go = tmp_path / "go"
     with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=2) as served:
         b = served.site("b", ranks=1, sharded="", held={"1": str(go)})
@@ -143,11 +139,11 @@ def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None
 
 
 @pytest.mark.covers("F41")
-def test_every_rank_sends_its_share_again(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server falls back to an earlier version, every rank sends its share of the lost version's update again.
-
-    Version 2 is lost while the worker trains from it.
-    """
+def test_every_rank_resends_a_lost_versions_update(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the server falls back to an earlier version, every rank sends its share of the lost version's update again."""
+    # Version 2 is lost while the worker trains from it.
     from atoll.store.versions import Versions
 
     write_durable = Versions.write_durable
@@ -214,11 +210,9 @@ def test_a_refused_rank_resets_all_ranks(nursery: Nursery, tmp_path: Path) -> No
 def test_local_steps_are_added_to_a_missed_version(nursery: Nursery, tmp_path: Path) -> None:
     """If a site missed a version, its local steps are added to the newest version, and its next update is computed from
     there.
-
-    Site `b` is held up for a round, and the outer step is plain. Site `a` moves θ0 to θ1, which `b` never trained from.
-
-    Then `b` goes on from θ1 + (w − θ0) and θ2 = θ1 + (w − θ0).
     """
+    # Site `b` is held up for a round, and the outer step is plain. Site `a` moves θ0 to θ1, which `b` never trained
+    # from. Then `b` goes on from θ1 + (w − θ0) and θ2 = θ1 + (w − θ0).
     ways = PLAIN_OUTER | {"rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as served:
         first, go, stay = (tmp_path / name for name in ("first", "go", "stay"))
@@ -241,10 +235,9 @@ def test_local_steps_are_added_to_a_missed_version(nursery: Nursery, tmp_path: P
 def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp_path: Path) -> None:
     """If the server dies after it accepted an update but before it answered, the restarted server counts the update
     once.
-
-    The worker trains on meanwhile. With a plain outer step, the newest version is what the worker has trained, so a
-    repeated or lost step would show.
     """
+    # The worker trains on meanwhile. With a plain outer step, the newest version is what the worker has trained, so a
+    # repeated or lost step would show.
     back = tmp_path / "back"
     with ShardedRun(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as served:
         ranks = served.site("a", max_sync_retries=0, held={"3": str(back)})

@@ -51,10 +51,8 @@ def test_all_ranks_get_the_error(nursery: Nursery, tmp_path: Path, ranks: int, h
 
 @pytest.mark.covers("P4")
 def test_fsdp1_is_refused() -> None:
-    """A DiLoCo loop refuses a model wrapped with FSDP1 and recommends its successor.
-
-    The test makes the wrapper without its initialisation, which needs an accelerator.
-    """
+    """A DiLoCo loop refuses a model wrapped with FSDP1 and recommends its successor."""
+    # The test makes the wrapper without its initialisation, which needs an accelerator.
     model = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(model)
     with pytest.raises(

@@ -27,16 +27,11 @@ def update_bytes() -> int:
 
 @pytest.mark.covers("P4")
 def test_sharded_workers_train_like_unsharded_workers(nursery: Nursery, tmp_path: Path) -> None:
-    """Two sites of two ranks each train for three rounds like unsharded workers, to 1e-12. Each rank moves its own
-    parts, and both together move the model.
-
-    The ranks exchange the elements of rank 1's rows in tiles that begin in rank 0's rows.
-
-    These are 4·4096 − 151·97 = 1,737 of wide.weight, 150 of wide.bias, 3·301 = 903 of down.weight and 3 of down.bias.
-
-    These elements go to rank 0 before each of three updates, and back to rank 1 after each of four versions, with 8
-    bytes each.
-    """
+    """Two sites of two ranks each train for three rounds like unsharded workers, to 1e-12."""
+    # Each rank moves its own parts, and both together move the model. The ranks exchange the elements of rank 1's rows
+    # in tiles that begin in rank 0's rows. These are 4·4096 − 151·97 = 1,737 of wide.weight, 150 of wide.bias, 3·301 =
+    # 903 of down.weight and 3 of down.bias. These elements go to rank 0 before each of three updates, and back to rank
+    # 1 after each of four versions, with 8 bytes each.
     with ShardedRun(nursery, tmp_path, H=3, rounds=3, sites=2) as served:
         served.ended(served.site("a"), served.site("b"))
     require_close(tmp_path, expected("ab", sync_every=3, rounds=3))
@@ -55,11 +50,9 @@ def test_sharded_workers_train_like_unsharded_workers(nursery: Nursery, tmp_path
 
 @pytest.mark.covers("D4", "P4")
 def test_each_run_may_have_another_number_of_ranks(nursery: Nursery, tmp_path: Path) -> None:
-    """A site may train in one run with one rank, in the next with three and then with two. No files of earlier ranks
-    stay.
-
-    Of three ranks, the second has the border of two tiles, and the last has no row of two tensors.
-    """
+    """A site may train in one run with one rank, in the next with three and then with two."""
+    # No files of earlier ranks stay. Of three ranks, the second has the border of two tiles, and the last has no row of
+    # two tensors.
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
     home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
     for ranks in (1, 3, 2):
@@ -73,8 +66,8 @@ def test_each_run_may_have_another_number_of_ranks(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("P4")
 def test_all_ranks_sit_out_together(nursery: Nursery, tmp_path: Path) -> None:
-    """A site with weight 0 sits out with all its ranks. It sends no tensor, and both sites train on from the version of
-    the other one alone.
+    """A sharded site with weight 0 sits out with all its ranks, and gets the versions made from the other site's
+    updates.
     """
     with ShardedRun(nursery, tmp_path, H=3, rounds=2, sites=2) as served:
         served.ended(served.site("a"), served.site("b", weight=0))
@@ -97,9 +90,8 @@ def test_sharded_and_unsharded_workers_train_together(nursery: Nursery, tmp_path
 def test_an_async_run_with_one_worker_is_synchronous(nursery: Nursery, tmp_path: Path) -> None:
     """An asynchronous run with one worker gives the parameters of the synchronous run, also if the server is killed
     after it accepted an update.
-
-    Each update is applied to the version that it was computed from.
     """
+    # Each update is applied to the version that it was computed from.
     with ShardedRun(
         nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}
     ) as served:
@@ -110,10 +102,8 @@ def test_an_async_run_with_one_worker_is_synchronous(nursery: Nursery, tmp_path:
 
 @pytest.mark.covers("L5")
 def test_async_sharded_workers_end_with_the_model(nursery: Nursery, tmp_path: Path) -> None:
-    """At the end of an asynchronous run, a sharded and an unsharded worker both have the run's model.
-
-    The workers overtake each other freely. The run is over after eight updates.
-    """
+    """At the end of an asynchronous run, a sharded and an unsharded worker both have the run's model."""
+    # The workers overtake each other freely. The run is over after eight updates.
     with ShardedRun(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as served:
         served.ended(served.site("a"), served.site("b", ranks=1, sharded=""))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
@@ -130,10 +120,9 @@ def test_async_sharded_workers_end_with_the_model(nursery: Nursery, tmp_path: Pa
 def test_ranks_receive_their_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
     """With the download codec int8, each rank downloads only its share of the versions: the first whole, the later ones
     as differences.
-
-    The base file and the error feedback of each rank have the full length, but their files have holes for what the rank
-    lacks.
     """
+    # The base file and the error feedback of each rank have the full length, but their files have holes for what the
+    # rank lacks.
     down = {"aggregation.download_codec.name": "int8"}
     with ShardedRun(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as served:
         served.ended(served.site("a"))

@@ -64,16 +64,18 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=list(FUNCTIONS))
-def test_any_function_is_trained_in_forks(tmp_path: Path, function: Any) -> None:
-    """The mean of 2, 3, 4 and 5 in each of two rounds."""
+def test_a_simulation_trains_any_function_in_forks(tmp_path: Path, function: Any) -> None:
+    """A simulation can train any function, even a local one, by forking the program."""
+    # The mean of 2, 3, 4 and 5 in each of two rounds.
     done = run(tmp_path, function, processes=2)
     assert done.failed == {}
     assert moved(done) == pytest.approx(2 * 3.5, abs=1e-5)
     assert done.metrics["pid"] != os.getpid()
 
 
-def test_forks_have_the_bits_of_other_processes(tmp_path: Path) -> None:
-    """With SCAFFOLD and int8, whose state of a site passes from process to process."""
+def test_forks_and_other_processes_give_the_same_bits(tmp_path: Path) -> None:
+    """A simulation in forks gives the same bits as in fresh processes, also with SCAFFOLD and int8."""
+    # Their state of a site passes from process to process.
     (tmp_path / "client.py").write_text(CLIENT)
     space = runpy.run_path(str(tmp_path / "client.py"))  # it leaves no module
     for name, script in ("file", f"{tmp_path / 'client.py'}:train"), ("fork", space["train"]):
@@ -82,8 +84,10 @@ def test_forks_have_the_bits_of_other_processes(tmp_path: Path) -> None:
     assert model_of(tmp_path / "fork") == model_of(tmp_path / "file")
 
 
-def test_a_fork_of_busy_threads_trains_with_threads(tmp_path: Path) -> None:
-    """The program has used torch's pool of threads, which a fork does not have."""
+def test_forks_train_after_torch_used_threads(tmp_path: Path) -> None:
+    """A fork can train with several threads even if the program has used torch's thread pool before, which forks do not
+    inherit.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -104,6 +108,7 @@ def test_a_fork_of_busy_threads_trains_with_threads(tmp_path: Path) -> None:
 
 
 def test_a_killed_fork_is_replaced(tmp_path: Path) -> None:
+    """If a fork of a simulation is killed, another fork trains its site, and the run ends."""
     mark = tmp_path / "killed"
 
     def train(worker: Any) -> None:
@@ -118,6 +123,7 @@ def test_a_killed_fork_is_replaced(tmp_path: Path) -> None:
 
 
 def test_forks_find_the_arguments_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is simulated in forks sees the command line of the program in `sys.argv`."""
     monkeypatch.setattr(sys, "argv", ["program.py", "--rate", "0.1"])
     seen = tmp_path / "argv"
 
@@ -130,7 +136,7 @@ def test_forks_find_the_arguments_of_the_program(tmp_path: Path, monkeypatch: py
         assert seen.read_text() == found
 
 
-def test_a_fork_that_raises_names_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_fork_names_the_site(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RunFailed, match="no data at site-000"):
         run(tmp_path, lambda worker: 1 / 0 if not worker.site else move_or_raise(worker))
     assert "in move_or_raise" in caplog.text
@@ -140,7 +146,8 @@ def move_or_raise(worker: Any) -> None:
     raise ValueError(f"no data at {worker.site}")
 
 
-def test_a_function_of_two_arguments_is_refused(tmp_path: Path) -> None:
+def test_a_simulated_function_has_one_argument(tmp_path: Path) -> None:
+    """A simulation refuses a training function that needs two arguments."""
     with pytest.raises(Exception, match="takes several arguments: worker, more"):
         run(tmp_path, lambda worker, more: None)
 
@@ -172,8 +179,8 @@ main()
 
 
 @pytest.mark.slow
-def test_a_killed_program_leaves_no_fork_and_goes_on(nursery: Nursery, tmp_path: Path) -> None:
-    """Its forks end with it, and hold no lock of its state directory."""
+def test_a_killed_simulation_leaves_no_fork(nursery: Nursery, tmp_path: Path) -> None:
+    """If the program is killed, its forks end too and hold no lock, so a new start continues the run."""
     (tmp_path / "program.py").write_text(PROGRAM)
     killed = nursery.start("program.py", cwd=tmp_path)
     forks = wait_until(lambda: len(found := list(tmp_path.glob("here-*"))) == 2 and found, "both sites in round 2")
@@ -189,12 +196,13 @@ def test_a_killed_program_leaves_no_fork_and_goes_on(nursery: Nursery, tmp_path:
         wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), f"the end of fork {pid}")
 
 
-def test_ray_needs_a_function_with_a_name(tmp_path: Path) -> None:
+def test_ray_refuses_a_function_without_a_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"The function .*<lambda> cannot be imported by another process"):
         run(tmp_path, lambda worker: None, engine="ray")
 
 
-def test_a_gpu_that_a_fork_cannot_use_names_a_remedy() -> None:
+def test_an_unusable_gpu_in_a_fork_has_a_remedy() -> None:
+    """If a fork cannot use the GPU, the error says what to do."""
     torch_says = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use …"
     result = result_of_error(RuntimeError(torch_says))
     assert "atoll.run" in result.remedy

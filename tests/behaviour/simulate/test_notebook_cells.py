@@ -93,15 +93,18 @@ RUNS = {
     [("train", 6.0), ("lambda worker: train(worker, 1.0)", 9.0), ("functools.partial(train, more=1.0)", 9.0)],
     ids=["function", "lambda", "partial"],
 )
-def test_functions_of_a_cell_train(kernel: Kernel, how: str, script: str, moved: float) -> None:
-    """The mean of 1 and 3 in each of three rounds; the event loop of the kernel runs meanwhile."""
+def test_functions_of_a_notebook_cell_train(kernel: Kernel, how: str, script: str, moved: float) -> None:
+    """A function that is defined in a notebook's cell can be trained at simulated sites."""
+    # The mean of 1 and 3 in each of three rounds; the event loop of the kernel runs meanwhile.
     code = RUNS[how].format(f"{how}-{script}", script)
     assert kernel.run(f"done = {code}; print(weight_of(done), done.failed)") == f"[{moved}] {{}}\n"
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_progress_is_one_table_that_is_updated(kernel: Kernel, how: str) -> None:
-    """At the end, it shows the last round with a row for each site."""
+def test_a_notebook_shows_one_updated_table(kernel: Kernel, how: str) -> None:
+    """A notebook shows the progress as one table that is updated. At the end, it shows the last round with a row for
+    each site.
+    """
     kernel.run(f"done = {RUNS[how].format(f'{how}-shown', 'train')}")
     (shown,) = kernel.of("display_data")
     updates = kernel.of("update_display_data")
@@ -115,16 +118,16 @@ def test_progress_is_one_table_that_is_updated(kernel: Kernel, how: str) -> None
     assert kernel.of("stream") == []
 
 
-def test_a_cell_gets_no_arguments_of_the_kernel(kernel: Kernel) -> None:
-    """Those would be the kernel's: -f connection.json."""
+def test_scripts_in_a_cell_see_no_kernel_arguments(kernel: Kernel) -> None:
+    """A script in a notebook's cell does not see the command line of the Jupyter kernel, `-f connection.json`."""
     kernel.run("def says(worker):\n    Path('argv').write_text(repr(sys.argv[1:]))\n    train(worker)")
     code = RUNS["simulation"].format("argv-run", "says")
     assert kernel.run(f"done = {code}; print(Path('argv').read_text())") == "[]\n"
 
 
 @pytest.mark.parametrize("how", RUNS)
-def test_an_interrupted_cell_can_be_run_again(kernel: Kernel, folder: Path, how: str) -> None:
-    """In the middle of round 2, a site computes. The same cell goes on from there."""
+def test_an_interrupted_cell_can_continue(kernel: Kernel, folder: Path, how: str) -> None:
+    """If the user interrupts a cell during a round and runs it again, the run continues from there."""
     kernel.run(
         "def waits(worker):\n"
         "    for fl_round in worker:\n"
@@ -170,7 +173,7 @@ def test_a_cell_interrupted_as_it_starts_can_be_run_again(kernel: Kernel, folder
     assert kernel.run(cell) == "3 [6.0]\n"
 
 
-def test_names_of_sites_are_text_in_the_table(kernel: Kernel) -> None:
+def test_a_notebook_shows_site_names_as_text(kernel: Kernel) -> None:
     kernel.run(
         "from atoll.simulate.progress import Progress\n"
         "from atoll.protocol.status_messages import RoundSummary, SiteRound\n"

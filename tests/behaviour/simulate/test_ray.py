@@ -48,9 +48,8 @@ def test_another_ray_actor_trains_a_lost_sites_round(
 ) -> None:
     """If a Ray actor is killed, another actor trains the site that it had, and the result is that of an undisturbed
     run.
-
-    One is killed by the kernel, and one by Ray for lack of memory, which Ray reports when the result is asked for.
     """
+    # One is killed by the kernel, and one by Ray for lack of memory, which Ray reports when the result is asked for.
     get, short = ray_here.get, ["once"]
 
     def asked(ref: Any, timeout: float | None = None) -> Any:
@@ -193,9 +192,8 @@ def test_ray_folders_of_killed_simulations_are_removed() -> None:
 def test_a_ray_actor_removes_folders_of_killed_actors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Ray actor removes the folders that killed actors of its own machine have left, and no folder of another
     machine.
-
-    Two machines share the folder of temporary files. A process of one machine cannot be seen from the other.
     """
+    # Two machines share the folder of temporary files. A process of one machine cannot be seen from the other.
     from atoll.simulate import ray_actors
 
     monkeypatch.setattr(os, "dup2", lambda *_: None)

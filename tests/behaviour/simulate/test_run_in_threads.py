@@ -44,8 +44,9 @@ def weights_of(done: Any) -> list[float]:
     return load_file(done.model)["w"].tolist()
 
 
-def test_threads_train_to_the_end_of_the_run(tmp_path: Path) -> None:
-    """The mean of 1 and 3 in each of two rounds."""
+def test_a_run_in_threads_ends_with_the_right_model(tmp_path: Path) -> None:
+    """`atoll.run` trains sites in threads of the program to the end of the run."""
+    # The mean of 1 and 3 in each of two rounds.
     seen: list[int] = []
     done = run(tmp_path, on_round=lambda summary: seen.append(summary.round))
     assert weights_of(done) == [4.0] * 3
@@ -61,12 +62,14 @@ def test_threads_train_to_the_end_of_the_run(tmp_path: Path) -> None:
     [lambda worker: move(worker), functools.partial(move, moves=MOVES)],
     ids=["lambda", "partial"],
 )
-def test_any_function_is_run(tmp_path: Path, script: Any) -> None:
+def test_any_function_can_train_in_threads(tmp_path: Path, script: Any) -> None:
+    """`atoll.run` trains any function, such as a lambda or a `functools.partial`."""
     assert weights_of(run(tmp_path, script)) == [4.0] * 3
 
 
-def test_local_variables_last_from_round_to_round(tmp_path: Path) -> None:
-    """The function is called once for each site, as at a real one: it counts 1, 2, 3."""
+def test_local_variables_last_over_all_rounds(tmp_path: Path) -> None:
+    """In `atoll.run`, the function is called once for each site, so its local variables last from round to round."""
+    # It counts 1, 2, 3.
     threads: dict[str, set[str]] = {"a": set(), "b": set()}
 
     def train(worker: Any) -> None:
@@ -78,8 +81,11 @@ def test_local_variables_last_from_round_to_round(tmp_path: Path) -> None:
     assert threads == {"a": {"a"}, "b": {"b"}}
 
 
-def test_threads_have_the_bits_of_a_simulation(tmp_path: Path) -> None:
-    """With the state that SCAFFOLD and int8 keep at a site; the script draws from a generator of site and round."""
+def test_threads_give_the_bits_of_a_simulation(tmp_path: Path) -> None:
+    """`atoll.run` gives the same bits in threads as a simulation, also with the state that SCAFFOLD and int8 keep at a
+    site.
+    """
+    # The script draws from a generator of site and round.
 
     def train(worker: Any) -> None:
         torch.set_num_threads(1)
@@ -141,8 +147,11 @@ def test_another_config_function_is_another_run(tmp_path: Path) -> None:
     assert weights_of(run(tmp_path, move_as_told, config=told(2.0), resume=True)) == [3.0] * 3
 
 
-def test_a_finished_run_is_no_new_result(tmp_path: Path) -> None:
-    """A finished run, or one of other code, is refused; `resume` returns its result, and `fresh` begins anew."""
+def test_a_finished_run_is_not_returned_as_new(tmp_path: Path) -> None:
+    """`atoll.run` refuses a finished run in its folder. With `resume` it returns its result, and with `fresh` it starts
+    a new run.
+    """
+    # Also one of other code.
     first = run(tmp_path)
     with pytest.raises(UsageError, match="finished at version 2"):
         run(tmp_path)
@@ -174,7 +183,8 @@ def return_in_round_2(worker: Any) -> None:
     [(raise_in_round_2, "ValueError: no data at b"), (return_in_round_2, "returned before the end of the run")],
     ids=["raises", "returns"],
 )
-def test_a_run_that_lacks_a_site_ends_and_goes_on(tmp_path: Path, script: Any, why: str) -> None:
+def test_a_run_that_lacks_a_site_can_continue(tmp_path: Path, script: Any, why: str) -> None:
+    """If `atoll.run` ends because a site failed that its rounds need, a second call continues the run."""
     with pytest.raises(RunFailed, match=f"Only 1 of 2 sites are left, and a round needs 2; .* is b: .*{why}") as failed:
         run(tmp_path, script)
     assert failed.value.exit_code == 9
@@ -183,14 +193,16 @@ def test_a_run_that_lacks_a_site_ends_and_goes_on(tmp_path: Path, script: Any, w
     assert workers_of(tmp_path / "state") == [["a", "b"]] * 2
 
 
-def test_a_run_goes_on_without_a_site_it_does_not_need(tmp_path: Path) -> None:
-    """Round 2 is that of a alone: 2, then 2 + 1."""
+def test_a_run_goes_on_without_an_unneeded_site(tmp_path: Path) -> None:
+    """If a site fails that the rounds do not need, `atoll.run` goes on with the others."""
+    # Round 2 is that of a alone: 2, then 2 + 1.
     done = run(tmp_path, raise_in_round_2, **{"rounds.min_sites": 1})
     assert done.failed == {"b": "ValueError: no data at b"}
     assert weights_of(done) == [3.0] * 3
 
 
-def test_refused_updates_are_counted(tmp_path: Path) -> None:
+def test_the_result_counts_refused_updates(tmp_path: Path) -> None:
+    """The result of `atoll.run` says how many updates of each site were refused."""
     tried: list[int] = []
 
     def train(worker: Any) -> None:
@@ -236,8 +248,8 @@ print("rounds", done.rounds, "version", done.version)
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_in_the_same_program(nursery: Nursery, tmp_path: Path) -> None:
-    """Ctrl-C ends the threads of the sites, which compute, and frees their locks."""
+def test_an_interrupted_run_can_continue_in_one_program(nursery: Nursery, tmp_path: Path) -> None:
+    """After Ctrl-C has ended `atoll.run`, with all threads of its sites, the same program can continue the run."""
     (tmp_path / "program.py").write_text(PROGRAM)
     program = nursery.start("program.py", cwd=tmp_path)
     wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 2, "both sites in round 2")
@@ -259,6 +271,7 @@ def test_an_interrupted_run_goes_on_in_the_same_program(nursery: Nursery, tmp_pa
     ],
     ids=["a name", "one name twice", "no name", "more sites", "no end", "diloco"],
 )
-def test_what_threads_cannot_do_is_refused(tmp_path: Path, given: dict[str, Any], kind: Any, said: str) -> None:
+def test_atoll_run_refuses_wrong_arguments(tmp_path: Path, given: dict[str, Any], kind: Any, said: str) -> None:
+    """`atoll.run` refuses arguments that it cannot use, such as a script's path or two sites of one name."""
     with pytest.raises(kind, match=said):
         run(tmp_path, **given)

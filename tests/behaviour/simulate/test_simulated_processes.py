@@ -110,11 +110,9 @@ def test_a_sampled_round_has_the_requested_size(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.covers("V2", "V3")
 def test_simulate_passes_arguments_and_prints_only_json(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll simulate` passes the arguments after `--` to the client script. With `--json`, it prints only JSON on its
-    standard output.
-
-    Processes that the client starts and leaves running are ended.
-    """
+    """`atoll simulate` passes the arguments after `--` to the client script."""
+    # With `--json`, it prints only JSON on its standard output. Processes that the client starts and leaves running are
+    # ended.
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
     write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 2})
@@ -156,10 +154,10 @@ def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> 
 
 @pytest.mark.covers("V4")
 def test_memory_does_not_grow_with_sites(tmp_path: Path, client: str) -> None:
-    """The memory of a simulation's process does not grow with the number of sites that it trains one after the other.
-
-    Each of 60 sites uses 32 MB while it trains.
+    """The memory of a simulation's process does not grow with the number of sites that it trains one
+    after the other.
     """
+    # Each of 60 sites uses 32 MB while it trains.
     run(tmp_path, client.replace(":train", ":measure"), sites=60, **{"rounds.total": 1})
     used = [int(line.split()[0]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(used) == 60
@@ -167,10 +165,8 @@ def test_memory_does_not_grow_with_sites(tmp_path: Path, client: str) -> None:
 
 
 def test_a_stopped_simulation_can_continue(tmp_path: Path, client: str) -> None:
-    """A simulation can be stopped in the middle and started again. Its process has then ended.
-
-    A later run with a smaller `rounds.total` than reached has nothing to do.
-    """
+    """A simulation can be stopped in the middle and started again."""
+    # Its process has then ended. A later run with a smaller `rounds.total` than reached has nothing to do.
     reached = threading.Event()
 
     def on_round(summary: Any) -> None:
@@ -222,10 +218,8 @@ def test_the_number_of_files_stays_constant(tmp_path: Path, client: str) -> None
 
 
 def test_a_site_starts_after_its_ticket_is_stored(tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of a simulation gets a site's ticket only after the journal has this ticket and its file.
-
-    If the journal's transaction failed, tickets and files would go to other sites.
-    """
+    """A simulated site starts to train only after its ticket is in the journal."""
+    # If the journal's transaction failed, tickets and files would go to other sites.
     put, missing = Engine.put, list[int]()
 
     def looked_up(engine: Engine, job: Job) -> None:

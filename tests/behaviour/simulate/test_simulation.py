@@ -49,10 +49,9 @@ def draw(worker) -> None:
 def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
     """The random numbers that a client draws in a round depend only on the seed, the site and the round, also after a
     restart.
-
-    This holds for all three generators. The numbers drawn before the rounds depend on the seed and the site, so that a
-    site has the same data in every round. The numbers drawn while the client is loaded depend on the seed only.
     """
+    # This holds for all three generators. The numbers drawn before the rounds depend on the seed and the site, so that
+    # a site has the same data in every round. The numbers drawn while the client is loaded depend on the seed only.
 
     def drawn(name: str, *given: int, **options: Any) -> list[list[str]]:
         """A line for each site and round: of the loading, of the round. In the order in which they were trained."""
@@ -77,9 +76,8 @@ def test_random_numbers_depend_on_seed_site_and_round(tmp_path: Path) -> None:
 
 
 def test_simulated_updates_pass_through_the_runs_filters(tmp_path: Path, client: str) -> None:
-    """A simulation applies the filters of the run to the sites' updates. Each of 8 parameters changes by 1, as
-    clipped.
-    """
+    """A simulation applies the filters of the run to the sites' updates."""
+    # Each of 8 parameters changes by 1, as clipped.
     clip = {"path": "norm_clip", "args": {"max_norm": 8.0**0.5}}  # of 8 parameters: a change of 1 in each
     done = run(tmp_path, client, **{"workflow.result_filters": [clip]})
     assert moved(done) == pytest.approx(2.0, abs=1e-4)
@@ -111,9 +109,7 @@ def test_a_simulation_stops_while_sites_join(tmp_path: Path, client: str, monkey
 
 
 def test_a_client_that_simulates_on_import_is_refused(tmp_path: Path) -> None:
-    """If the client's file starts a simulation when it is imported, the error says to use `if __name__ ==
-    '__main__'`.
-    """
+    """If the script starts the simulation whenever it is imported, the error recommends `if __name__ == '__main__'`."""
     (tmp_path / "again.py").write_text(
         "import atoll\nfrom torch import nn\n\ndef train(worker):\n    pass\n\n"
         "atoll.Simulation(nn.Linear(1, 1), script=train).run()\n"
@@ -192,8 +188,11 @@ def test_scripts_find_the_programs_arguments(tmp_path: Path, monkeypatch: pytest
     ],
     ids=["finished", "code", "sites", "algorithm"],
 )
-def test_an_old_result_is_not_given_as_new(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    """The error says what differs; `fresh` begins anew beside the old run, `resume` returns its result."""
+def test_a_simulation_returns_no_outdated_result(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    """If the code or the settings have changed since a finished simulation, its result is not returned: the error says
+    what differs.
+    """
+    # `fresh` begins anew beside the old run, `resume` returns its result.
     before = simulation(tmp_path).run()
     with pytest.raises(UsageError, match=said):
         simulation(tmp_path, **{"again": ""} | changed).run()
@@ -204,8 +203,8 @@ def test_an_old_result_is_not_given_as_new(tmp_path: Path, changed: dict[str, An
         assert (tmp_path / "state-1" / "exports" / "model.safetensors").exists()
 
 
-def test_an_unfinished_simulation_with_other_code_is_refused(tmp_path: Path) -> None:
-    """It goes on without a word where nothing has changed; its own module counts as its code."""
+def test_an_interrupted_simulation_needs_the_same_code(tmp_path: Path) -> None:
+    """An interrupted simulation continues by itself only if its code and settings are unchanged."""
     client = CLIENT.replace("import atoll\n", "import atoll\nimport rates\n").replace("lr=0.1", "lr=rates.RATE")
     (tmp_path / "rates.py").write_text("RATE = 0.1\n")
     stops = failpoints("worker.write=enospc@90")
@@ -318,11 +317,9 @@ def test_a_stuck_round_gives_exit_code_9(tmp_path: Path, undisturbed: bytes, cap
 
 @pytest.mark.covers("S2", "V2", "F41")
 def test_a_damaged_control_makes_its_site_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a site's SCAFFOLD control is damaged, the site fails. It does not go on with a control of zero, which would
-    train it away from the rest.
-
-    If the site's folder is missing, the start is refused, unless `ATOLL_NEW_STATE` is set.
-    """
+    """If a site's SCAFFOLD control is damaged, the site fails."""
+    # It does not go on with a control of zero, which would train it away from the rest. If the site's folder is
+    # missing, the start is refused, unless `ATOLL_NEW_STATE` is set.
 
     def simulated(rounds: int) -> Any:
         return simulation(tmp_path, **RULES, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
@@ -409,11 +406,11 @@ SITS_OUT = """\
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("sits_out", [False, True], ids=["pending", "counted"])
 def test_a_damaged_earlier_control_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture, sits_out: bool) -> None:
-    """A run was restored to before an update of each site. If the earlier control of one site is damaged, this control
-    starts at zero.
-
-    A site learns that its update has counted when it begins round 3, which all sites sit out.
+    """If a restored run needs a site's earlier SCAFFOLD control and this is damaged, the control of the site starts at
+    zero.
     """
+    # A run was restored to before an update of each site. A site learns that its update has counted when it begins
+    # round 3, which all sites sit out.
     client = doing(SITS_OUT) if sits_out else CLIENT
     ahead_of_journal(tmp_path, RULES | {"client": client}, by=2 if sits_out else 1)
     kept = tmp_path / "state" / "sites" / "site-0001"
@@ -428,7 +425,7 @@ def test_a_damaged_earlier_control_is_reset(tmp_path: Path, caplog: pytest.LogCa
 
 @pytest.mark.covers("S2")
 def test_a_residual_ahead_of_the_run_is_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a run was restored and a site's encoding error is two rounds ahead, the error is set to zero and the log says
+    """If a restored run is two rounds behind a site's kept encoding error, this error is set to zero and the log says
     so.
     """
     ahead_of_journal(tmp_path, INT8, by=2)
@@ -440,9 +437,8 @@ def test_a_residual_ahead_of_the_run_is_reset(tmp_path: Path, caplog: pytest.Log
 def test_a_simulation_goes_on_after_a_full_disk(tmp_path: Path, undisturbed: bytes) -> None:
     """A full disk ends the simulation with exit code 7. A new start with free space continues it, with the result of an
     undisturbed one.
-
-    The full disk drops no site: without its control, a site would be lost for the rest of the run.
     """
+    # The full disk drops no site: without its control, a site would be lost for the rest of the run.
     full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
     with failpoints("worker.write=enospc@90"), full_disk as error:
         simulation(tmp_path, **RULES).run()

@@ -55,10 +55,8 @@ def test_a_site_that_hangs_three_times_fails(tmp_path: Path, answers: Answers) -
 
 
 @pytest.mark.covers("V2")
-def test_keeps_a_slow_site(tmp_path: Path, answers: Answers) -> None:
-    """A site whose script does not return twice in a row is kept if its next update counts. That update ends the
-    count.
-    """
+def test_a_slow_site_is_kept_if_it_returns(tmp_path: Path, answers: Answers) -> None:
+    """A simulated site whose script times out twice in a row is kept if its next update counts."""
     answers["site-0001"] = [STUCK, STUCK, None, STUCK, STUCK, None, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert done.failed == {}
@@ -75,10 +73,8 @@ def test_timeouts_of_two_sites_are_counted_separately(tmp_path: Path, answers: A
 
 
 def test_a_simulation_counts_only_accepted_updates(tmp_path: Path, answers: Answers) -> None:
-    """A simulation's result counts only the updates that were accepted, and their bytes.
-
-    Of three rounds of four sites, one site fails in its last round: 11 updates count.
-    """
+    """A simulation's result counts only the updates that were accepted, and their bytes."""
+    # Of three rounds of four sites, one site fails in its last round: 11 updates count.
     answers["site-0003"] = [None, None, JobResult(error="ValueError: no data", trace="Traceback: no data")]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     one = simulation(tmp_path / "one", sites=1, **{"rounds.total": 1}).run()
@@ -110,9 +106,8 @@ def test_a_script_that_cannot_be_simulated_is_refused(tmp_path: Path, answers: A
 def test_an_open_round_names_the_last_failed_site(tmp_path: Path, answers: Answers) -> None:
     """If failed sites keep a round from closing, the error names the site that failed last, and says how low
     `rounds.min_sites` would have to be.
-
-    Three of four sites fail, and three are needed.
     """
+    # Three of four sites fail, and three are needed.
     for site in ("site-0001", "site-0002", "site-0003"):
         answers[site] = [JobResult(error=f"ValueError: no data at {site}")]
     with pytest.raises(RunFailed, match="the last site that failed is site-000") as failed:

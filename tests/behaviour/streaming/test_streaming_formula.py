@@ -135,10 +135,8 @@ def two() -> Weights:
 def test_the_model_moves_at_the_documented_speed(
     tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
-    """In a streaming run, the model moves each round by the distance that `docs/low-communication.md` gives.
-
-    After 30 rounds, the influence of the start is below 0.73²⁹ of what it was.
-    """
+    """In a streaming run, the model moves each round by the distance that `docs/low-communication.md` gives."""
+    # After 30 rounds, the influence of the start is below 0.73²⁹ of what it was.
     found: list[float] = []
 
     def step(model: Any, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:

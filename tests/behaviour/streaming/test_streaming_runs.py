@@ -38,10 +38,8 @@ from atoll.testing.run import status
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("tau", [0, 2])
 def test_a_step_changes_only_the_due_fragment(tmp_path: Path, tau: int) -> None:
-    """Atoll changes only the fragment that is due at a step, and never the inner optimizer's state.
-
-    Each step compares the state after the optimizer's own work with the state after Atoll's hook.
-    """
+    """At each step, Atoll changes only the fragment whose turn it is, and never the inner optimizer's state."""
+    # Each step compares the state after the optimizer's own work with the state after Atoll's hook.
     seen: list[tuple[dict[str, torch.Tensor], list[torch.Tensor]]] = []
 
     def look(*_: Any) -> None:
@@ -71,10 +69,8 @@ def test_a_step_changes_only_the_due_fragment(tmp_path: Path, tau: int) -> None:
 
 @pytest.mark.covers("L7", "L2")
 def test_stopping_merges_updates_in_flight(tmp_path: Path) -> None:
-    """If a loop ends while the update of a fragment is in flight, the loop waits for the result and merges it.
-
-    The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight.
-    """
+    """If a loop ends while the update of a fragment is in flight, the loop waits for the result and merges it."""
+    # The loop ends after six steps with H/K = 3 and τ = 3, while the update of fragment 1 is in flight.
     with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
             for _ in range(6):
@@ -116,11 +112,9 @@ def test_a_whole_model_run_starts_no_fragment_thread(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L7")
 def test_waits_for_merges_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a site must wait for a result before it can train on, the loop's figures and its log count the wait.
-
-    Site `b` makes its third step when site `a` has begun to wait. Site `a` trains τ = 2 steps while its update is in
-    flight.
-    """
+    """If a site must wait for a result before it can train on, the loop's figures and its log count the wait."""
+    # Site `b` makes its third step when site `a` has begun to wait. Site `a` trains τ = 2 steps while its update is in
+    # flight.
     caplog.set_level("INFO", "atoll")
     steps_until_a_waited: list[int] = []
 
@@ -165,9 +159,8 @@ def test_a_filter_gets_one_fragment_at_a_time(tmp_path: Path, at_the_server: boo
 def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
     """If the answer to an update is late in an asynchronous run, training continues, and the result is merged when it
     arrives.
-
-    With τ = 1 and a stalled upload, the turn of a fragment without a free place is skipped and counted as late.
     """
+    # With τ = 1 and a stalled upload, the turn of a fragment without a free place is skipped and counted as late.
     with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
         stall = Fault("PUT .*/parts/0 ", "up", at=1, action="stall")
         proxy.faults.append(stall)
@@ -206,11 +199,8 @@ def test_an_asynchronous_run_merges_late_results(tmp_path: Path) -> None:
 def test_steps_count_from_the_last_sent_update(
     tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
 ) -> None:
-    """The number of local steps of an update counts from the time its predecessor was taken, not from when it was
-    merged.
-
-    The steps between taking and merging, τ later, belong to the next update.
-    """
+    """An update counts the local steps since the previous update was formed, not since its result was merged."""
+    # The steps between taking and merging, τ later, belong to the next update.
     with new_server(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
         run_to_end(server, Sites(server.url, tmp_path, ["a"], 20))
     counted = (
@@ -354,7 +344,7 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L11", "F12")
-def test_one_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_damaged_fragment_falls_back_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the newest version of one fragment is damaged while the server is down, only this fragment falls back. The
     final model is as without damage.
     """

@@ -77,9 +77,10 @@ def test_a_worker_with_other_fragments_is_refused(tmp_path: Path) -> None:
     ids=str,
 )
 def test_refuses_updates_that_are_always_in_flight(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """If updates would be in flight all the time and α is 0, the server refuses the settings: no local step would
-    survive.
+    """The server refuses settings with which a site would always replace all its local steps by the
+    received version.
     """
+    # Updates would be in flight all the time and α is 0.
     with pytest.raises(ConfigError) as caught:
         new_server(tmp_path, **settings).start()
     for key in ("tau", "H"):
@@ -143,10 +144,8 @@ def test_equal_layers_are_shared_out_equally(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L8")
 def test_fragments_are_balanced_by_bytes_not_by_tensors(tmp_path: Path) -> None:
-    """Fragments are balanced by bytes, not by the number of tensors.
-
-    One tensor of 8 elements is as large as the four behind it. By number of tensors, the cut would be in the middle.
-    """
+    """Fragments are balanced by bytes, not by the number of tensors."""
+    # One tensor of 8 elements is as large as the four behind it. By number of tensors, the cut would be in the middle.
     sizes = [8, 2, 2, 2, 2, 4]
     model = {f"{index}.weight": torch.zeros(size) for index, size in enumerate(sizes)}
     assert [len(names) for names in cut(tmp_path, model, 2)] == [2, 4]
@@ -174,6 +173,7 @@ def test_layers_with_two_dtypes_stay_in_one_fragment(tmp_path: Path) -> None:
 
 
 def test_every_fragment_has_trainable_parameters(tmp_path: Path) -> None:
+    """However a model is divided into fragments, each fragment has trainable parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     trained = {name for name, _ in model.named_parameters()}
     for count in range(1, 7):

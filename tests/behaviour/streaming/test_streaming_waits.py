@@ -54,12 +54,11 @@ def held() -> Iterator[threading.Event]:
 
 @pytest.mark.covers("L10", "L7")
 def test_an_ending_worker_delays_no_round(tmp_path: Path) -> None:
-    """If a worker ends while an update of it is in flight, the other sites' rounds close without it. It stays for its
-    result and merges it.
-
-    Site `a` ends after 4 steps with fragment 1 in flight. Site `b` closes round 2 of fragment 0 before it submits
-    fragment 1.
+    """If a worker ends while an update is on its way, the other sites' rounds close without it, and it waits only for
+    its own result.
     """
+    # It stays for its result and merges it. Site `a` ends after 4 steps with fragment 1 in flight. Site `b` closes
+    # round 2 of fragment 0 before it submits fragment 1.
     with new_server(tmp_path, **OPTIONS, tau=1) as server:
         b = Hand(server.url, "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
@@ -77,10 +76,10 @@ def test_an_ending_worker_delays_no_round(tmp_path: Path) -> None:
 @pytest.mark.covers("L10", "L7")
 def test_a_failed_update_is_sent_while_waiting(tmp_path: Path, held: threading.Event) -> None:
     """If the upload of one fragment breaks off while the site waits for another fragment, the site sends the update
-    again. So the round can end.
-
-    Site `a` is expected in fragment 0 only. Site `b` submits fragment 1 only when round 1 of fragment 0 is over.
+    again.
     """
+    # So the round can end. Site `a` is expected in fragment 0 only. Site `b` submits fragment 1 only when round 1 of
+    # fragment 0 is over.
     with new_server(tmp_path, **OPTIONS, tau=3, inflight=2) as server, Proxy(server.port) as proxy:
         before = Hand(server.url, "a")
         b = Hand(server.url, "b")
@@ -101,12 +100,11 @@ def test_a_failed_update_is_sent_while_waiting(tmp_path: Path, held: threading.E
 
 @pytest.mark.covers("L4", "L7")
 def test_a_late_worker_waits_for_its_turn(tmp_path: Path) -> None:
-    """A worker that joins while a round is open for another site waits for the round's end, and then submits in turn
-    with the others.
-
-    Site `a` waits after two steps, in which site `b` had its turn. Had it submitted to round 2 of fragment 0 at once,
-    both would wait for each other.
+    """A worker that joins during another site's open round waits for its end, so that both do not wait
+    for each other.
     """
+    # Site `a` waits after two steps, in which site `b` had its turn. Had it submitted to round 2 of fragment 0 at once,
+    # both would wait for each other.
     with new_server(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
         b = Hand(server.url, "b")
         for fragment in (0, 1):
@@ -196,10 +194,9 @@ def test_async_fragments_support_codecs_in_both_directions(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("L3", "L6")
-def test_a_skipped_synchronous_turn_is_made_up_next(tmp_path: Path) -> None:
-    """If a site has skipped a synchronous turn, as after a lost answer, it takes this turn next. Otherwise, it and site
-    `b` would wait for each other.
-    """
+def test_a_skipped_fragment_is_synchronised_next(tmp_path: Path) -> None:
+    """If a streaming site has skipped a fragment, as after a lost answer, it synchronises this fragment next."""
+    # Otherwise, it and site `b` would wait for each other.
     skipped, pacer = threading.Event(), threading.Event()
 
     def during(site: str, step: int) -> None:
@@ -221,10 +218,8 @@ def test_a_skipped_synchronous_turn_is_made_up_next(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L18")
 def test_dynamic_local_steps_are_a_multiple_of_fragments(tmp_path: Path) -> None:
-    """With K = 2 fragments, a slow site is asked for a number of local steps that is a multiple of 2.
-
-    A site at a third of the speed, with H = 12, is asked for about 4 steps.
-    """
+    """With K = 2 fragments, a slow site is asked for a number of local steps that is a multiple of 2."""
+    # A site at a third of the speed, with H = 12, is asked for about 4 steps.
     server = new_server(
         tmp_path,
         K=2,

@@ -92,9 +92,8 @@ def closed(version: int, tickets: list[int], digests: bytes) -> dict[str, Any]:
 
 @pytest.mark.covers("F18")
 def test_only_the_offered_digest_completes_an_update(tmp_path: Path) -> None:
-    """The server accepts an update once the aggregating site reports the digest that was offered. An earlier update
-    under the same ticket does not count.
-    """
+    """In a swarm, an update is accepted once the aggregating site reports the digest that its site offered."""
+    # An earlier update under the same ticket does not count.
     with swarm(tmp_path) as (_, a, b), ThreadPoolExecutor() as pool:
         offer, earlier = Offer(pool, b, "1" * 64), "2" * 64
         wait_until(lambda: a.report()["collect"] or offer.receipt.done(), "the offer")

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.covers("P10")
     [((("abc", 2), ("abcd", 4)), 1.0, [3, 3, 4, 4], [3, 3, 4, 4]), ((("abcd", 3),), 0.5, [4] * 3, [2] * 3)],
     ids=["grown", "sampled"],
 )
-def test_a_swarm_counts_sites_that_have_only_joined(
+def test_swarm_scaffold_counts_all_joined_sites(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
     """A swarm gives the same bits as a server, although SCAFFOLD's controls are the mean over all sites that have
@@ -244,9 +244,7 @@ def test_workers_drop_versions_that_no_worker_needs(tmp_path: Path, monkeypatch:
 
 
 def test_an_aggregator_reports_progress_before_reducing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An aggregator of a swarm reports bytes as it reads the updates before it reduces them, part by part, because
-    reading large ones takes long.
-    """
+    """An aggregator of a swarm reports progress while it reads updates, so that it is not taken for stuck."""
     from atoll.worker.peer.agent import SwarmPeer
 
     moved, reducing, move, reduce = list[int](), threading.Event(), SwarmPeer._move, SwarmPeer._reduce
@@ -286,13 +284,10 @@ def test_the_server_sends_the_initial_model_once(tmp_path: Path) -> None:
 
 
 def test_a_worker_downloads_nothing_it_already_has(tmp_path: Path) -> None:
-    """Workers of a swarm do not download what they have.
-
-    Each of two sites aggregates or checks every round, so it holds every version. In each round, one update and the
-    version with its outer state travel.
-
-    The initial model goes from the server to one site and from there to the other, once or twice.
-    """
+    """Workers of a swarm do not download what they have."""
+    # Each of two sites aggregates or checks every round, so it holds every version. In each round, one update and the
+    # version with its outer state travel. The initial model goes from the server to one site and from there to the
+    # other, once or twice.
     _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})
     momentum = sum(4 * each.numel() for each in wide_model().parameters())
     up, down = (sum(each) for each in zip(*sites.moved.values(), strict=True))
@@ -327,13 +322,9 @@ def test_a_worker_asks_the_next_version_holder(
 def test_a_worker_ignores_overtaken_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker ignores an answer that a newer one has overtaken. Answers of a restarted server count from its first
-    one.
-
-    A worker asks twice at once when it has news. An overtaken answer would make it reduce again.
-
-    Its first three answers are those of an earlier server, which had given many.
-    """
+    """A worker of a swarm ignores an old answer of the server that arrives after a newer one."""
+    # Answers of a restarted server count from its first one. A worker asks twice at once when it has news. An overtaken
+    # answer would make it reduce again. Its first three answers are those of an earlier server, which had given many.
     from atoll.transport.http_client import Http
     from atoll.worker.peer.agent import SwarmPeer
 

@@ -97,12 +97,10 @@ def test_no_interface_joins_a_swarm_without_consent(
 
 
 @pytest.mark.covers("X8", "X3")
-def test_the_server_verifies_a_sites_address(tmp_path: Path) -> None:
-    """The server refuses a site that reports an address which it cannot prove, and tells no other site of it.
-
-    The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
-    leads nowhere.
-    """
+def test_the_server_verifies_addresses_of_sites(tmp_path: Path) -> None:
+    """The server refuses a site that reports an address which it cannot prove, and tells no other site of it."""
+    # The false addresses are the port of another program, of another site, of a cloud's secrets, and an address that
+    # leads nowhere.
     with (
         serve_swarm(tmp_path) as server,
         closing(peer_server()) as own,
@@ -140,7 +138,7 @@ def test_the_server_verifies_a_sites_address(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X8")
 def test_logs_each_address_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each worker of a swarm logs once for each other site that it connects to its address."""
+    """A worker of a swarm logs the address of each other worker once, when it first connects to it."""
     with caplog.at_level(logging.INFO, "atoll"):
         left_by(tmp_path)
     said = [line for line in caplog.messages if "connects to the worker of another site at http://127.0.0.1:" in line]
@@ -187,8 +185,8 @@ def orders(address: str) -> list[Any]:
 
 @pytest.mark.covers("X9")
 def test_a_site_survives_invalid_orders(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If its server sends orders that do not fit, a worker of a swarm logs no traceback, repeats no line, and goes
-    on.
+    """If the server of a swarm sends orders that make no sense, a worker goes on, without a traceback or repeated log
+    lines.
     """
     said = list[Any]()
 
@@ -215,7 +213,9 @@ def test_a_site_survives_invalid_orders(tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.covers("X9")
 def test_a_site_pauses_between_changing_orders(tmp_path: Path) -> None:
-    """If the server answers every time with a new stamp and nothing to do, the worker pauses between its requests."""
+    """If the server of a swarm always answers at once and with nothing to do, the worker pauses between
+    its requests.
+    """
     stamps = itertools.count(1)
 
     def next_orders() -> dict[str, int]:

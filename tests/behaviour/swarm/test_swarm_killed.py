@@ -97,11 +97,8 @@ def test_killed_sites_change_no_bit(
 
 
 def test_a_killed_swarm_server_changes_no_bit(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
-    """If the server of a swarm is killed again and again, the result has the bits of an undisturbed run. No site trains
-    a round twice.
-
-    A finished run that is started again stays as it is.
-    """
+    """If the server of a swarm is killed again and again, the result has the bits of an undisturbed run."""
+    # No site trains a round twice. A finished run that is started again stays as it is.
     lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path)
@@ -128,11 +125,8 @@ def test_a_killed_swarm_server_changes_no_bit(nursery: Nursery, tmp_path: Path, 
 def test_an_aggregator_with_a_damaged_file_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
-    """If a bit of an aggregator's files changes, another site aggregates the round from its own files. The result has
-    the same bits.
-
-    The bit changes while round 2 is trained, or while one of its updates is awaited.
-    """
+    """If a bit of an aggregator's files changes, another site aggregates the round from its own files."""
+    # The result has the same bits. The bit changes while round 2 is trained, or while one of its updates is awaited.
     gate = Gate(2, "c" if what == "spool" else SITES)
     with serve_swarm(tmp_path, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path, during=gate)
@@ -173,11 +167,8 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
 def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    """If the aggregator or its checker stops during a reduction, another worker takes its place. When it goes on, it
-    does no harm.
-
-    A stopped aggregator also loses its lease.
-    """
+    """If the aggregator or its checker stops during a reduction, another worker takes its place."""
+    # When it goes on, it does no harm. A stopped aggregator also loses its lease.
     caplog.set_level("INFO", "atoll.server")
     paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}
     lease_s = 4.0 if stopped == "aggregator" else 60.0
@@ -229,11 +220,9 @@ def test_replaces_a_worker_that_cannot_aggregate(
     aggregators: list[str],
     why: str,
 ) -> None:
-    """If a worker's disk is full, its digests are wrong, or it is far too slow, another worker aggregates the round.
-    The server and its journal stay unharmed.
-
-    The slow worker moves bytes all the time, but takes far longer than any round before.
-    """
+    """If a worker's disk is full, its digests are wrong, or it is far too slow, another worker aggregates the round."""
+    # The server and its journal stay unharmed. The slow worker moves bytes all the time, but takes far longer than any
+    # round before.
     from atoll.worker.peer.agent import SwarmPeer
 
     collect, reduce, enough = SwarmPeer._collect, SwarmPeer._reduce, threading.Event()
@@ -407,10 +396,10 @@ def test_a_killed_diloco_server_keeps_the_bits(nursery: Nursery, tmp_path: Path)
 
 @pytest.mark.covers("D10", "L4")
 def test_all_sites_agree_after_kills_while_streaming(nursery: Nursery, tmp_path: Path) -> None:
-    """If an aggregator and the server are killed in a swarm with streamed fragments, all sites end with the same model.
-
-    Every fragment has its rounds, and no update counts twice. The killed site repeats its local steps.
+    """If an aggregator and the server are killed in a swarm with streamed fragments, all sites end with
+    the same model.
     """
+    # Every fragment has its rounds, and no update counts twice. The killed site repeats its local steps.
     lives = ("accept.after=kill@2", "head.before=kill")
     with (
         ServerProcess(nursery, tmp_path, lives, **DILOCO | STREAMING | {"swarm.aggregators": ["a"]}) as server,

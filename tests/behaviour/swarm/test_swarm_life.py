@@ -70,13 +70,9 @@ def test_an_unreachable_worker_gets_an_error_at_once(nursery: Nursery, tmp_path:
 
 
 def test_a_swarm_refuses_bad_updates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In a swarm, an update with NaN or with a too large norm is refused, and the log says which site. The other sites
-    go on.
-
-    The site that collects the updates checks them. In round 1, the update of site `a` has NaN.
-
-    Gradients of norm √83,488 give the norm 0.05 · √83,488 · √steps: 14.4 for `c`, 20.4 for `a`, 25.0 for `b`.
-    """
+    """In a swarm, an update with NaN or with a too large norm is refused, and the log says which site."""
+    # The other sites go on. The site that collects the updates checks them. In round 1, the update of site `a` has NaN.
+    # Gradients of norm √83,488 give the norm 0.05 · √83,488 · √steps: 14.4 for `c`, 20.4 for `a`, 25.0 for `b`.
 
     def spoil(site: str, number: int, model: nn.Module) -> None:
         if (site, number) == ("a", 1):
@@ -124,11 +120,9 @@ def test_all_workers_die_and_come_back(nursery: Nursery, tmp_path: Path, damaged
 
 
 def test_sites_may_join_late_or_leave_early(tmp_path: Path) -> None:
-    """In a swarm, a site may join after round 1 and another may leave early. All sites that stay end with the same
-    model.
-
-    The worker that leaves holds the newest version, so it stays until another worker has it.
-    """
+    """In a swarm, a site may join after round 1 and another may leave early."""
+    # All sites that stay end with the same model. The worker that leaves holds the newest version, so it stays until
+    # another worker has it.
     gate, settings = Gate(2, "b"), {"rounds.sites": 2, "rounds.total": 5, "swarm.aggregators": ["a"]}
     with serve_swarm(tmp_path, **settings) as server:
         early = Sites(server.url, tmp_path, "ab", during=gate, last={"a": 3})
@@ -143,10 +137,8 @@ def test_sites_may_join_late_or_leave_early(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_versions_only_holder_stays(nursery: Nursery, tmp_path: Path) -> None:
-    """If a worker is the only one that has the newest version, it leaves only after another worker has it.
-
-    Of the two that have version 1, `b` is killed for good in round 2, and `a` leaves with its update of that round.
-    """
+    """If a worker is the only one that has the newest version, it leaves only after another worker has it."""
+    # Of the two that have version 1, `b` is killed for good in round 2, and `a` leaves with its update of that round.
     gate, settings = Gate(2, "acd"), {"rounds.sites": 4, "rounds.min_sites": 2, "swarm.aggregators": ["a", "b"]}
     with serve_swarm(tmp_path, **settings, **QUICK) as server:
         others = Sites(server.url, tmp_path, "acd", during=gate, last={"a": 2})
@@ -302,10 +294,9 @@ def test_a_wrong_listen_address_is_refused(
 
 @pytest.mark.parametrize("is_swarm", [True, False], ids=["swarm", "server"])
 def test_sites_may_sit_out_rounds_in_a_swarm(tmp_path: Path, is_swarm: bool) -> None:
-    """A swarm gives the same result as a server if sites sit out rounds. Without an update, a round makes no version.
-
-    Site `b` sits out round 2, but in the swarm still aggregates it. All sites sit out round 3.
-    """
+    """A swarm gives the same result as a server if sites sit out rounds."""
+    # Without an update, a round makes no version. Site `b` sits out round 2, but in the swarm still aggregates it. All
+    # sites sit out round 3.
     weights = {2: {"b": 0.0}, 3: dict.fromkeys(SITES, 0.0)}
 
     def work(site: str) -> None:
@@ -378,9 +369,8 @@ def test_a_restored_swarm_reports_a_lost_version(
 def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
     """If a SCAFFOLD swarm's server is restored from a backup, the run continues, and the status warns that controls
     begin at zero again.
-
-    The controls of all sites are two rounds ahead of the backup, and workers still have its version.
     """
+    # The controls of all sites are two rounds ahead of the backup, and workers still have its version.
     settings = {"algorithm.name": "scaffold", "rounds.total": 7, "disk.keep_versions": 8, **PLAIN}
     settings["network.idle_timeout_s"] = 0.5  # how long a site that leaves waits for workers that need its data
 
@@ -401,8 +391,8 @@ def test_a_restored_scaffold_swarm_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_swarm_is_paused_and_stopped(tmp_path: Path) -> None:
-    """Earlier versions are at its sites, so it cannot go back."""
+def test_a_swarm_can_be_paused_and_stopped(tmp_path: Path) -> None:
+    """A swarm can be paused and stopped. It cannot go back to an earlier version, since only its sites have that."""
     gate = Gate(2, "ab")
     with serve_swarm(tmp_path, **QUICK, **{"rounds.sites": 2, "rounds.total": 50}) as server:
         sites = Sites(server.url, tmp_path, "ab", during=gate)

@@ -101,10 +101,8 @@ register(
 
 
 def test_a_filter_sees_tensors_by_their_path(arrived: Answers) -> None:
-    """A filter gets each tensor of a payload under its path in the payload. In a flat dict, the path is the key.
-
-    Numbers, also those of NumPy, do not count as tensors.
-    """
+    """A filter gets each tensor of a payload under its path in the payload."""
+    # In a flat dict, the path is the key. Numbers, also those of NumPy, do not count as tensors.
     names: list[str] = []
 
     class Named(Filter):
@@ -136,11 +134,9 @@ def test_two_tensors_with_one_path_are_refused(arrived: Answers) -> None:
 
 @pytest.mark.covers("T1")
 def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
-    """A filter that returns its values unchanged does not change a bit of the payload. It reads floating-point tensors
-    in chunks.
-
-    Integers, numbers and second uses of a shared tensor do not reach the filter.
-    """
+    """A filter that returns its values unchanged does not change a bit of the payload."""
+    # It reads floating-point tensors in chunks. Integers, numbers and second uses of a shared tensor do not reach the
+    # filter.
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(CHUNK_ELEMENTS + 5, generator=generator)
     shared = large[:7].clone()
@@ -173,10 +169,8 @@ def test_a_filter_that_changes_nothing_changes_no_bit(arrived: Answers) -> None:
 
 
 def test_built_in_filters_work_on_payloads(arrived: Answers) -> None:
-    """The filters of Atoll work on the tensors of a payload: they clip, cast and add noise.
-
-    (3, 4) and 12 have the norm 13, of which half is left. An integer and a NumPy number stay as they are.
-    """
+    """The filters of Atoll work on the tensors of a payload: they clip, cast and add noise."""
+    # (3, 4) and 12 have the norm 13, of which half is left. An integer and a NumPy number stay as they are.
     tree = {"w": torch.tensor([3.0, 4.0]), "b": np.array([12.0]), "n": torch.tensor(100), "loss": np.float64(100.0)}
     found = arrived(tree, [NormClip(6.5)])
     assert (found["w"].tolist(), found["b"].tolist(), found["n"].item(), found["loss"]) == ([1.5, 2.0], [6.0], 100, 100)
@@ -201,11 +195,9 @@ def test_a_dropped_tensor_is_not_sent(arrived: Answers) -> None:
     assert found["lr"] == np.float32(1)
 
 
-def test_shared_tensors_count_once(arrived: Answers) -> None:
-    """If a tensor is in two places of a payload, it counts once, and a filter can drop it by either name.
-
-    Otherwise, a head tied to the body would be sent under the body's name. (3, 4) has the norm 5, not √50.
-    """
+def test_tensors_in_two_places_count_once(arrived: Answers) -> None:
+    """If a tensor is in two places of a payload, it counts once, and a filter can drop it by either name."""
+    # Otherwise, a head tied to the body would be sent under the body's name. (3, 4) has the norm 5, not √50.
     tied = torch.tensor([3.0, 4.0])
     tree = {"body": {"w": tied}, "head": {"w": tied, "b": torch.zeros(1)}}
     for pattern in ("head.*", "head.w", "body.w"):
@@ -233,10 +225,8 @@ def test_a_filter_sees_the_previous_filters_result(arrived: Answers) -> None:
 
 @pytest.mark.covers("T13")
 def test_streams_of_own_types_are_filtered(arrived: Answers) -> None:
-    """Filters work on the stream of a user's own type chunk by chunk.
-
-    The stream is read three times: for the norm, by a filter that reads its end first, and for sending. 1²+…+4² = 30.
-    """
+    """Filters work on the stream of a user's own type chunk by chunk."""
+    # The stream is read three times: for the norm, by a filter that reads its end first, and for sending. 1²+…+4² = 30.
 
     class Backwards(Filter):
         def begin(self, update: Outgoing) -> None:

@@ -291,10 +291,8 @@ def streamed_bytes(ref: atoll.TensorRef) -> int:
     ids=["streamed", "torch inline", "numpy inline"],
 )
 def test_streams_are_cut_like_tensors(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int) -> None:
-    """The stream of an own type is cut into parts like a torch tensor, and arrives unchanged.
-
-    There are two blobs of 4 parts, an array of 2 parts, and 3 int64 values of torch, which are 24 bytes.
-    """
+    """The stream of an own type is cut into parts like a torch tensor, and arrives unchanged."""
+    # There are two blobs of 4 parts, an array of 2 parts, and 3 int64 values of torch, which are 24 bytes.
     choose_part_sizes(monkeypatch, *sizes)
     ref = atoll.objects.publish(tree())
     assert streamed_bytes(ref) == streamed
@@ -313,7 +311,8 @@ def test_large_streams_are_not_sent_inline(monkeypatch: pytest.MonkeyPatch, arra
 
 @pytest.mark.covers("T5")
 def test_small_chunks_are_written_in_one_call() -> None:
-    """2,622 chunks of 100 bytes and the head are written with one call, as they fit into one run of 2 MiB."""
+    """Many small chunks of a stream are written to disk with one call."""
+    # 2,622 chunks of 100 bytes and the head fit into one run of 2 MiB.
     with calls_of("pwrite") as writes:
         ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
     (nbytes,) = writes
@@ -326,11 +325,8 @@ def test_small_chunks_are_written_in_one_call() -> None:
 def test_own_types_see_the_garbage_collector_unchanged(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
-    """Atoll delays Python's garbage collector around its own small objects. A user's producer and consumer find it as
-    it was, on or off.
-
-    A user's code may leave more objects behind.
-    """
+    """Atoll delays Python's garbage collector around its own small objects."""
+    # A user's producer and consumer find it as it was, on or off. A user's code may leave more objects behind.
     choose_part_sizes(monkeypatch, *sizes)
     collecting.clear()
     if not enabled:
@@ -382,9 +378,8 @@ register(Unknown, "tests.server_only", lambda _: {"w": torch.ones(2)}, lambda _:
 def test_an_unregistered_type_gives_an_error(nursery: Nursery, tmp_path: Path) -> None:
     """If a process lacks a registration for a type that it receives, the error has the type's name and says how to
     register it.
-
-    The site answers with this error and goes on. At the server, the error comes when the result is asked for.
     """
+    # The site answers with this error and goes on. At the server, the error comes when the result is asked for.
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
         site = controller.send("a", "echo", {"x": [Unknown()]}, timeout_s=60).error
@@ -404,10 +399,9 @@ def test_an_unregistered_type_gives_an_error(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.covers("T7")
 def test_a_failing_stream_is_reported(nursery: Nursery, tmp_path: Path) -> None:
-    """If a stream fails at the site, the error is the site's answer. If it fails at the server, the sender raises it.
-
-    The type Short claims 3 elements of 2 bytes and gives 2, that is 4 bytes of 6.
-    """
+    """If a stream fails at the site, the error is the site's answer."""
+    # If it fails at the server, the sender raises it. The type Short claims 3 elements of 2 bytes and gives 2, that is
+    # 4 bytes of 6.
 
     def workflow(controller: Any) -> tuple[str, str, Any]:
         torn, short = (controller.send("a", "give", name, timeout_s=60).error for name in ("torn", "short"))

@@ -61,12 +61,12 @@ def numbers(tree: Any) -> Any:
 @pytest.mark.covers("T8", "T3", "T7")
 @STREAMS
 def test_the_run_file_chooses_filters(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """Filters in the run file apply to the payload that a site is sent, or to the answer that the server takes from it.
-
-    Site `a` is sent half of (3, 4) without the head to train, and everything to measure. Site `b` is sent everything.
-
-    The sites answer with what they were sent. The answers of `b` are clipped to a norm of 2.5, which is half of (3, 4).
+    """Filters in the run file apply to the payload that a site is sent, or to the answer that the
+    server takes from it.
     """
+    # Site `a` is sent half of (3, 4) without the head to train, and everything to measure. Site `b` is sent everything.
+    # The sites answer with what they were sent. The answers of `b` are clipped to a norm of 2.5, which is half of (3,
+    # 4).
     (tmp_path / "run.toml").write_text(
         """
         workflow.payload_filters = [
@@ -126,10 +126,8 @@ def test_unfiltered_sites_share_one_object(tmp_path: Path) -> None:
 @pytest.mark.covers("T8")
 @STREAMS
 def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """A site's own filters are applied before any byte leaves the site. The server's filter sees only the result.
-
-    Site `a` drops its head and halves the rest for the task `train`.
-    """
+    """A site's own filters are applied before any byte leaves the site."""
+    # The server's filter sees only the result. Site `a` drops its head and halves the rest for the task `train`.
     seen: dict[str, Any] = {}
 
     class Looking(Filter):
@@ -152,9 +150,8 @@ def test_a_sites_filters_come_first(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 @pytest.mark.covers("T8", "T4")
 def test_inline_arrays_are_filtered(tmp_path: Path) -> None:
-    """Small arrays that are sent inline are filtered like streamed ones: when sent, answered and taken. 8 and 16 become
-    1 and 2.
-    """
+    """Small arrays that are sent inline are filtered like streamed ones: when sent, answered and taken."""
+    # 8 and 16 become 1 and 2.
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
     came = run_workflow(
         tmp_path,
@@ -371,11 +368,8 @@ def test_an_unsendable_task_fails_at_once(tmp_path: Path) -> None:
 @pytest.mark.covers("T8", "T7")
 @pytest.mark.parametrize("where", ["data_filters", "filters"])
 def test_a_full_disk_is_reported_during_filtering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """If the disk is full while a filter writes, the error says so. For a payload, the workflow's call raises; for an
-    answer, its site has failed.
-
-    The next call succeeds.
-    """
+    """If the disk is full while a filter writes, the error says so."""
+    # For a payload, the workflow's call raises; for an answer, its site has failed. The next call succeeds.
 
     filtering, pwrite = threading.Event(), os.pwrite
 
@@ -405,10 +399,8 @@ def test_a_full_disk_is_reported_during_filtering(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.covers("T8", "T7")
 def test_a_filtered_broadcast_without_space_leaves_no_file(tmp_path: Path) -> None:
-    """If the objects' limit has no room for the filtered payload, `broadcast` raises and leaves no file.
-
-    The filter of site `a` needs a second payload of 80 kB, and the limit is 100 kB.
-    """
+    """If the objects' limit has no room for the filtered payload, `broadcast` raises and leaves no file."""
+    # The filter of site `a` needs a second payload of 80 kB, and the limit is 100 kB.
 
     def workflow(controller: Any) -> Any:
         payload = {"w": torch.ones(20_000)}
@@ -437,9 +429,8 @@ def test_an_object_that_is_no_filter_is_refused() -> None:
 
 @pytest.mark.covers("T8", "T2")
 def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
-    """If a site sends its answer again while the first is being filtered, both requests wait for the same result. The
-    filter works once.
-    """
+    """If a site sends its answer again while the first is being filtered, both requests wait for the same result."""
+    # The filter works once.
     begun, go, begins = threading.Event(), threading.Event(), list[str]()
     came: list[Any] = []
 
@@ -476,11 +467,8 @@ def test_a_repeated_answer_counts_once(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8", "T3")
 def test_a_hanging_filter_delays_only_its_site(tmp_path: Path) -> None:
-    """If the filter for a site hangs, this site gets no payload and an error after the timeout. The other sites are
-    served.
-
-    When the filter ends after all, its result is removed.
-    """
+    """If the filter for a site hangs, this site gets no payload and an error after the timeout."""
+    # The other sites are served. When the filter ends after all, its result is removed.
     go = threading.Event()
 
     def workflow(controller: Any) -> Any:

@@ -58,10 +58,9 @@ def pulled(proxy: Proxy) -> list[str]:
 def test_tensors_are_downloaded_ahead_or_on_request(
     tmp_path: Path, request_task_tensors: bool, settings: dict[str, Any]
 ) -> None:
-    """A site gets the same tensors, each once, whether it downloads them on request or ahead.
-
-    Two tasks are open for the site. While it works at the first, the second's tensors come only if it downloads ahead.
-    """
+    """A site gets the same tensors, each once, whether it downloads them on request or ahead."""
+    # Two tasks are open for the site. While it works at the first, the second's tensors come only if it downloads
+    # ahead.
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -88,10 +87,8 @@ def test_tensors_are_downloaded_ahead_or_on_request(
 
 @pytest.mark.covers("T10")
 def test_a_stalled_download_ends_with_its_task(tmp_path: Path) -> None:
-    """If a download ahead stalls, it ends when its task is over, so that later tasks can be downloaded ahead.
-
-    Otherwise, nothing more would be downloaded ahead until the network times out, after a minute.
-    """
+    """If a site downloads a later task's tensors in advance and the download stalls, it ends when that task is over."""
+    # Otherwise, nothing more would be downloaded ahead until the network times out, after a minute.
     over, came = threading.Event(), dict[Any, Any]()
 
     def main(controller: Any) -> None:
@@ -155,10 +152,9 @@ def test_tensors_that_never_arrive_cause_an_error(
 ) -> None:
     """If a payload's or an answer's tensors never arrive, the task's result is an error with the site, the task and the
     server.
-
-    The task has no time limit: it ends after the transfer stalls twice. The site and the workflow go on. One stall
-    alone does no harm.
     """
+    # The task has no time limit: it ends after the transfer stalls twice. The site and the workflow go on. One stall
+    # alone does no harm.
     faults = [Fault(f"{request_line} /v1/objects/", direction, at=60, action="stall") for _ in range(stalls)]
     came: list[Any] = []
 
@@ -183,12 +179,9 @@ def test_tensors_that_never_arrive_cause_an_error(
 
 
 def test_tensors_of_an_answer_arrive_before_its_message(tmp_path: Path) -> None:
-    """A site uploads the tensors of an answer before the message that names them. If the message is lost, it is sent
-    again alone.
-
-    Site `a` and site `b` have a task each. The tensors of `a` are at the server, and its message is held back until `b`
-    has answered.
-    """
+    """A site uploads the tensors of an answer before the message that names them."""
+    # If the message is lost, it is sent again alone. Site `a` and site `b` have a task each. The tensors of `a` are at
+    # the server, and its message is held back until `b` has answered.
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
@@ -253,11 +246,8 @@ def answered_after_a_refusal(folder: Path) -> Iterator[tuple[atoll.Server, WireS
 
 
 def test_an_answer_without_tensors_is_refused(tmp_path: Path) -> None:
-    """If an answer's message comes while its tensors are still being uploaded, the server refuses it. The task stays
-    open.
-
-    No worker of Atoll does this.
-    """
+    """If an answer's message comes while its tensors are still being uploaded, the server refuses it."""
+    # The task stays open. No worker of Atoll does this.
     with answered_after_a_refusal(tmp_path) as (_, site, task):
         sizes = {"head_bytes": 64, "nbytes": 4096, "part_bytes": 2**20}
         _, opened = site.post("/v1/objects", sizes | {"expires_s": 60})

@@ -43,11 +43,9 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 @pytest.mark.covers("T1", "T4", "T7", "T9", "T11", "T14")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
 def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> None:
-    """Payloads come back from the sites as they were sent, and leave no object behind. The status counts how they were
-    sent.
-
-    Five payloads go out: one with tensors, three plain ones, and a long text that becomes an object.
-    """
+    """Payloads come back from the sites as they were sent, and leave no object behind."""
+    # The status counts how they were sent. Five payloads go out: one with tensors, three plain ones, and a long text
+    # that becomes an object.
     long, small = "x" * (24 * 2**10 + 1), (None, 0.1, [b"b", ()])
 
     def workflow(controller: Any) -> Any:
@@ -68,11 +66,11 @@ def test_payloads_come_back_as_sent(tmp_path: Path, stream: tuple[str, ...]) -> 
 
 @pytest.mark.covers("T9", "T14")
 def test_a_failing_handler_gives_an_error_result(nursery: Nursery, tmp_path: Path) -> None:
-    """If a handler raises, its site's result is an error that names it, and the other sites go on. A task without a
-    handler gives an error.
-
-    The handler `validate` fails at `b`. At `a`, w is 1 + len(site) = 2, so the sum of 3 is 6.
+    """If a site's task handler raises an error, the result of this site is an error with the handler's name, and the
+    other sites go on.
     """
+    # A task without a handler gives an error. The handler `validate` fails at `b`. At `a`, w is 1 + len(site) = 2, so
+    # the sum of 3 is 6.
 
     def workflow(controller: Any) -> tuple[list[Any], str, str]:
         (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)
@@ -182,11 +180,9 @@ def test_a_task_worker_reads_its_address_from_variables(tmp_path: Path, monkeypa
 
 @pytest.mark.covers("T12")
 def test_a_site_fetches_a_reference_from_its_owner(nursery: Nursery, tmp_path: Path) -> None:
-    """If a payload has a reference to tensors at another site, the receiving site fetches the tensors from there. They
-    do not pass the server.
-
-    Site `b` fetches 1 MB from site `a`. The server stores no object, and only text passes it.
-    """
+    """If a payload has a reference to tensors at another site, the receiving site fetches the tensors from there."""
+    # They do not pass the server. Site `b` fetches 1 MB from site `a`. The server stores no object, and only text
+    # passes it.
     elements = 250_000
 
     def workflow(controller: Any) -> dict[str, Any]:
@@ -277,11 +273,9 @@ def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.covers("T4", "T11")
 def test_status_shows_how_each_payload_was_sent(tmp_path: Path) -> None:
-    """The status shows for each task whether its payload was sent inline, streamed or without tensors. It warns if this
-    differs from the settings.
-
-    An inline message holds 16 MiB, of which 1 MiB is for the head. With their text, 15 MiB of tensors are too many.
-    """
+    """The status shows for each task whether its payload was sent inline, streamed or without tensors."""
+    # It warns if this differs from the settings. An inline message holds 16 MiB, of which 1 MiB is for the head. With
+    # their text, 15 MiB of tensors are too many.
     fits, large = torch.zeros(15 * 2**20 - 1000, dtype=torch.uint8), torch.zeros(15 * 2**20, dtype=torch.uint8)
     payloads = {"small": [fits], "large": [large], "streamed": [fits], "nothing": {"lr": 0.1}, "plain": {"lr": 0.1}}
 
@@ -411,12 +405,10 @@ def shown(url: str) -> list[str]:
 def test_each_task_shows_how_it_was_sent(nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The status and its command show for each task and its answers whether they were streamed, inline, without tensors
     or failed.
-
-    The task `train` is streamed in both directions. `validate` has tensors, answers a number at `a` and fails at `b`.
-
-    `echo` has nothing to stream, twice, which the log says once. Of 4 tasks, 1 is streamed, 1 inline and 2 are without
-    tensors.
     """
+    # The task `train` is streamed in both directions. `validate` has tensors, answers a number at `a` and fails at `b`.
+    # `echo` has nothing to stream, twice, which the log says once. Of 4 tasks, 1 is streamed, 1 inline and 2 are
+    # without tensors.
 
     lines: list[str] = []
 
@@ -447,7 +439,7 @@ def test_each_task_shows_how_it_was_sent(nursery: Nursery, tmp_path: Path, caplo
     assert status.warnings == [warning]
     assert caplog.messages.count(warning) == 1
     assert "4 tasks sent: 1 streamed, 1 inline, 2 without tensors" in lines
-    assert lines[-3].startswith("task 2 validate: inline to a, b; 2 of 2 answers (1 failed, 1 without tensors), ")
+    assert lines[-3].startswith("task 2 validate: inline to a and b; 2 of 2 answers (1 failed, 1 without tensors), ")
     assert f"warning: {warning}" in lines
 
 
@@ -510,10 +502,8 @@ def test_a_run_of_workflows_has_no_model(nursery: Nursery, tmp_path: Path) -> No
 
 @pytest.mark.covers("T11")
 def test_the_status_counts_all_tasks(tmp_path: Path) -> None:
-    """The status counts all tasks, and shows the last 20 of them.
-
-    Of 23 tasks, the shown ones are 4 to 23. The last task is for a site that has left, and has no answer.
-    """
+    """The status counts all tasks, and shows the last 20 of them."""
+    # Of 23 tasks, the shown ones are 4 to 23. The last task is for a site that has left, and has no answer.
 
     lines: list[str] = []
 

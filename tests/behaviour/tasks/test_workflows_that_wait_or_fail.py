@@ -185,10 +185,8 @@ def test_a_bug_in_the_server_is_reported_once(
 
 @pytest.mark.covers("T14", "X3")
 def test_a_site_reports_a_refused_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the server would not accept an answer, the site sends an error in its place and goes on.
-
-    One error has a file's name that is not UTF-8. One answer is larger than all that the server keeps.
-    """
+    """If the server would not accept an answer, the site sends an error in its place and goes on."""
+    # One error has a file's name that is not UTF-8. One answer is larger than all that the server keeps.
     caplog.set_level(logging.CRITICAL, "atoll")  # what collects the tests' output takes no such name, either
 
     def named(_: Any) -> None:
@@ -232,8 +230,8 @@ class Slow:
 
 
 @pytest.mark.covers("T14")
-def test_a_payload_is_built_once(tmp_path: Path) -> None:
-    """If two threads ask for the payload of a result, it is built once, and both get the same object."""
+def test_an_answers_payload_is_read_once(tmp_path: Path) -> None:
+    """If two threads read the payload of a task's answer, it is loaded once, and both get the same object."""
     made: list[Slow] = []
     asked = threading.Barrier(2)
 
@@ -285,11 +283,8 @@ class LowDisk:
 def test_a_payload_waits_for_free_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the server's disk is too full for a payload, the task waits, and the status says so. Once there is space, the
-    payload is sent.
-
-    256 MB must stay free.
-    """
+    """If the server's disk is too full for a payload, the task waits, and the status says so."""
+    # Once there is space, the payload is sent. 256 MB must stay free.
     disk = LowDisk(monkeypatch)
     disk.low.set()
     came: list[Any] = []
@@ -300,7 +295,7 @@ def test_a_payload_waits_for_free_disk_space(
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
     told = (
-        "The server has 0 MB of disk left, but must keep 256 MB free. Free some space: the run then continues "
+        "The server has 0 B of disk left, but must keep 256.0 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."
     )
     with workflow_server(tmp_path, main, **settings) as server:
@@ -323,7 +318,7 @@ def test_a_full_disk_fails_a_task_at_timeout(tmp_path: Path, monkeypatch: pytest
 
     def workflow(controller: Any) -> Any:
         disk.low.set()
-        with pytest.raises(DiskFull, match="0 MB of disk left"):
+        with pytest.raises(DiskFull, match="0 B of disk left"):
             controller.broadcast("train", TREE, timeout_s=0.1)
         return controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload
 

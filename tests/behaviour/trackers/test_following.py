@@ -52,8 +52,8 @@ def diary(monkeypatch: pytest.MonkeyPatch, folder: Path, code: str = DIARY, **se
     return World(folder, START, "a", **{"rounds": 2, "server.trackers": ("diary",)} | settings)
 
 
-def test_a_package_brings_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the run's name and settings, its options, and every event of the run in order."""
+def test_a_package_can_add_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker of an installed package gets the run's name, settings and options, and every event in order."""
     chosen = {"server.trackers": {"diary": {"title": "dear"}}, "run.name": "pilot", "server.webhook": "http://h/secret"}
     with diary(monkeypatch, tmp_path, **chosen) as world:
         world.rounds(1.0, 1, 2, metrics={"loss": 0.5})
@@ -76,8 +76,8 @@ def test_a_package_brings_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert diary_plugin.CLOSED == [True]
 
 
-def test_a_slow_tracker_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run ends while the tracker has got no event; at the next start it gets all of them."""
+def test_a_slow_tracker_does_not_delay_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a tracker takes no events, the run still ends. At the next start, the tracker gets all of them."""
     monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
     with diary(monkeypatch, tmp_path) as world:
         import diary_plugin
@@ -182,8 +182,10 @@ FAILS = {
 
 
 @pytest.mark.parametrize("case", FAILS)
-def test_a_failing_tracker_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """In the log and in the status, without the password in the error; and training goes on."""
+def test_a_failing_tracker_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """If a tracker fails, training goes on, and the log and the status report it once, without the password in its
+    address.
+    """
     with diary(monkeypatch, tmp_path, DIARY.replace(*FAILS[case])) as world:
         world.rounds(1.0, 1)
         wait_until(lambda: bool(world.status.warnings), "a warning")
@@ -196,8 +198,8 @@ def test_a_failing_tracker_is_said_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert world.result["w"].tolist() == [2.0, 2.0]
 
 
-def test_a_tracker_begins_once_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is tried again, and then gets what it has missed."""
+def test_a_tracker_that_fails_at_first_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a tracker cannot start at first, it is tried again, and then gets the events that it has missed."""
     code = DIARY.replace(
         "RUNS.append((run, title))", "RUNS.append((run, title))\n        if len(RUNS) < 2: raise OSError"
     )
@@ -212,8 +214,10 @@ def test_a_tracker_begins_once_it_can(tmp_path: Path, monkeypatch: pytest.Monkey
     assert world.status.warnings == []
 
 
-def test_says_that_mlflow_cannot_be_reached(tmp_path: Path) -> None:
-    """Within seconds, and not only after the retries of MLflow's own client."""
+def test_an_unreachable_mlflow_is_reported_soon(tmp_path: Path) -> None:
+    """If MLflow cannot be reached, the log says so within seconds, not only after the retries of
+    MLflow's own client.
+    """
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     port = free_port()
     chosen = {"mlflow": {"uri": f"http://127.0.0.1:{port}"}}
@@ -252,8 +256,8 @@ WRONG: dict[str, tuple[str, object, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_refuses_a_tracker_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """The start leaves no run behind."""
+def test_a_wrong_tracker_refuses_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """A wrong tracker in the settings refuses the start, before a run exists."""
     code, chosen, why = WRONG[case]
     with pytest.raises(ConfigError, match=why):
         diary(monkeypatch, tmp_path, code, **{"server.trackers": chosen}).start()
@@ -261,8 +265,8 @@ def test_refuses_a_tracker_before_the_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_follows_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it follows a server: its rounds come with all simulated sites."""
+def test_a_tracker_follows_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tracker gets the rounds of a simulation with all its sites, as it does those of a server."""
     (tmp_path / "mine.py").write_text(SIMULATED)
     points = {"atoll.trackers": {"diary": "diary_plugin:Diary"}}
     install(monkeypatch, tmp_path / "packages", "diary_plugin", DIARY, points)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from kit.admin import roll_back
+from kit.peers import Connection, Peer, Request
 from kit.world import World
 from tracked import Points, of_mlflow, of_tensorboard, of_trackio, of_wandb, runs_of_mlflow
+
+from atoll.testing.run import wait_until
 
 START = {"w": torch.zeros(2)}
 LOSSES = [(1, 1.0), (2, 0.5), (3, 0.25)]
@@ -72,8 +75,10 @@ KINDS = [pytest.param(name, marks=needs(name)) for name in READ]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_shows_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means under their names, and the values of each site; what Atoll measures is marked as its own."""
+def test_trackers_show_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tracker shows the means of the metrics, the values of each site, and Atoll's own measurements under a
+    prefix.
+    """
     chosen = {name: options(name, tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -89,10 +94,12 @@ def test_shows_the_run_and_its_sites(name: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("is_noted", [True, False], ids=["stopped", "killed"])
 @pytest.mark.parametrize("name", KINDS)
-def test_continues_without_doubled_points(
+def test_a_restart_repeats_no_point_in_a_tracker(
     name: str, is_noted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A restarted server goes on in the same tracker run; also if it was killed before it noted what is written."""
+    """A restarted server continues the same tracker run without repeated points, even if it was killed in the middle of
+    writing.
+    """
     chosen = {name: options(name, tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
 
@@ -112,8 +119,8 @@ def test_continues_without_doubled_points(
 
 
 @needs("mlflow")
-def test_mlflow_has_a_child_for_each_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent has the settings; all runs end with the run."""
+def test_mlflow_has_a_child_run_for_each_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In MLflow, the run has the settings and a child run for each site, and all end with the run."""
     chosen = {"mlflow": options("mlflow", tmp_path, monkeypatch)}
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -127,8 +134,8 @@ def test_mlflow_has_a_child_for_each_site(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @needs("mlflow")
-def test_mlflow_takes_odd_names_of_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What MLflow would refuse in a name is replaced, so that a site cannot keep a round's points out."""
+def test_mlflow_accepts_unusual_metric_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Characters that MLflow would refuse in a metric's name are replaced, so that one site cannot spoil a round."""
     chosen = {"mlflow": options("mlflow", tmp_path, monkeypatch)}
     world = World(tmp_path, START, "a", rounds=1, **{"server.trackers": chosen, "run.name": "pilot"})
     with world:
@@ -142,6 +149,37 @@ def test_mlflow_takes_odd_names_of_metrics(tmp_path: Path, monkeypatch: pytest.M
         "_": [(1, 3.0)],
         "ok": [(1, 4.0)],
     }
+
+
+@needs("opentelemetry.exporter")
+def test_a_collector_that_goes_away_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry exports in a thread of its own: what it cannot deliver is said later, and the run goes on."""
+    from opentelemetry import trace
+
+    monkeypatch.setattr(trace, "get_tracer_provider", trace.ProxyTracerProvider)  # as in a program without one
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")  # milliseconds
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+
+    def take(connection: Connection, request: Request) -> None:
+        connection.body(request)
+        connection.answer(200)
+
+    collector = Peer.answering(take)
+    chosen = {"opentelemetry": {"endpoint": f"{collector.url}/v1/traces"}}
+    with World(tmp_path, START, "a", rounds=1000, **{"server.trackers": chosen}) as world:
+        with collector:
+            world.rounds(1.0, 1)
+            wait_until(lambda: bool(collector.requests), "the spans of the first round")
+            assert not world.status.warnings
+        number = 1
+        while not world.status.warnings and number < 900:
+            number += 1
+            world.rounds(1.0, number)
+        (warning,) = world.status.warnings
+        assert "tracker opentelemetry failed, and may lack something from now on: OSError: " in warning
+        assert f"{collector.url}/v1/traces did not take " in warning
+        world.rounds(1.0, *range(number + 1, number + 20))
+    assert world.text.count("tracker opentelemetry failed") == 1
 
 
 def spans_of_this_process() -> Any:
@@ -174,8 +212,8 @@ def test_the_span_of_a_dropped_round_ends(tmp_path: Path) -> None:
 
 
 @needs("opentelemetry.sdk")
-def test_opentelemetry_has_a_span_a_round(tmp_path: Path) -> None:
-    """Each round is a span whose children are its phases, without a gap between them."""
+def test_opentelemetry_has_a_span_for_each_round(tmp_path: Path) -> None:
+    """In OpenTelemetry, each round is a span whose children are its phases, without gaps."""
     spans = spans_of_this_process()
     world = World(tmp_path, START, "ab", rounds=3, **{"server.trackers": ("opentelemetry",)})
     with world:

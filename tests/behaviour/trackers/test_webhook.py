@@ -78,8 +78,10 @@ def run_with(folder: Path, url: str) -> World:
     return world
 
 
-def test_tells_that_the_run_has_ended(tmp_path: Path) -> None:
-    """With the run's name and id, and nothing of the model; the path of the address is in no log."""
+def test_a_webhook_reports_the_end_of_a_run(tmp_path: Path) -> None:
+    """A webhook gets the run's name and id when the run ends, and nothing of the model. No log shows the path of its
+    address.
+    """
     with hook() as heard:
         world = run_with(tmp_path, f"{heard.url}/secret?key=hidden")
     ((got,), (headers,)) = heard.got, heard.headers
@@ -97,8 +99,8 @@ def test_tells_that_the_run_has_ended(tmp_path: Path) -> None:
     assert "hidden" not in world.text
 
 
-def test_tells_that_the_run_has_failed(tmp_path: Path) -> None:
-    """The reason is that of the status; the server has heard the answer before it ends."""
+def test_a_webhook_reports_a_failed_run(tmp_path: Path) -> None:
+    """A webhook gets the reason of a failed run before the server ends."""
 
     def fails(controller: Any) -> None:
         raise ValueError("no cohort")
@@ -111,8 +113,10 @@ def test_tells_that_the_run_has_failed(tmp_path: Path) -> None:
     assert "no cohort" in got["text"]
 
 
-async def test_tells_once_that_the_run_stalls(tmp_path: Path) -> None:
-    """After `server.stall_s` without an update, with what is awaited; again only after progress."""
+async def test_a_webhook_reports_a_stalled_run_once(tmp_path: Path) -> None:
+    """If no update arrives for `server.stall_s`, a webhook is told once what the run waits for, and again only after
+    progress.
+    """
     with hook() as heard:
         settings = {"rounds.sites": 2, "rounds.total": 3, "server.webhook": heard.url, "server.stall_s": 60.0}
         async with LocalRun(tmp_path, START, settings | {"network.heartbeat_timeout_s": 0.0}) as run:
@@ -132,10 +136,12 @@ async def test_tells_once_that_the_run_stalls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("answers", "times"), [([503, 429], 3), ([404], 1), ([307], 1), ([500, 500, 500], 3)])
-def test_repeats_what_may_succeed_later(
+def test_a_webhook_is_retried_only_if_useful(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[int], times: int
 ) -> None:
-    """Three attempts at most, none after a refusal or a redirect; the log says once that it failed."""
+    """A message to a webhook is tried at most three times, and not again after a refusal or a redirect. The log reports
+    the failure once.
+    """
     monkeypatch.setattr(webhook, "PAUSE_S", 0.01)
     with hook() as heard:
         heard.answers = list(answers)
@@ -148,8 +154,8 @@ def test_repeats_what_may_succeed_later(
     assert "secret" not in world.text
 
 
-def test_sends_the_password_of_the_address(tmp_path: Path) -> None:
-    """As Basic authentication; it is in no log and in no printed setting."""
+def test_a_webhook_gets_the_password_of_its_address(tmp_path: Path) -> None:
+    """The password in a webhook's address is sent as Basic authentication, and is in no log and no printed setting."""
     with hook() as heard:
         url = heard.url.replace("//", "//me:p%40ss@")
         world = run_with(tmp_path, url)
@@ -159,8 +165,8 @@ def test_sends_the_password_of_the_address(tmp_path: Path) -> None:
     assert "me:" not in world.server.settings.model_dump_json()
 
 
-def test_a_hanging_webhook_holds_up_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one that nothing listens at: the run ends with its result."""
+def test_a_hanging_webhook_delays_no_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a webhook hangs or nothing listens at its address, the run still ends with its result."""
     monkeypatch.setattr(webhook, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(webhook, "PAUSE_S", 0.01)
     with hook() as heard:
@@ -195,6 +201,6 @@ def test_an_endless_answer_delays_no_end(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("address", ["ftp://host/x", "host/x", "", "http://", "file:///etc/passwd"])
-def test_refuses_what_is_no_address(address: str) -> None:
+def test_a_wrong_webhook_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.webhook: it is not an address"):
         Settings.build({"algorithm.name": "fedavg", "rounds.total": 1, "server.webhook": address})

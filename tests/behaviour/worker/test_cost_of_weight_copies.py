@@ -125,10 +125,8 @@ def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> in
 
 @pytest.mark.parametrize("make", [WithMoment, OneGroupEach, ByName])
 def test_the_cost_of_a_load_grows_linearly(tmp_path: Path, make: Any) -> None:
-    """Loading the parameters costs as much for each tensor of a large model as of a small one.
-
-    Four times as many tensors make at most 4.5 times as many calls.
-    """
+    """Loading the parameters costs as much for each tensor of a large model as of a small one."""
+    # Four times as many tensors make at most 4.5 times as many calls.
     few, many = (calls_of_loads(tmp_path / str(tensors), make, tensors) for tensors in (50, 200))
     assert many <= 4.5 * few
 
@@ -149,11 +147,9 @@ def test_scaffold_searches_the_optimizers_state_twice() -> None:
 
 
 def test_few_steps_after_a_load_search_the_state(tmp_path: Path) -> None:
-    """After a load, DiLoCo looks at the optimizer's state of several parameters in a few steps only.
-
-    DiLoCo searches once at the load, then five times at eight parameters, and at most 16 times at one. It does not
-    search in each of the 70 steps.
-    """
+    """After a load, DiLoCo looks at the optimizer's state of several parameters in a few steps only."""
+    # DiLoCo searches once at the load, then five times at eight parameters, and at most 16 times at one. It does not
+    # search in each of the 70 steps.
     model = build(40)
     optimizer = WithMoment(model.parameters())
     step(model, optimizer)
@@ -164,10 +160,8 @@ def test_few_steps_after_a_load_search_the_state(tmp_path: Path) -> None:
 
 
 def test_fedprox_calls_few_functions_for_each_gradient() -> None:
-    """FedProx adds four function calls for each gradient to the optimizer's own, and a few for each step.
-
-    Two find the gradient, and two form and add the term.
-    """
+    """FedProx adds four function calls for each gradient to the optimizer's own, and a few for each step."""
+    # Two find the gradient, and two form and add the term.
     model = build(100)
     optimizer = SGD(model.parameters(), lr=1.0)
     own = calls(lambda: step(model, optimizer, 10))
@@ -176,10 +170,9 @@ def test_fedprox_calls_few_functions_for_each_gradient() -> None:
         assert calls(lambda: step(model, optimizer, 10)) <= own + 10 * (4 * 100 + 100)
 
 
-def test_samples_of_large_models_are_bounded() -> None:
-    """A sample of a large model has a fixed number of tensors and elements.
-
-    The sampled tensors are spread over the model, and are those that are trained.
+def test_the_check_for_copies_reads_bounded_samples() -> None:
+    """To find copies of the weights in an optimizer, Atoll compares a sample of bounded size, spread over the trained
+    tensors.
     """
     tensors = [torch.ones(100) for _ in range(20 * SAMPLED_TENSORS)]
     assert Sample(Weights(tensors)).values.numel() == SAMPLED_TENSORS * SAMPLED_ELEMENTS
@@ -191,10 +184,8 @@ def test_samples_of_large_models_are_bounded() -> None:
 
 
 def test_optimizer_copies_follow_each_synchronisation(tmp_path: Path) -> None:
-    """If the optimizer keeps full-precision copies of many weights, they follow the model at each synchronisation.
-
-    H = 2, and the outer step is half the mean: 3 rounds of 1 move each weight from 1 to 4.
-    """
+    """If the optimizer keeps full-precision copies of many weights, they follow the model at each synchronisation."""
+    # H = 2, and the outer step is half the mean: 3 rounds of 1 move each weight from 1 to 4.
     model = build(MANY)
     optimizer = InState(model.parameters())
     world = World(tmp_path, build(MANY), "a", rounds=3, H=2, **HALF)

@@ -148,9 +148,8 @@ def test_lease_files_do_not_follow_links(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_older_process_leaves_a_newer_lease_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an older process leaves, it does not remove the lease file that a newer process of the same site name has
     written.
-
-    Only the user can read the file. The older process leaves the run of another server.
     """
+    # Only the user can read the file. The older process leaves the run of another server.
     monkeypatch.setenv("ATOLL_LEASES", str(tmp_path))
     with serve(tmp_path, **AT_ONCE) as one, serve(tmp_path / "two", **AT_ONCE) as two:
         older = atoll.join(one.url, site="a", folder=tmp_path / "workers")

@@ -244,9 +244,8 @@ def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any
 def test_warns_once_of_an_outage(tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any]) -> None:
     """If the server is lost for good, the log warns once of skipped synchronisations, and says how many steps since the
     last synchronisation are lost.
-
-    Fragments are taken after 2, 4, 6 and 8 steps, and that of step 8 is merged after 9.
     """
+    # Fragments are taken after 2, 4, 6 and 8 steps, and that of step 8 is merged after 9.
     loop = train_into_an_outage(tmp_path, 9, 40, **settings)
     assert loop.step == 40
     assert loop.skipped > 3
@@ -259,10 +258,9 @@ def test_an_outage_after_training_causes_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, warned: Callable[[], list[str]]
 ) -> None:
     """If the server is lost only after the last synchronisation of the training, the log says which steps only the
-    local model has. It does not warn.
-
-    Of 11 steps, 8 are in two updates.
+    local model has.
     """
+    # It does not warn. Of 11 steps, 8 are in two updates.
     caplog.set_level("INFO", "atoll")
     train_into_an_outage(tmp_path, 11, 11)
     assert "a: only the local model has the last 3 steps, made after the last synchronisation" in caplog.text

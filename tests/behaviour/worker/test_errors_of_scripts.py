@@ -64,10 +64,8 @@ def test_an_argument_that_overrides_the_command_is_reported(
     join: Callable[[atoll.Server, Path], None],
     by_command: bool,
 ) -> None:
-    """If a script's arguments override the server or site that `atoll worker` has set, the log says so.
-
-    If the shell has set the variables, the log says nothing, because the argument is meant to override them.
-    """
+    """If a script's arguments override the server or site that `atoll worker` has set, the log says so."""
+    # If the shell has set the variables, the log says nothing, because the argument is meant to override them.
     if by_command:
         monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "leases"))
     monkeypatch.setenv("ATOLL_SERVER", f"{server.url}/")
@@ -399,10 +397,8 @@ def test_a_misspelt_variable_is_refused(
 
 @pytest.mark.parametrize("take_part", ALONE)
 def test_known_variables_allow_training_alone(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
-    """A script without a server trains alone if every variable of Atoll in its environment is known.
-
-    Settings of the server are known variables. Variables that only resemble Atoll's are ignored.
-    """
+    """A script without a server trains alone if every variable of Atoll in its environment is known."""
+    # Settings of the server are known variables. Variables that only resemble Atoll's are ignored.
     for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
     take_part()

@@ -88,10 +88,10 @@ def test_norm_clip_ignores_dropped_tensors(tmp_path: Path, filters: list[Filter]
     ],
 )
 def test_norm_clip_handles_fp64_squares_that_overflow(tmp_path: Path, w: list[float], v: list[float]) -> None:
-    """`NormClip` clips fp64 values correctly even if their squares, the sum of the squares or the norm itself overflow.
-
-    In the proportion 3 : 4 : 12, the norm is 13 parts, here clipped to 6.5.
+    """`NormClip` clips fp64 values correctly even if their squares, the sum of the squares or the norm
+    itself overflow.
     """
+    # In the proportion 3 : 4 : 12, the norm is 13 parts, here clipped to 6.5.
     local = {"w": torch.tensor(w, dtype=torch.float64), "v": torch.tensor(v, dtype=torch.float64)}
     start = {name: torch.zeros_like(values) for name, values in local.items()}
     found = sent(tmp_path, [NormClip(6.5)], start, local)
@@ -110,11 +110,9 @@ def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize("codec", ["none", "bf16"])
 def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str) -> None:
-    """A filter that returns every value unchanged does not change a bit of the update.
-
-    The update has small neighbouring tensors that are encoded together, a tensor of several chunks, and every kind of
-    dtype.
-    """
+    """A filter that returns every value unchanged does not change a bit of the update."""
+    # The update has small neighbouring tensors that are encoded together, a tensor of several chunks, and every kind of
+    # dtype.
     generator = torch.Generator().manual_seed(0)
     start: dict[str, Tensor] = {f"s{index}": torch.randn(index + 1, generator=generator) for index in range(20)}
     start["large"] = torch.randn(2 * CHUNK_ELEMENTS + 5, generator=generator)
@@ -168,11 +166,9 @@ def test_a_filter_may_read_the_whole_update(tmp_path: Path) -> None:
 
 
 def test_noise_differs_by_tensor_chunk_and_round(tmp_path: Path) -> None:
-    """The noise of `NormClip` has the expected size and differs between tensors, between chunks and between rounds. The
-    same seed gives the same noise.
-
-    The standard deviation is z·C = 2 · 1.5 = 3, here within 1 %, which is more than 6 standard errors.
-    """
+    """The noise of `NormClip` has the expected size and differs between tensors, between chunks and between rounds."""
+    # The same seed gives the same noise. The standard deviation is z·C = 2 · 1.5 = 3, here within 1 %, which is more
+    # than 6 standard errors.
     numel = 2 * CHUNK_ELEMENTS  # two runs of each tensor
     start = {"v": torch.zeros(numel), "w": torch.zeros(numel)}
     filters = [NormClip(1.5, noise=2.0, seed=bytes(range(32)))]

@@ -34,10 +34,9 @@ def step(loop: atoll.DiLoCo, site: str) -> None:
 def test_two_loops_in_a_thread_are_refused(tmp_path: Path, in_turns: bool) -> None:
     """If two DiLoCo loops of one run train in one thread, the error names both sites, as one would wait for the other
     for ever.
-
-    In turns, it comes at the first step of the second loop; otherwise, where the first loop would wait for the second
-    to start.
     """
+    # In turns, it comes at the first step of the second loop; otherwise, where the first loop would wait for the second
+    # to start.
     with serve(tmp_path, **DILOCO) as server, ExitStack() as opened:
         one, two = (opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab")
         step(one, "a")
@@ -46,10 +45,8 @@ def test_two_loops_in_a_thread_are_refused(tmp_path: Path, in_turns: bool) -> No
 
 
 def test_loops_that_never_wait_take_turns(tmp_path: Path) -> None:
-    """Two loops of one run may take turns in one thread if neither waits for the other.
-
-    With τ = 1, both updates are at the server before a result is merged.
-    """
+    """Two loops of one run may take turns in one thread if neither waits for the other."""
+    # With τ = 1, both updates are at the server before a result is merged.
     with serve(tmp_path, **DILOCO, tau=1, alpha=0.5) as server:
         with ExitStack() as opened:
             loops = [opened.enter_context(diloco(server, tmp_path, site, build_model())) for site in "ab"]
@@ -116,11 +113,9 @@ def refusal_of_a_fork(text: str, site: str = "a") -> bool:
 
 @pytest.mark.covers("L2")
 def test_a_fork_that_synchronises_is_refused(tmp_path: Path) -> None:
-    """If a forked process steps through a synchronisation, it gets an error with its process id. Steps between
-    synchronisations are allowed.
-
-    The process that joined goes on, with the same result as without a fork.
-    """
+    """If a forked process steps through a synchronisation, it gets an error with its process id."""
+    # Steps between synchronisations are allowed. The process that joined goes on, with the same result as without a
+    # fork.
 
     def forks(number: int) -> bool:
         return number % 2 == 1

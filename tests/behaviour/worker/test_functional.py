@@ -74,9 +74,8 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 def test_the_loop_runs_every_round(server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With settings from the environment, a loop of `receive` and `send` runs every round, with its weights and
     metrics.
-
-    Each round adds 1 to what was received: the values are 1, then 2, and 3 at the end.
     """
+    # Each round adds 1 to what was received: the values are 1, then 2, and 3 at the end.
     monkeypatch.setenv("ATOLL_SERVER", server.url)
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
@@ -103,9 +102,8 @@ def test_the_loop_runs_every_round(server: atoll.Server, tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_clear_cache_frees_the_rounds_tensors(take_part: Callable[..., None], clear_cache: bool) -> None:
-    """With `clear_cache=True`, `send` frees the sent and the received tensors. With `clear_cache=False`, it keeps
-    them.
-    """
+    """With `clear_cache=True`, `send` frees the sent and the received tensors."""
+    # With `clear_cache=False`, it keeps them.
     take_part()
     received = atoll.functional.receive()
     assert received is not None
@@ -262,9 +260,8 @@ END = "training alone: nothing was sent or saved by Atoll; save the model in the
 @pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("P15")
 def test_a_functional_script_alone_has_one_round() -> None:
-    """Without a server, a functional script trains one round with its own model. The gradient of a weight is its input,
-    1.
-    """
+    """Without a server, a functional script trains one round with its own model."""
+    # The gradient of a weight is its input, 1.
     atoll.functional.init()
     with pytest.raises(UsageError, match="there is no global model to use"):
         atoll.functional.receive()
@@ -384,10 +381,8 @@ SPOILT: dict[str, tuple[Callable[[nn.Linear, atoll.Round], object], type[AtollEr
 def test_errors_of_a_run_also_occur_alone(
     tmp_path: Path, spoil: Callable[..., object], kind: type[AtollError], words: str, alone: bool
 ) -> None:
-    """A wrong update raises the same error without a server as with one.
-
-    A server refuses an update that is not finite five times before the script ends.
-    """
+    """A wrong update raises the same error without a server as with one."""
+    # A server refuses an update that is not finite five times before the script ends.
 
     def train(url: str) -> None:
         with atoll.join(url, "a", folder=tmp_path / "a") as worker:
@@ -473,7 +468,7 @@ def test_diloco_alone_leaves_the_loop_unchanged(caplog: pytest.LogCaptureFixture
 
 
 def test_a_failed_script_alone_logs_no_ending(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """If a script without a server ends with an error, the log has no ending line."""
+    """If a script without a server ends with an error, the log does not say that the training has ended."""
     caplog.set_level(logging.INFO, "atoll")
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:

@@ -25,15 +25,10 @@ FOUR_ROUNDS: dict[str, Any] = {"rounds": 4, "codec": "int8"}
 
 @pytest.mark.parametrize("loses", [False, True], ids=["undisturbed", "a version is lost"])
 def test_small_changes_arrive_in_later_updates(tmp_path: Path, loses: bool) -> None:
-    """A change too small for the codec's scale is kept and arrives with a later update.
-
-    Each round moves by (127, 0.28), so the scale is 1 and 0.28 alone would always be rounded to 0.
-
-    With the rests, 0.28, 0.56, −0.16 and 0.12 are rounded to 0, 1, 0 and 0.
-
-    If the server loses version 2, the same bytes count again and their rest stays. Otherwise, the third value would be
-    −0.6 or 0.28.
-    """
+    """A change too small for the codec's scale is kept and arrives with a later update."""
+    # Each round moves by (127, 0.28), so the scale is 1 and 0.28 alone would always be rounded to 0. With the rests,
+    # 0.28, 0.56, −0.16 and 0.12 are rounded to 0, 1, 0 and 0. If the server loses version 2, the same bytes count again
+    # and their rest stays. Otherwise, the third value would be −0.6 or 0.28.
     change = -torch.tensor([127.0, 0.28])
     with World(tmp_path, START, "a", **FOUR_ROUNDS) as world:
         world.rounds(change, 1, 2)
@@ -49,11 +44,9 @@ def test_small_changes_arrive_in_later_updates(tmp_path: Path, loses: bool) -> N
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_everything_trained_arrives_in_the_end(tmp_path: Path, codec: str) -> None:
-    """With a lossy codec, everything that was trained arrives after enough rounds. Tensors may not fill blocks or
-    tiles, and one is of half precision.
-
-    Four rounds train. In ten more, the site sends only what is left over.
-    """
+    """With a lossy codec, everything that was trained arrives after enough rounds."""
+    # Tensors may not fill blocks or tiles, and one is of half precision. Four rounds train. In ten more, the site sends
+    # only what is left over.
     generator = torch.Generator().manual_seed(0)
     shapes = {"a": (5000,), "b": (33, 9), "c": (1,)}
     start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -78,11 +71,9 @@ def test_everything_trained_arrives_in_the_end(tmp_path: Path, codec: str) -> No
         torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
 
 
-def test_a_refused_update_leaves_no_rest(tmp_path: Path) -> None:
-    """If an update is refused, the site forgets the rounding error that this update would have left.
-
-    The second update is refused. The third has 0.4 of the first: with 0.4 more, 0.8 is rounded to 1.
-    """
+def test_a_refused_update_leaves_no_rounding_error(tmp_path: Path) -> None:
+    """If an update is refused, the site forgets the rounding error that this update would have left."""
+    # The second update is refused. The third has 0.4 of the first: with 0.4 more, 0.8 is rounded to 1.
     with World(tmp_path, START, "a", **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as world:
         world.move("a", 1, -torch.tensor([127.0, 0.4]))
         world.move("a", 2, -torch.tensor([12700.0, 49.0]))
@@ -158,10 +149,10 @@ def test_a_change_too_small_for_its_codec_warns(tmp_path: Path, warned: Warned) 
 
 @pytest.mark.covers("L14")
 def test_bf16_loses_very_small_changes(tmp_path: Path, warned: Warned) -> None:
-    """If all changes are smaller than the smallest number of bf16, the log warns that bf16 loses 100 % of the change.
-
-    10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one.
+    """If all changes are smaller than the smallest number of bf16, the log warns that bf16 loses 100 %
+    of the change.
     """
+    # 10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one.
     start = {f"w{index:02}": torch.zeros(7) for index in range(40)}
     rounds_of(tmp_path, "bf16", start, [{name: torch.full((7,), 1e-42) for name in start}])
     (line,) = warned()
@@ -178,12 +169,11 @@ def test_changes_too_large_are_not_reported_lost(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L14")
 def test_a_change_lost_by_its_codec_is_reported(tmp_path: Path, warned: Warned) -> None:
-    """If less than a hundredth of the change arrives, counted over all tensors, the log says how much the codec loses.
-
-    Of a hundred values 0.0004 and one 0.0006, only the last arrives, as 0.001.
-
-    So √(101·16) of √(100·16 + 36) is lost, which is 99.4 %. The larger tensor is encoded in two pieces.
+    """If less than a hundredth of the change arrives, counted over all tensors, the log says how much
+    the codec loses.
     """
+    # Of a hundred values 0.0004 and one 0.0006, only the last arrives, as 0.001. So √(101·16) of √(100·16 + 36) is
+    # lost, which is 99.4 %. The larger tensor is encoded in two pieces.
     start, few = {"v": torch.zeros(300_000), "w": torch.zeros(101)}, torch.full((101,), 4e-4)
     few[100] = 6e-4
     change = {"v": torch.zeros(300_000), "w": few}
@@ -197,12 +187,9 @@ def test_a_change_lost_by_its_codec_is_reported(tmp_path: Path, warned: Warned) 
 
 @pytest.mark.covers("L14")
 def test_feedback_warns_after_three_losses(tmp_path: Path, warned: Warned) -> None:
-    """With error feedback, the log warns only if nothing has arrived three times in a row.
-
-    Of 0.3, 0.6 and 0.9 thousandths, the second arrives. Of 0.1, 0.2, 0.3 and 0.4, none does.
-
-    If something of one tensor arrives, there is no warning.
-    """
+    """With error feedback, the log warns only if nothing has arrived three times in a row."""
+    # Of 0.3, 0.6 and 0.9 thousandths, the second arrives. Of 0.1, 0.2, 0.3 and 0.4, none does. If something of one
+    # tensor arrives, there is no warning.
     start = {"w": torch.zeros(4), "v": torch.zeros(300_000)}
     soon = {"w": torch.full((4,), 3e-4), "v": torch.full((300_000,), 3e-4)}
     assert rounds_of(tmp_path / "1", Later, start, [soon] * 4) == [[]] * 4
@@ -219,11 +206,9 @@ def test_feedback_warns_after_three_losses(tmp_path: Path, warned: Warned) -> No
 @pytest.mark.covers("L14")
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 def test_usual_losses_of_codecs_cause_no_warning(tmp_path: Path, warned: Warned, codec: str) -> None:
-    """Losses that a codec has in normal training cause no warning.
-
-    There are a value far above its block, a tensor most of which stays, a single element, and the 98 % that top-k
-    leaves out.
-    """
+    """Losses that a codec has in normal training cause no warning."""
+    # There are a value far above its block, a tensor most of which stays, a single element, and the 98 % that top-k
+    # leaves out.
     start = {"w": torch.ones(9000), "e": torch.ones(600_000), "s": torch.ones(()), "h": torch.ones(300).half()}
     generator = torch.Generator().manual_seed(0)
     change = {name: 1e-2 * torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
@@ -235,10 +220,8 @@ def test_usual_losses_of_codecs_cause_no_warning(tmp_path: Path, warned: Warned,
 
 @pytest.mark.covers("L14")
 def test_bf16_weights_that_do_not_move_are_reported(tmp_path: Path, warned: Warned) -> None:
-    """If a site's steps are too small to move bf16 weights, the status and the log say so, until the weights move.
-
-    1 − 1/1000 is 1 in bf16, and the next smaller number is 1 − 1/256.
-    """
+    """If a site's steps are too small to move bf16 weights, the status and the log say so, until the weights move."""
+    # 1 − 1/1000 is 1 in bf16, and the next smaller number is 1 − 1/256.
     start = {"w": torch.ones(4, dtype=torch.bfloat16)}
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])

@@ -48,11 +48,9 @@ def train(url: str, folder: Path, reports: dict[int, dict[str, float]], site: st
 def test_a_reported_value_counts_once(
     tmp_path: Path, streaming: dict[str, int], expected: list[dict[str, float]]
 ) -> None:
-    """A value that a DiLoCo loop reports counts in one round. Of several reports before a synchronisation, the last
-    counts.
-
-    With fragments, the value counts in the next fragment's round.
-    """
+    """A value that a DiLoCo loop reports counts in one round."""
+    # Of several reports before a synchronisation, the last counts. With fragments, the value counts in the next
+    # fragment's round.
     with serve(tmp_path, **DILOCO, **streaming) as server:
         train(server.url, tmp_path, {1: {"loss": 9.0, "acc": 0.5}, 2: {"loss": 5.0}, 3: {"loss": 4.0}})
         server.run()
@@ -99,10 +97,8 @@ def test_a_refused_updates_metrics_count_later(tmp_path: Path, later: dict[str, 
 
 
 def test_a_round_averages_its_reports(tmp_path: Path) -> None:
-    """A round's metric is the mean over the sites that reported it in this round.
-
-    Site `a` reports only in the first round. From then on, the mean is that of `b`.
-    """
+    """A round's metric is the mean over the sites that reported it in this round."""
+    # Site `a` reports only in the first round. From then on, the mean is that of `b`.
     reports = {"a": {1: {"loss": 1.0}}, "b": {1: {"loss": 3.0}, 3: {"loss": 3.0}}}
     with serve(tmp_path, **DILOCO | {"sites": 2, "rounds": 2}) as server:
         together(*(lambda site=site: train(server.url, tmp_path, reports[site], site) for site in "ab"))
@@ -112,10 +108,8 @@ def test_a_round_averages_its_reports(tmp_path: Path) -> None:
 
 @pytest.mark.covers("L14")
 def test_a_reported_nan_loss_causes_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a site reports a loss of NaN, the log warns once with the site, and the round has no loss.
-
-    Otherwise, the last finite loss would stand for the update: 0.75 counts in no round.
-    """
+    """If a site reports a loss of NaN, the log warns once with the site, and the round has no loss."""
+    # Otherwise, the last finite loss would stand for the update: 0.75 counts in no round.
     losses = [1.0, 0.5, 0.75, math.nan]
     with serve(tmp_path, **DILOCO | {"rounds": 2}) as server, diloco(server, tmp_path, "box-a") as loop:
         take_steps(loop, during=lambda step: loop.report(loss=losses[step - 1], accuracy=0.25))
@@ -136,10 +130,8 @@ class Strict(torch.Tensor):
 
 @pytest.mark.covers("L15")
 def test_metrics_that_are_not_finite_are_omitted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If a metric of a site is not finite, the site warns and leaves it out. Its other metrics arrive.
-
-    Guards against a NaN that is passed on, for which the server refused the update.
-    """
+    """If a metric of a site is not finite, the site warns and leaves it out."""
+    # Its other metrics arrive. Guards against a NaN that is passed on, for which the server refused the update.
     loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
     assert loss.requires_grad
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:

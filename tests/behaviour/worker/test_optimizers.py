@@ -132,11 +132,9 @@ def test_optimizers_may_step_in_the_backward_pass(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X11")
 def test_local_steps_count_the_slowest_optimizer(tmp_path: Path) -> None:
-    """If two optimizers step at different rates, a local step has ended when both have stepped.
-
-    One optimizer makes two steps before each step of the other. With H = 2, its 12 steps are the 6 local steps of the
-    run.
-    """
+    """If two optimizers step at different rates, a local step has ended when both have stepped."""
+    # One optimizer makes two steps before each step of the other. With H = 2, its 12 steps are the 6 local steps of the
+    # run.
     for order in (1, -1):
         model, made = build_model(), []
         often, rarely = two(model)

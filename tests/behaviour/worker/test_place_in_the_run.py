@@ -47,8 +47,9 @@ class Loop:
             self.optimizer.step()
 
 
-def test_on_sync_sees_every_version_in_place(tmp_path: Path) -> None:
-    """H = 2, three rounds: version v has 2·v steps behind it, and the value 2·v; the last one is the result."""
+def test_on_sync_sees_each_version_with_its_step(tmp_path: Path) -> None:
+    """`on_sync` of a DiLoCo loop gets each version together with the number of steps behind it."""
+    # H = 2, three rounds: version v has 2·v steps behind it, and the value 2·v; the last one is the result.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 2}
     with plain_server(tmp_path, vector(), **rules, sites=1, rounds=3) as server:
         loop = Loop(server, tmp_path)
@@ -61,8 +62,9 @@ def test_on_sync_sees_every_version_in_place(tmp_path: Path) -> None:
         assert loop.seen == [(0, 0, 0.0), (1, 2, 2.0), (2, 4, 4.0), (3, 6, 6.0)]
 
 
-def test_on_sync_sees_the_global_model_between_merges(tmp_path: Path) -> None:
-    """With τ = 1 and α = 0.5 the model is a mixture, but the function sees the version, and training goes on."""
+def test_on_sync_sees_the_unmixed_global_model(tmp_path: Path) -> None:
+    """If local steps are mixed into a version, `on_sync` still sees the version itself, and training goes on."""
+    # With τ = 1 and α = 0.5 the model is a mixture.
     rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
     with plain_server(tmp_path, vector(), **(PLAIN_DILOCO | rules), sites=1, rounds=3) as server:
         loop = Loop(server, tmp_path)
@@ -75,8 +77,9 @@ def test_on_sync_sees_the_global_model_between_merges(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rules", [{}, {"diloco.num_fragments": 2}], ids=["whole", "fragments"])
-def test_a_restarted_worker_goes_on_at_its_step(tmp_path: Path, rules: dict[str, Any]) -> None:
-    """H = 4. The first process makes 9 steps; the second begins with the 8 steps that the run has."""
+def test_a_restarted_worker_continues_at_its_step(tmp_path: Path, rules: dict[str, Any]) -> None:
+    """A restarted worker continues with the number of steps that the run has."""
+    # H = 4. The first process makes 9 steps; the second begins with the 8 steps that the run has.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 4} | rules
     model = Weights(w=torch.zeros(2), v=torch.zeros(2)) if "diloco.num_fragments" in rules else vector()
     with plain_server(tmp_path, model, **rules, sites=1, rounds=4) as server:
@@ -93,8 +96,9 @@ def test_a_restarted_worker_goes_on_at_its_step(tmp_path: Path, rules: dict[str,
                 assert diloco.global_step == begins + steps
 
 
-def test_a_late_worker_begins_where_the_others_are(tmp_path: Path) -> None:
-    """Site b joins after two rounds of three steps each that a has made alone; both end with the run's 12 steps."""
+def test_a_late_worker_starts_at_the_runs_step(tmp_path: Path) -> None:
+    """A worker that joins late starts with the number of steps that the others have made."""
+    # Site b joins after two rounds of three steps each that a has made alone; both end with the run's 12 steps.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 3}
     with plain_server(tmp_path, vector(), **rules, sites=1, rounds=4) as server:
         first, late = Loop(server, tmp_path), Loop(server, tmp_path, "b")
@@ -113,7 +117,7 @@ def test_a_late_worker_begins_where_the_others_are(tmp_path: Path) -> None:
         assert late.seen[-1][:2] == (4, 12)
 
 
-def test_a_worker_alone_counts_its_own_steps(tmp_path: Path) -> None:
+def test_a_worker_without_a_server_counts_its_own_steps(tmp_path: Path) -> None:
     model = vector()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with atoll.DiLoCo(model, optimizer) as diloco:
@@ -122,8 +126,9 @@ def test_a_worker_alone_counts_its_own_steps(tmp_path: Path) -> None:
         assert (diloco.version, diloco.global_step, diloco.config) == (0, 1, {})
 
 
-def test_rounds_know_the_steps_behind_them(tmp_path: Path) -> None:
-    """Sites report 4 and 6 steps in round 1, and 10 each in round 3; round 2 is skipped: 0, 5, 5 and 15 steps."""
+def test_rounds_know_the_steps_before_them(tmp_path: Path) -> None:
+    """A round tells its script the mean number of steps of all earlier rounds together."""
+    # Sites report 4 and 6 steps in round 1, and 10 each in round 3; round 2 is skipped: 0, 5, 5 and 15 steps.
     with World(tmp_path, START, rounds=4) as world:
         found = []
         for number, steps in enumerate(((4, 6), None, (10, 10), (1, 1)), 1):
@@ -141,8 +146,9 @@ def test_rounds_know_the_steps_behind_them(tmp_path: Path) -> None:
         assert world.status.history[-1].global_step == 16.0
 
 
-def test_asynchronous_steps_count_once_for_all_sites(tmp_path: Path) -> None:
-    """Each of two sites makes 10 steps in turn: after four outer steps, the run has 20 steps along one site."""
+def test_asynchronous_steps_are_averaged_over_sites(tmp_path: Path) -> None:
+    """In an asynchronous run, steps that two sites make side by side count once."""
+    # Each of two sites makes 10 steps in turn: after four outer steps, the run has 20 steps along one site.
     with World(tmp_path, START, rounds=4, **{"async.enabled": True}) as world:
         world.join()
         for number, site in enumerate("abab", 1):
@@ -153,8 +159,9 @@ def test_asynchronous_steps_count_once_for_all_sites(tmp_path: Path) -> None:
         assert [each.global_step for each in world.status.history] == [5.0, 10.0, 15.0, 20.0]
 
 
-def test_a_checkpoint_has_the_place_in_plain_values(tmp_path: Path) -> None:
-    """JSON values; one without the step, of an earlier release, is loaded, too, and other keys are refused."""
+def test_a_checkpoint_has_plain_values(tmp_path: Path) -> None:
+    """A checkpoint of a DiLoCo loop has only JSON values."""
+    # One of an earlier release, without the step, is loaded; other keys are refused.
     rules = PLAIN_DILOCO | {"diloco.sync_every": 2}
     with plain_server(tmp_path, vector(), **rules, sites=1, rounds=4) as server:
         loop = Loop(server, tmp_path)

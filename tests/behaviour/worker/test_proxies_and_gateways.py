@@ -74,10 +74,8 @@ def parts_in(lines: list[str]) -> set[str]:
 def test_a_proxy_gets_its_password(
     tmp_path: Path, environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Messages and parts go through the proxy, with its password. The log shows the proxy's address once.
-
-    The password is neither in the log nor sent to the server.
-    """
+    """Messages and parts go through the proxy, with its password."""
+    # The log shows the proxy's address once. The password is neither in the log nor sent to the server.
     caplog.set_level(logging.INFO, "atoll")
     with one_round(tmp_path) as server, HttpProxy(server.port, login="me@here:p/ss") as proxy:
         environment.setenv("http_proxy", f"http://me%40here:p%2Fss@127.0.0.1:{proxy.port}")
@@ -125,10 +123,8 @@ NOT_EXEMPT = ["", "xample", "l.example", "fl.example:1", "fl.example.org", "10.0
 def test_no_proxy_exempts_names_domains_and_ports(
     environment: pytest.MonkeyPatch, no_proxy: str, *, exempt: bool
 ) -> None:
-    """If `NO_PROXY` has a name, a domain or a port that fits the server, requests do not go through the proxy.
-
-    The proxy refuses with 403. Without the proxy, the name of the server is unknown.
-    """
+    """If `NO_PROXY` has a name, a domain or a port that fits the server, requests do not go through the proxy."""
+    # The proxy refuses with 403. Without the proxy, the name of the server is unknown.
     port = free_port()
     with HttpProxy(port, refuses=403) as proxy:
         environment.setenv("HTTP_PROXY", proxy.url)
@@ -170,11 +166,8 @@ def test_a_proxy_without_a_port_uses_port_80(environment: pytest.MonkeyPatch) ->
 
 
 def test_lower_case_proxy_variables_take_precedence(tmp_path: Path, environment: pytest.MonkeyPatch) -> None:
-    """Proxy variables in lower case take precedence over those in upper case. This machine's own addresses need no
-    proxy.
-
-    An empty variable takes the proxy of `HTTP_PROXY` away, as with curl.
-    """
+    """Proxy variables in lower case take precedence over those in upper case."""
+    # This machine's own addresses need no proxy. An empty variable takes the proxy of `HTTP_PROXY` away, as with curl.
     away = f"http://127.0.0.1:{free_port()}"
     with one_round(tmp_path) as server, HttpProxy(server.port) as proxy:
         for name in VARIABLES[:3]:
@@ -228,8 +221,8 @@ def test_a_proxy_that_refuses_is_reported(
 
 @pytest.mark.parametrize("refuses", [403, 407, 502])
 def test_a_site_reports_its_proxy_in_one_line(tmp_path: Path, environment: pytest.MonkeyPatch, refuses: int) -> None:
-    """If a proxy refuses, a site ends with one line that names the proxy: at once where waiting does not help,
-    otherwise after its patience.
+    """If a proxy refuses a site's requests, the site ends with one line that names the proxy, at once or after it has
+    tried for a while.
     """
     environment.setenv("ATOLL_GIVE_UP_S", "0.5")
     with HttpProxy(free_port(), refuses=refuses) as proxy:

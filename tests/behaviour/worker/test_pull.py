@@ -73,11 +73,11 @@ class HalfFrozen(nn.Module):
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
 @pytest.mark.usefixtures("pulled_apart")
 def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
-    """A pull loads an unchanged tensor into a new model, even if the download breaks off once.
-
-    The base file has the unchanged part from the version before. Guards against a second attempt that finds this part
-    in the file and does not load it.
+    """A pull into a new model also loads the tensors that have not changed since the last version, even if the download
+    breaks off once.
     """
+    # The base file has the unchanged part from the version before. Guards against a second attempt that finds this part
+    # in the file and does not load it.
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
         fault = Fault("GET .*/versions/1/[0-9a-f]{64}", "down", at, "reset")
@@ -95,10 +95,8 @@ def test_unchanged_parts_reach_a_new_model(tmp_path: Path, at: int) -> None:
 
 @pytest.mark.covers("P8")
 def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
-    """A pull loads large, small and transposed tensors. The second pull takes all of them from the base file.
-
-    Parts have 1 MiB. `large` (1.2 MB) is received directly into its memory, the other tensors are not.
-    """
+    """A pull loads large, small and transposed tensors. The second pull takes all of them from the base file."""
+    # Parts have 1 MiB. `large` (1.2 MB) is received directly into its memory, the other tensors are not.
     torch.manual_seed(3)
     source = {"large": torch.randn(600, 500), "turned": torch.randn(400, 300).t(), "small": torch.randn(7)}
     with World(tmp_path, source, "a", part_bytes=2**20) as world:
@@ -116,11 +114,9 @@ def test_a_pull_fills_every_kind_of_tensor(tmp_path: Path) -> None:
 def test_a_pull_starts_again_after_a_gone_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
-    """If a pull fails with `Gone`, the DiLoCo loop pulls again and loses no local step.
-
-    With H = 2, all weights start at 8, and each inner step subtracts 1. One round with an outer rate of 0.5 leaves 8 −
-    0.5·2 = 7. Two rounds with a rate of 1 leave 8 − 2 − 2 = 4.
-    """
+    """If a pull fails with `Gone`, the DiLoCo loop pulls again and loses no local step."""
+    # With H = 2, all weights start at 8, and each inner step subtracts 1. One round with an outer rate of 0.5 leaves 8
+    # − 0.5·2 = 7. Two rounds with a rate of 1 leave 8 − 2 − 2 = 4.
     pull, broken = HttpTransfer.pull, [True]
 
     def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:
@@ -179,10 +175,9 @@ def test_a_damaged_base_is_pulled_again(
     world: World, tmp_path: Path, damage: Callable[[Path], None], parts: list[int], warned: Callable[[], list[str]]
 ) -> None:
     """If a site's base file is missing, too short, all zeros or damaged in one part, the next pull downloads the wrong
-    parts again. An intact base file is not downloaded.
-
-    Damage in a file of the right length causes one warning.
+    parts again.
     """
+    # An intact base file is not downloaded. Damage in a file of the right length causes one warning.
     base = pulled_once(world)
     content = base.read_bytes()
     damage(base)
@@ -205,9 +200,8 @@ def test_a_damaged_base_is_pulled_again(
 def test_submit_requires_an_intact_base_file(world: World, tmp_path: Path, changed: dict[str, object]) -> None:
     """If the site's base file is damaged, incomplete or of another version, `submit` is refused until `load_into` has
     downloaded the version.
-
-    A training loop may have loaded the model in another way than with `load_into`.
     """
+    # A training loop may have loaded the model in another way than with `load_into`.
     base = pulled_once(world)
     if changed:
         rewrite_note(base.with_suffix(".json"), **changed)
@@ -227,9 +221,8 @@ def test_a_site_retrains_after_its_outbox_is_damaged(
 ) -> None:
     """If a site's outbox file is damaged or missing, the restarted site warns once, discards the outbox, and trains the
     round again.
-
-    Guards against an outbox with parts that the server refuses at every start of the worker.
     """
+    # Guards against an outbox with parts that the server refuses at every start of the worker.
     with Proxy(world.server.port) as proxy, world.worker(server=proxy.url) as worker:
         proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
         fl_round = worker.next_round()
@@ -265,11 +258,9 @@ class Fails(Filter):
 
 
 @pytest.mark.covers("F3")
-def test_forming_an_update_removes_the_old_note(world: World, tmp_path: Path) -> None:
-    """Before a site forms an update, it removes the note file of the update before.
-
-    Guards against a process that is killed half-way and leaves half of a new update beside an old note.
-    """
+def test_a_new_update_first_invalidates_the_old_one(world: World, tmp_path: Path) -> None:
+    """Before a site writes an update over the previous one, it removes the note that describes the previous one."""
+    # Guards against a process that is killed half-way and leaves half of a new update beside an old note.
     with world.worker(filters=[Fails()]) as worker:
         fl_round = worker.next_round()
         fl_round.submit(fl_round.load_into(model()))
@@ -284,10 +275,10 @@ def test_forming_an_update_removes_the_old_note(world: World, tmp_path: Path) ->
 @pytest.mark.covers("P8", "F41")
 def test_a_version_must_match_its_digest(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the parts that a server sends do not make up the announced version, `load_into` and the export refuse the
-    version. No file is exported.
-
-    The manifest names the announced version, but lists the parts of another version, which arrive intact.
+    version.
     """
+    # No file is exported. The manifest names the announced version, but lists the parts of another version, which
+    # arrive intact.
     (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
     content = bytearray(slot.read_bytes())
     content[-1] ^= 1
@@ -310,9 +301,8 @@ def test_a_version_must_match_its_digest(world: World, tmp_path: Path, monkeypat
 def test_a_server_that_went_back_is_reported(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the server's version is older than the version that a site has trained from, the site's log says that the
     server went back.
-
-    The server is at version 0, and the site has trained from version 5 of the same run.
     """
+    # The server is at version 0, and the site has trained from version 5 of the same run.
     rewrite_note(pulled_once(world).with_suffix(".json"), version=5, digest="0" * 64)
     with world.worker() as worker:
         worker.next_round().load_into(model())

@@ -138,11 +138,9 @@ def test_diloco_refuses_replacing_one_of_several_optimizers(tmp_path: Path) -> N
 
 @pytest.mark.covers("X11")
 def test_diloco_follows_an_optimizer_passed_to_follow(tmp_path: Path) -> None:
-    """A DiLoCo loop goes on with an optimizer that is passed to its method `follow`.
-
-    3 rounds of 2 steps, each of 1, make 6, including the first optimizer's step. After the run, the first optimizer may
-    step.
-    """
+    """A DiLoCo loop goes on with an optimizer that is passed to its method `follow`."""
+    # 3 rounds of 2 steps, each of 1, make 6, including the first optimizer's step. After the run, the first optimizer
+    # may step.
     model = two()
     with diloco(tmp_path, model, first := sgd(model)) as loop:
         loop.follow(second := sgd(model))
@@ -208,11 +206,9 @@ def test_a_partial_loop_lets_other_parameters_train(tmp_path: Path) -> None:
 def test_a_round_refuses_optimizers_not_passed_to_correct(
     tmp_path: Path, algorithm: str, told: str, replace: Any
 ) -> None:
-    """In FedProx, SCAFFOLD and FedNova, a step of an optimizer that was not passed to `correct` raises an error.
-
-    After `correct` gets this optimizer, the round goes on and counts the steps of both optimizers. After `submit`, any
-    optimizer may step.
-    """
+    """In FedProx, SCAFFOLD and FedNova, a step of an optimizer that was not passed to `correct` raises an error."""
+    # After `correct` gets this optimizer, the round goes on and counts the steps of both optimizers. After `submit`,
+    # any optimizer may step.
     model = two()
     with federated(tmp_path, model, algorithm) as fl_round:
         with fl_round.correct(model, optimizer := sgd(model)) as hooks:
@@ -229,10 +225,8 @@ def test_a_round_refuses_optimizers_not_passed_to_correct(
 
 @pytest.mark.covers("X11")
 def test_fedprox_corrects_a_newly_attached_optimizer() -> None:
-    """FedProx refuses a step of a second optimizer until this optimizer is attached, and then corrects its steps.
-
-    With μ = 1/2, the second step has the gradient −1 + 1/2·1, so the weights become 1 + 1/2.
-    """
+    """FedProx refuses a step of a second optimizer until this optimizer is attached, and then corrects its steps."""
+    # With μ = 1/2, the second step has the gradient −1 + 1/2·1, so the weights become 1 + 1/2.
     model = two()
     prox = fedprox(model, mu=0.5)
     with prox.attach(optimizer := sgd(model)):
@@ -247,11 +241,9 @@ def test_fedprox_corrects_a_newly_attached_optimizer() -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("told_to_optimizer", [True, False])
 def test_a_round_refuses_a_replaced_parameter(tmp_path: Path, told_to_optimizer: bool) -> None:
-    """If a script replaces a parameter of the model during a round, an error names the parameter.
-
-    If the optimizer holds the new parameter, its next step raises the error. If the optimizer does not hold it,
-    `submit` raises the error.
-    """
+    """If a script replaces a parameter of the model during a round, an error names the parameter."""
+    # If the optimizer holds the new parameter, its next step raises the error. If the optimizer does not hold it,
+    # `submit` raises the error.
     model = two()
     with federated(tmp_path, model) as fl_round, fl_round.correct(model, optimizer := sgd(model)):
         step(model, optimizer)
@@ -379,10 +371,9 @@ RIGHT = [
 def test_optimizers_that_replace_nothing_are_accepted(tmp_path: Path, kind: str, change: Any) -> None:
     """DiLoCo, FedProx and SCAFFOLD accept a wrapped, scheduled, scaled or reloaded optimizer, and a second optimizer
     that does not train the model.
-
-    With μ = 1/2, FedProx makes the weights 1, 1.5 and 1.75. In DiLoCo and in SCAFFOLD without controls, each step adds
-    1.
     """
+    # With μ = 1/2, FedProx makes the weights 1, 1.5 and 1.75. In DiLoCo and in SCAFFOLD without controls, each step
+    # adds 1.
     model = two()
     if kind == "diloco":
         with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
@@ -441,13 +432,10 @@ class Watched(nn.Parameter):
 
 @pytest.mark.parametrize("kind", ["diloco", "fedavg"])
 def test_a_step_reads_no_other_threads_gradients(tmp_path: Path, kind: str) -> None:
-    """An optimizer step in one thread does not read the gradients of a model that another thread trains.
-
-    A backward pass replaces gradients without the GIL, so a read at that moment corrupts the memory of the process.
-
-    The other thread trains an equal model with master weights in fp64. Only gradients could tell to which model these
-    belong.
-    """
+    """An optimizer step in one thread does not read the gradients of a model that another thread trains."""
+    # A backward pass replaces gradients without the GIL, so a read at that moment corrupts the memory of the process.
+    # The other thread trains an equal model with master weights in fp64. Only gradients could tell to which model these
+    # belong.
     model = two()
     model.w, model.b = (Watched(value.data + 1) for value in (model.w, model.b))
     optimizer = sgd(model)
@@ -465,10 +453,9 @@ def test_a_step_reads_no_other_threads_gradients(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.covers("X11")
 def test_master_weights_of_equal_models_are_not_confused(tmp_path: Path) -> None:
-    """Two DiLoCo loops in one process do not confuse the master weights of two models with equal values.
-
-    The second model starts with the values that the first model has after a step, and both models have equal gradients.
-    """
+    """Two DiLoCo loops in one process do not confuse the master weights of two models with equal values."""
+    # The second model starts with the values that the first model has after a step, and both models have equal
+    # gradients.
     model = two()
     nn.init.ones_(model.w)
     with diloco(tmp_path / "one", model, masters(model)):
@@ -495,10 +482,9 @@ class ZeroOrder(Optimizer):
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
-def test_a_replacing_zero_order_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
-    """If an optimizer without gradients takes the place of another optimizer, its second step is refused.
-
-    Its first step passes, since only that step shows that the optimizer trains the model.
+def test_replacing_by_a_gradient_free_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
+    """If an optimizer that uses no gradients replaces the loop's optimizer, its second step is refused; the first one
+    only shows what it trains.
     """
     model = two()
     told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
@@ -515,10 +501,8 @@ def test_a_replacing_zero_order_optimizer_is_refused(tmp_path: Path, kind: str) 
 
 
 def test_gradient_free_steps_that_move_nothing_are_accepted(tmp_path: Path) -> None:
-    """A step without gradients by a second optimizer is accepted if it does not move the weights.
-
-    3 rounds of 2 steps of the followed optimizer, each of 1, make 6.
-    """
+    """A step without gradients by a second optimizer is accepted if it does not move the weights."""
+    # 3 rounds of 2 steps of the followed optimizer, each of 1, make 6.
     model = two()
     with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
         still = ZeroOrder(model)

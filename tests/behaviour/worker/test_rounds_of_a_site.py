@@ -73,11 +73,9 @@ class ByDLPack(Foreign):
 @pytest.mark.parametrize("wrap", [np.asarray, ByArray, ByDLPack], ids=["numpy", "__array__", "dlpack"])
 @pytest.mark.parametrize("tied", [("wide", "twin"), ("wide",)], ids=["both", "one"])
 def test_a_worker_receives_and_submits_arrays(client: ManualSite, wrap: Any, tied: tuple[str, ...]) -> None:
-    """A site can receive the model as NumPy arrays and submit arrays, also as objects with `__array__` or DLPack.
-
-    The site adds 1 to `wide` and `count` and doubles `small`. The results are exact in each dtype, so the next version
-    has exactly these values.
-    """
+    """A site can receive the model as NumPy arrays and submit arrays, also as objects with `__array__` or DLPack."""
+    # The site adds 1 to `wide` and `count` and doubles `small`. The results are exact in each dtype, so the next
+    # version has exactly these values.
     arrays, tensors = client.pull(framework="numpy"), client.pull()
     for name, array in arrays.items():
         assert torch.equal(torch.from_numpy(array).to(tensors[name].dtype), tensors[name])
@@ -141,9 +139,8 @@ def test_submitted_values_must_be_plain_number_arrays(round_of: Any, entry: Any,
 
 @pytest.mark.covers("P16")
 def test_a_wrong_dtype_or_shape_is_refused(round_of: Any) -> None:
-    """If a submitted array has a wrong dtype or shape, the error names the tensor. An unknown framework is refused by
-    its name. The round can still be submitted.
-    """
+    """If a submitted array has a wrong dtype or shape, the error names the tensor."""
+    # An unknown framework is refused by its name. The round can still be submitted.
     state = round_of.state_dict("numpy")
     for spoilt in (state["wide"].astype(np.float64), state["wide"][:1]):
         with pytest.raises(SchemaMismatch, match="wide"):
@@ -261,10 +258,9 @@ def test_a_round_refuses_calls_after_leaving(client: ManualSite, round_of: Any, 
 def test_a_late_site_may_continue(tmp_path: Path) -> None:
     """A site that is still training when its round closes may load the newest model, submit its update, and go on in a
     later round.
-
-    Site `b` trains in round 1 while two rounds close without it. Loading the newest model does not change the model
-    that `b` trains.
     """
+    # Site `b` trains in round 1 while two rounds close without it. Loading the newest model does not change the model
+    # that `b` trains.
     settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
     model, seen = build_model(), build_model()
     with World(tmp_path, build_model(), **settings) as world:

@@ -23,8 +23,9 @@ def base_and_head() -> nn.Sequential:
     return model
 
 
-def test_says_once_that_frozen_parameters_travel(tmp_path: Path) -> None:
-    """With their bytes, in the log and in the status; a site may have frozen them after it loaded the model."""
+def test_frozen_parameters_in_updates_are_reported_once(tmp_path: Path) -> None:
+    """If frozen parameters are sent in each update, the log and the status say so once, with their bytes."""
+    # A site may have frozen them after it loaded the model.
     torch.manual_seed(0)
     with World(tmp_path, base_and_head(), "a", rounds=2) as world:
         model = base_and_head().requires_grad_(True)
@@ -42,8 +43,8 @@ def test_says_once_that_frozen_parameters_travel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["", "keep"])
-def test_says_nothing_of_what_is_trained(tmp_path: Path, frozen: str) -> None:
-    """Nor of frozen parameters that stay at the site."""
+def test_trained_parameters_cause_no_such_report(tmp_path: Path, frozen: str) -> None:
+    """Trained parameters, and frozen ones that stay at the site, cause no report about frozen parameters."""
     model = base_and_head() if frozen else base_and_head().requires_grad_(True)
     rules = {"model.buffers": {"0.*": frozen}} if frozen else {}
     with World(tmp_path, model, "a", rounds=1, **rules) as world:
@@ -54,7 +55,7 @@ def test_says_nothing_of_what_is_trained(tmp_path: Path, frozen: str) -> None:
     assert "does not train" not in world.text
 
 
-def test_diloco_says_that_frozen_parameters_travel(tmp_path: Path) -> None:
+def test_diloco_reports_frozen_parameters_once(tmp_path: Path) -> None:
     model = base_and_head()
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
     world = World(tmp_path, model, "a", algorithm="diloco", rounds=2, H=1)
@@ -73,7 +74,10 @@ def test_diloco_says_that_frozen_parameters_travel(tmp_path: Path) -> None:
 def test_warns_of_fragments_without_overlap(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fragments: int, tau: int, is_said: bool
 ) -> None:
-    """On a link with delay, with the delay that was measured; a fast link, or overlap, needs no warning."""
+    """On a link with delay, the server warns if fragments are synchronised without overlap, and gives the measured
+    delay.
+    """
+    # A fast link, or overlap, needs no warning.
     monkeypatch.setattr(session, "HEARTBEAT_GAP_S", 0.01)
     beats = {"network.heartbeat_interval_s": 0.05, "network.heartbeat_timeout_s": 60.0}
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -143,11 +143,9 @@ def test_a_forked_child_does_not_leave(server: atoll.Server, start: Start, join:
 def test_a_worker_leaves_despite_late_signals(
     server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
-    """If SIGTERM arrives while Python exits, the worker still completes its leaving.
-
-    A signal in an exit handler before the leaving makes the site's state `failed`. A signal during the leaving does
-    not: the state is `left`.
-    """
+    """If SIGTERM arrives while Python exits, the worker still completes its leaving."""
+    # A signal in an exit handler before the leaving makes the site's state `failed`. A signal during the leaving does
+    # not: the state is `left`.
     script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
     own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
     ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
@@ -282,10 +280,8 @@ def train(worker):
 def test_interrupted_scripts_with_subprocesses_print_one_line(
     nursery: Nursery, tmp_path: Path, script: str, client: str, file: str
 ) -> None:
-    """If Ctrl-C interrupts a script that trains in other processes, the script ends with one line and no traceback.
-
-    The file says `ready` once one of these processes trains.
-    """
+    """If Ctrl-C interrupts a script that trains in other processes, the script ends with one line and no traceback."""
+    # The file says `ready` once one of these processes trains.
     (tmp_path / "client.py").write_text(client)
     (tmp_path / "script.py").write_text(script)
     process = nursery.start(str(tmp_path / "script.py"), cwd=tmp_path)
@@ -296,11 +292,9 @@ def test_interrupted_scripts_with_subprocesses_print_one_line(
 @pytest.mark.covers("X3")
 @pytest.mark.timeout(400)
 def test_an_interrupted_simulate_command_exits_with_130(nursery: Nursery, tmp_path: Path) -> None:
-    """If Ctrl-C interrupts `atoll simulate`, the command exits with 130. It prints one line that it is stopping, and no
-    traceback.
-
-    As in a terminal, the signal interrupts the training processes too.
-    """
+    """If Ctrl-C interrupts `atoll simulate`, the command exits with 130."""
+    # It prints one line that it is stopping, and no traceback. As in a terminal, the signal interrupts the training
+    # processes too.
     (tmp_path / "client.py").write_text(VIRTUAL)
     write_run_file(tmp_path, **{"model.source": "client:Model", "run.script": "client.py:train"})
     process = nursery.start("atoll", "simulate", "run.toml", "--processes", "1", cwd=tmp_path)

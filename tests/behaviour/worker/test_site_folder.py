@@ -131,9 +131,8 @@ def moved_away(folder: Path) -> Path:
 def test_nothing_is_changed_through_a_link(tmp_path: Path, name: str) -> None:
     """A site removes and writes nothing through a symbolic link, neither in place of its folder nor in place of a file
     there.
-
-    Guards against emptying the target of such a link, which is outside the site's folder.
     """
+    # Guards against emptying the target of such a link, which is outside the site's folder.
     first = one_run(tmp_path, "first")
     target = moved_away(first / name) if name else moved_away(first)
     files = sorted(target.iterdir()) if target.is_dir() else [target]
@@ -170,10 +169,8 @@ def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
 def test_run_ids_that_leave_the_folder_are_refused(tmp_path: Path, run: str) -> None:
-    """A site refuses a run id that leads out of the site's folder, and creates no folder.
-
-    The run id comes from the server and names the folder. The site removes other folders beside this one.
-    """
+    """A site refuses a run id that leads out of the site's folder, and creates no folder."""
+    # The run id comes from the server and names the folder. The site removes other folders beside this one.
     with plain_server(tmp_path, nn.Linear(8, 4)) as server:
         answers = {path: get(server.url, path)[1] for path in ("/v1/run", "/v1/schema")}
     answers["/v1/run"]["run"] = run
@@ -251,11 +248,9 @@ def test_a_site_joins_beside_an_orphan(tmp_path: Path, nursery: Nursery) -> None
 
 
 def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
-    """A site does not send an outbox that belongs to another site.
-
-    The folder of `a` is a copy of the folder of `b`. The update of `b` must not count again as that of `a`: (2 + 4)/2 =
-    3.
-    """
+    """A site does not send an outbox that belongs to another site."""
+    # The folder of `a` is a copy of the folder of `b`. The update of `b` must not count again as that of `a`: (2 + 4)/2
+    # = 3.
     with World(tmp_path, {"w": torch.zeros(1)}, rounds=2) as world:
         world.pull(number=1)
         world.submit("b", 2.0)

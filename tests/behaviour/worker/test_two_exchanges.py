@@ -51,9 +51,9 @@ def kinds(proxy: Proxy) -> list[str]:
 def test_a_small_models_round_takes_two_requests(tmp_path: Path) -> None:
     """In a run of a small model, a round takes two requests: one gets the ticket with the version, the other sends the
     update.
-
-    A third request asks for the ticket's state, if the site does not know yet whether its last update is safe on disk.
     """
+    # A third request asks for the ticket's state, if the site does not know yet whether its last update is safe on
+    # disk.
     with World(tmp_path, ones(), "a", rounds=3) as world, Proxy(world.server.port) as proxy:
         up, _ = add_one(world, proxy.url)
         assert world.finish()["w"].unique().tolist() == [4.0]
@@ -124,10 +124,8 @@ def framed_answer(url: str, lease: str, holds: str = "") -> bytes:
 
 
 def test_a_ticket_includes_a_version_the_site_lacks(tmp_path: Path) -> None:
-    """If a site lacks the round's version, the answer with its ticket includes the version.
-
-    A site that has the version gets the ticket alone. A site that does not say which version it has gets plain JSON.
-    """
+    """If a site lacks the round's version, the answer with its ticket includes the version."""
+    # A site that has the version gets the ticket alone. A site that does not say which version it has gets plain JSON.
     with World(tmp_path, ones(), "a", rounds=1) as world:
         site = WireSite(world.server.url, "a")
         reply, data = read_framed(messages.TicketReply, framed_answer(world.server.url, site.lease))
@@ -151,11 +149,8 @@ def test_a_ticket_includes_a_version_the_site_lacks(tmp_path: Path) -> None:
     ids=["above 1 MiB", "with differences"],
 )
 def test_other_versions_come_as_a_manifest_only(tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
-    """If a version has more than 1 MiB or is sent as a difference, only its manifest comes with the ticket. The site
-    downloads the parts.
-
-    A header precedes the tensors, so 2^18 elements take more than 1 MiB.
-    """
+    """If a version has more than 1 MiB or is sent as a difference, only its manifest comes with the ticket."""
+    # The site downloads the parts. A header precedes the tensors, so 2^18 elements take more than 1 MiB.
     with (
         World(tmp_path, {"w": torch.ones(size)}, "a", rounds=2, **settings) as world,
         Proxy(world.server.port) as proxy,
@@ -216,8 +211,8 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.covers("X2")
 def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) -> None:
-    """If the message behind a part is malformed, the server answers 400 and records nothing of the part. A correct
-    request later counts.
+    """If a small update is sent in one request and the message after its bytes is malformed, the server answers 400 and
+    records nothing.
     """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
@@ -234,9 +229,8 @@ def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) 
 
 
 def test_a_wrong_update_digest_is_a_conflict(tmp_path: Path) -> None:
-    """If the message behind a part has a wrong digest, the server answers 409.
-
-    The part is on disk, so the right message alone completes the update.
+    """If a small update is sent in one request and its digest is wrong, the server answers 409. The right message alone
+    then completes the update.
     """
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
@@ -252,9 +246,8 @@ def test_a_wrong_update_digest_is_a_conflict(tmp_path: Path) -> None:
 def test_several_connections_share_a_file_above_4_mib(mib: float, parts: int) -> None:
     """The file of a version is one part up to 4 MiB, and several parts above it, so that several connections can share
     the file.
-
-    Up to 64 MiB, there are as many parts as connections, and their sizes differ by less than 256 KiB.
     """
+    # Up to 64 MiB, there are as many parts as connections, and their sizes differ by less than 256 KiB.
     elements = int(mib * 2**20 / 40)
     layout = version_layout(Schema(tuple(TensorSpec(f"t{i}", "F32", (elements,), "params") for i in range(10))))
     sizes = [part.nbytes for part in layout.all_parts]

@@ -119,10 +119,8 @@ def test_master_weights_follow_each_synchronisation(tmp_path: Path, kind: Any, d
 
 @pytest.mark.covers("X11")
 def test_master_weights_follow_beside_equal_shaped_buffers(tmp_path: Path) -> None:
-    """Master weights follow each synchronisation, even if a buffer of the same shape stands between the parameters.
-
-    One of the parameters has no full-precision copy. 3 rounds that each add half of 2 make 3.
-    """
+    """Master weights follow each synchronisation, even if a buffer of the same shape stands between the parameters."""
+    # One of the parameters has no full-precision copy. 3 rounds that each add half of 2 make 3.
 
     def build() -> nn.Module:
         model = nn.ModuleList([two(torch.bfloat16), two(torch.bfloat16)])
@@ -168,10 +166,8 @@ def test_master_weights_follow_fragments_and_merges(tmp_path: Path, settings: di
 
 
 def test_another_model_is_not_treated_as_copy(tmp_path: Path) -> None:
-    """If an optimizer also trains a second model, Atoll does not treat the second model as a copy of the weights.
-
-    The second model starts with the values of the first, as a copy would. Its 6 steps of 2 make 12.
-    """
+    """If an optimizer also trains a second model, Atoll does not treat the second model as a copy of the weights."""
+    # The second model starts with the values of the first, as a copy would. Its 6 steps of 2 make 12.
     model, other = two(), two()
     optimizer = plain([*model.parameters(), *other.parameters()])
 
@@ -235,11 +231,10 @@ class WithAverage(SGD):
 
 @pytest.mark.covers("X11")
 def test_slow_weights_equal_to_the_weights_follow(tmp_path: Path) -> None:
-    """The slow weights of Lookahead follow a synchronisation if they equal the weights there.
-
-    k = H = 2: the sites add half of 2 and half of 6 in a round. The outer step takes half of their mean of 2, so the
-    model gains 1.
+    """The slow weights of Lookahead follow a synchronisation if they equal the weights there. k = H = 2: the sites add
+    half of 2 and half of 6 in a round.
     """
+    # The outer step takes half of their mean of 2, so the model gains 1.
     assert run(tmp_path, lambda parameters: Lookahead(parameters, k=2)) == {"w": 3.0, "b": 4.0}
 
 
@@ -256,9 +251,8 @@ def test_slow_weights_equal_to_the_weights_follow(tmp_path: Path) -> None:
 def test_copies_that_differ_from_weights_are_refused(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
     """If an optimizer's copy of the weights differs from the weights at a synchronisation, the error names the copy and
     a remedy that fits it.
-
-    With H = 4, these copies have equalled the weights at an earlier step.
     """
+    # With H = 4, these copies have equalled the weights at an earlier step.
     model = two()
     optimizer = make(model.parameters())
     with World(tmp_path, two(), "a", rounds=2, H=4, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
@@ -282,11 +276,9 @@ class WithPlainName(SGD):
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("make", [ScheduleFree, WithPlainName], ids=["schedule-free", "average"])
 def test_a_used_schedule_free_optimizer_is_refused(tmp_path: Path, make: Any) -> None:
-    """A DiLoCo loop refuses a schedule-free optimizer that has stepped before the run. An optimizer that keeps only an
-    average is accepted.
-
-    After earlier steps, the `z` of a schedule-free optimizer does not equal the weights at any step of the run.
-    """
+    """A DiLoCo loop refuses a schedule-free optimizer that has stepped before the run."""
+    # An optimizer that keeps only an average is accepted. After earlier steps, the `z` of a schedule-free optimizer
+    # does not equal the weights at any step of the run.
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.ones(16), torch.ones(4, 4)])
@@ -309,10 +301,8 @@ def test_a_used_schedule_free_optimizer_is_refused(tmp_path: Path, make: Any) ->
 
 
 def test_synchronisations_keep_an_average_of_the_weights(tmp_path: Path) -> None:
-    """A synchronisation does not change an average of the weights that the optimizer keeps.
-
-    With one site, the steps from 0 give 1, 2, 3 and 4. The average is 1, 1.5, 2.25 and 3.125.
-    """
+    """A synchronisation does not change an average of the weights that the optimizer keeps."""
+    # With one site, the steps from 0 give 1, 2, 3 and 4. The average is 1, 1.5, 2.25 and 3.125.
     model = two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
     world = World(tmp_path, two(), "a", rounds=2, H=2, **PLAIN_DILOCO)
@@ -396,11 +386,9 @@ class PartlyHidden(Hidden):
 def test_partly_undone_synchronisations_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, is_undone: bool, noise: float
 ) -> None:
-    """If an optimizer undoes a synchronisation for some weights only, the log says that the result is wrong. A plain
-    optimizer causes no warning.
-
-    The biases, of which there are as many as weights, follow the synchronisation. The gradients may be noisy.
-    """
+    """If an optimizer undoes a synchronisation for some weights only, the log says that the result is wrong."""
+    # A plain optimizer causes no warning. The biases, of which there are as many as weights, follow the
+    # synchronisation. The gradients may be noisy.
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.zeros(8, 8), torch.zeros(32), torch.zeros(32)])
@@ -419,10 +407,8 @@ def test_partly_undone_synchronisations_are_reported(
 
 @pytest.mark.covers("X11")
 def test_optimizers_that_step_in_turn_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If each parameter has its own optimizer, the log does not say that a synchronisation was undone.
-
-    Each step of 1 is as long as the step that would undo a synchronisation, which is half of 2.
-    """
+    """If each parameter has its own optimizer, the log does not say that a synchronisation was undone."""
+    # Each step of 1 is as long as the step that would undo a synchronisation, which is half of 2.
 
     def build() -> nn.Module:
         return nn.ParameterList([torch.zeros(8), torch.zeros(8)])
@@ -462,12 +448,9 @@ def with_another_site(world: World, model: Any, train: Callable[[Any], None]) ->
 @pytest.mark.parametrize("corrects", [False, True], ids=["unknown", "hooked"])
 @pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup, ReshapedInState, Flat])
 def test_master_weights_follow_federated_rounds(tmp_path: Path, kind: Any, corrects: bool) -> None:
-    """In a federated run, an optimizer's copies of the weights follow the model that each round loads.
-
-    This site's 2 steps add 2 and the other site adds 10, so the model gains 6 in each of 3 rounds.
-
-    The values in the first loaded model differ from those for which the optimizer was made.
-    """
+    """In a federated run, an optimizer's copies of the weights follow the model that each round loads."""
+    # This site's 2 steps add 2 and the other site adds 10, so the model gains 6 in each of 3 rounds. The values in the
+    # first loaded model differ from those for which the optimizer was made.
     model = two()
     nn.init.constant_(model.w, -5.0)
     nn.init.constant_(model.b, -6.0)
@@ -485,12 +468,9 @@ def test_master_weights_follow_federated_rounds(tmp_path: Path, kind: Any, corre
 
 @pytest.mark.covers("X11")
 def test_master_weights_in_wrappers_follow_rounds(tmp_path: Path) -> None:
-    """If a wrapper contains an optimizer with its own copies of the weights, these copies follow each round.
-
-    Atoll knows neither the wrapper nor its optimizer. The gradients show to which weights the copies belong.
-
-    The steps add 2 in a round, and the server keeps half of the change, so the model gains 1 in each of 3 rounds.
-    """
+    """If a wrapper contains an optimizer with its own copies of the weights, these copies follow each round."""
+    # Atoll knows neither the wrapper nor its optimizer. The gradients show to which weights the copies belong. The
+    # steps add 2 in a round, and the server keeps half of the change, so the model gains 1 in each of 3 rounds.
     model, optimizers = two(torch.bfloat16), list[Outside]()
 
     def train(_: Any) -> None:
@@ -508,9 +488,8 @@ def test_master_weights_in_wrappers_follow_rounds(tmp_path: Path) -> None:
 def test_master_weights_of_two_sites_are_not_confused(tmp_path: Path) -> None:
     """If two sites in one process have optimizers of the same class, Atoll does not confuse their copies of the
     weights.
-
-    The sites add 2 and 6 in a round, so the model gains 4. The last round starts from 8 and 9.
     """
+    # The sites add 2 and 6 in a round, so the model gains 4. The last round starts from 8 and 9.
     models = {site: two() for site in GRADIENTS}
     optimizers = {site: InList(model.parameters()) for site, model in models.items()}
     with World(tmp_path, two(), GRADIENTS, rounds=3) as world, world.worker("a") as worker, world.worker("b") as other:
@@ -529,11 +508,9 @@ def test_master_weights_of_two_sites_are_not_confused(tmp_path: Path) -> None:
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("kind", [InList, Outside])
 def test_a_personal_model_keeps_its_master_weights(tmp_path: Path, kind: Any) -> None:
-    """If a site also trains a personal model, the rounds do not change the master weights of that model.
-
-    The personal model starts with the values of this site's model and makes 6 steps of 2. The run's model gains 2 in
-    each of 3 rounds.
-    """
+    """If a site also trains a personal model, the rounds do not change the master weights of that model."""
+    # The personal model starts with the values of this site's model and makes 6 steps of 2. The run's model gains 2 in
+    # each of 3 rounds.
     model, shared = two(torch.bfloat16), two(torch.bfloat16)
     personal = deepcopy(model)
     nn.init.constant_(shared.w, 10.0)
@@ -563,11 +540,9 @@ class WithNumbers(SGD):
 
 @pytest.mark.covers("X11")
 def test_velocities_and_counts_are_not_treated_as_copies() -> None:
-    """A velocity or a count in an optimizer's state is not treated as a copy of a weight with an equal value.
-
-    The velocity equals a weight of zeros, and the count equals a weight with the single element 1. A load of 5 changes
-    the weights only.
-    """
+    """A velocity or a count in an optimizer's state is not treated as a copy of a weight with an equal value."""
+    # The velocity equals a weight of zeros, and the count equals a weight with the single element 1. A load of 5
+    # changes the weights only.
     model = nn.ParameterDict({"zero": torch.zeros(3), "one": torch.ones(1)})
     weights, copies = dict(model.named_parameters()), WeightCopies(pytest.fail)
     for name, weight in weights.items():
@@ -586,9 +561,8 @@ def test_velocities_and_counts_are_not_treated_as_copies() -> None:
 def test_a_load_keeps_a_step_of_master_weights() -> None:
     """If only the optimizer's copies of the weights have made a step, the next load adds to the weights after this
     step.
-
-    5 is loaded, the step adds 1, and the next load adds 10, which makes 16.
     """
+    # 5 is loaded, the step adds 1, and the next load adds 10, which makes 16.
     model = two()
     masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
     optimizer, copies, tensors = SGD(masters, lr=1.0), WeightCopies(pytest.fail), dict(model.named_parameters())
@@ -609,9 +583,8 @@ def test_a_load_keeps_a_step_of_master_weights() -> None:
 def test_master_weights_from_zero_cause_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the weights start at zero, an optimizer with copies of the weights causes no warning of an undone
     synchronisation.
-
-    The first load changes nothing that a step could undo. The site adds 2 in each of 3 rounds.
     """
+    # The first load changes nothing that a step could undo. The site adds 2 in each of 3 rounds.
 
     def zeros() -> nn.Module:
         return nn.ParameterList([torch.zeros(4), torch.zeros(4)])
@@ -632,10 +605,9 @@ def test_master_weights_from_zero_cause_no_warning(tmp_path: Path, caplog: pytes
 def test_slow_weights_in_unknown_wrappers_are_refused(tmp_path: Path, passes: str) -> None:
     """If slow weights in an unknown wrapper differ from the weights at the end of a round, the site gets an error that
     names them.
-
-    This Lookahead is not a torch optimizer. With k = 2, its slow weights differ from the weights after a round of 3
-    steps.
     """
+    # This Lookahead is not a torch optimizer. With k = 2, its slow weights differ from the weights after a round of 3
+    # steps.
     model = two()
     lookahead = Lookahead(model.parameters(), k=2)
 
@@ -747,10 +719,10 @@ def test_handwritten_optimizers_without_copies_cause_no_warning(
 
 @pytest.mark.covers("X11")
 def test_a_step_to_the_own_optimum_is_no_undone_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A first step of SGD that leads back to the site's own optimum, followed by noise, is not called an undone load.
-
-    With lr = 0.5 on (w − t)², each step lands on its target t, which is the site's optimum and some noise.
+    """A first step of SGD that leads back to the site's own optimum, followed by noise, is not called
+    an undone load.
     """
+    # With lr = 0.5 on (w − t)², each step lands on its target t, which is the site's optimum and some noise.
     optimum = {"a": 0.0, "b": 8.0}
 
     def train(worker: atoll.Worker) -> None:

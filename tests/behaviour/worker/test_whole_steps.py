@@ -183,9 +183,8 @@ def test_steps_under_a_later_schedule_are_sent(tmp_path: Path) -> None:
 def test_a_failed_step_does_not_count(tmp_path: Path) -> None:
     """If an optimizer's step raises an error after the step of its parent class, this step does not count as a local
     step.
-
-    The failed step makes the weight 1. Each later step keeps the weight: (1 + 1)/2 = 1.
     """
+    # The failed step makes the weight 1. Each later step keeps the weight: (1 + 1)/2 = 1.
 
     class Fails(Derived):
         def step(self, closure: Any = None) -> Any:
@@ -224,10 +223,8 @@ def test_diloco_restores_the_optimizer_afterwards(tmp_path: Path, make: Callable
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_steps_of_a_frozen_optimizer_do_not_count(tmp_path: Path, is_first: bool) -> None:
-    """Steps of an optimizer without trained parameters do not count as local steps.
-
-    Two optimizers step in turn, and one of them has frozen parameters only. With H = 2, two turns make a round.
-    """
+    """Steps of an optimizer without trained parameters do not count as local steps."""
+    # Two optimizers step in turn, and one of them has frozen parameters only. With H = 2, two turns make a round.
     model = Weights(w=torch.zeros(3), frozen=torch.ones(2))
     trained, frozen = SGD([model.w], lr=1.0), SGD([model.frozen.requires_grad_(False)], lr=1.0)
     turn = [frozen, trained] if is_first else [trained, frozen]
@@ -276,13 +273,10 @@ class Sharpness(SGD):
 @pytest.mark.parametrize("in_two_calls", [True, False])
 @pytest.mark.parametrize("kind", ["diloco", "fedprox"])
 def test_steps_of_inner_optimizers_count(tmp_path: Path, kind: str, in_two_calls: bool) -> None:
-    """DiLoCo and FedProx count the steps of an optimizer that is inside the script's optimizer, as with SAM.
-
-    The gradient is −1, so four steps add 4. FedProx with μ = 1/2 makes the weights 1, 3/2, 7/4 and 15/8.
-
-    In one call, FedProx corrects the gradient where the closure forms it, at w + 1. This adds μ·1, which makes the
-    weights 1/2, 3/4, 7/8 and 15/16.
-    """
+    """DiLoCo and FedProx count the steps of an optimizer that is inside the script's optimizer, as with SAM."""
+    # The gradient is −1, so four steps add 4. FedProx with μ = 1/2 makes the weights 1, 3/2, 7/4 and 15/8. In one call,
+    # FedProx corrects the gradient where the closure forms it, at w + 1. This adds μ·1, which makes the weights 1/2,
+    # 3/4, 7/8 and 15/16.
     model = one()
     optimizer = Sharpness(model)
 

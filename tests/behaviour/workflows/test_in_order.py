@@ -166,10 +166,8 @@ BOTH = [["1", "2"]] * 2
 
 @pytest.mark.covers("P12", "T14")
 def test_tasks_and_rounds_reach_the_same_processes(nursery: Nursery, tmp_path: Path) -> None:
-    """Tasks before and after the training reach the same site processes as its rounds.
-
-    Each of two rounds adds 1 to a model of 0. A task's answer tells how many rounds the site has had.
-    """
+    """Tasks before and after the training reach the same site processes as its rounds."""
+    # Each of two rounds adds 1 to a model of 0. A task's answer tells how many rounds the site has had.
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     server, sites = run.start_server(), run.start_sites()
     said = require_end(server)
@@ -218,11 +216,9 @@ def test_status_shows_which_workflow_runs(nursery: Nursery, tmp_path: Path) -> N
 @pytest.mark.covers("P12")
 @pytest.mark.parametrize("point", ["head.after", "workflow.ended"])
 def test_a_killed_server_continues_its_workflow(nursery: Nursery, tmp_path: Path, point: str) -> None:
-    """A restarted server continues with the workflow in which it was killed. It does not repeat a workflow that has
-    ended.
-
-    The server is killed after its first trained version, or between two workflows.
-    """
+    """A restarted server continues with the workflow in which it was killed."""
+    # It does not repeat a workflow that has ended. The server is killed after its first trained version, or between two
+    # workflows.
     run = Run(nursery, tmp_path, *ASK_TRAIN_ASK)
     # head.after: the first is that of the initial model, the second that of round 1
     server, sites = run.start_server(f"{point}=kill@2"), run.start_sites()
@@ -275,11 +271,9 @@ def test_more_rounds_repeat_the_later_workflows(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.covers("P12")
 def test_a_site_without_handlers_trains(nursery: Nursery, tmp_path: Path) -> None:
-    """A site without task handlers trains, then leaves and says why.
-
-    Before the rounds, the site answers a task with the error that it has no handler. After them, an evaluation waits
-    for another site in vain, and the run fails.
-    """
+    """A site without task handlers trains, then leaves and says why."""
+    # Before the rounds, the site answers a task with the error that it has no handler. After them, an evaluation waits
+    # for another site in vain, and the run fails.
     evaluation = {"kind": "cross_site_evaluation", "sites": ["c"], "start_timeout_s": 1}
     run = Run(nursery, tmp_path, step("ask", name="before"), TRAIN, evaluation)
     flow = tmp_path / "flow.py"
@@ -295,11 +289,9 @@ def test_a_site_without_handlers_trains(nursery: Nursery, tmp_path: Path) -> Non
 
 @pytest.mark.covers("P12")
 def test_components_are_created_once(nursery: Nursery, tmp_path: Path) -> None:
-    """A component is created once, even if another component and a workflow refer to its id. A component without a
-    reference is not created.
-
-    The component `long` and the second workflow refer to `short`. In an argument, `@@` stands for the character `@`.
-    """
+    """A component is created once, even if another component and a workflow refer to its id."""
+    # A component without a reference is not created. The component `long` and the second workflow refer to `short`. In
+    # an argument, `@@` stands for the character `@`.
     components = [
         {"id": "short", "path": "flow.py:Schedule", "args": {"first": 0.1}},
         {"id": "long", "path": "flow.py:Schedule", "args": {"first": 0.5, "more": ["@short"]}},
@@ -351,12 +343,11 @@ def test_an_endless_workflow_can_be_stopped(nursery: Nursery, tmp_path: Path, as
 
 
 @pytest.mark.covers("P12")
-def test_notes_count_as_progress(nursery: Nursery, tmp_path: Path) -> None:
+def test_notes_count_as_a_workflows_progress(nursery: Nursery, tmp_path: Path) -> None:
     """A workflow without progress fails after its limit. A workflow that writes notes does not, because notes count as
     progress.
-
-    `noted` takes two seconds and writes a note every quarter of a second. The limit is one second.
     """
+    # `noted` takes two seconds and writes a note every quarter of a second. The limit is one second.
     limit = {"progress_timeout_s": 1}
     run = Run(nursery, tmp_path, step("noted", **limit), step("never", **limit), **{"rounds.total": None})
     said = require_end(run.start_server(), RunFailed.exit_code)
@@ -401,10 +392,8 @@ def test_training_without_progress_fails(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P12")
 def test_waiting_for_sites_does_not_time_out(tmp_path: Path) -> None:
-    """The time in which a round waits for sites does not count for `progress_timeout_s`.
-
-    Another setting limits this time. It is not set here.
-    """
+    """The time in which a round waits for sites does not count for `progress_timeout_s`."""
+    # Another setting limits this time. It is not set here.
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 0.5}], "rounds.total": 1, "rounds.sites": 2}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
 
@@ -425,11 +414,9 @@ def test_waiting_for_sites_does_not_time_out(tmp_path: Path) -> None:
 
 @pytest.mark.covers("P12", "T14")
 def test_a_site_without_progress_is_given_up(tmp_path: Path) -> None:
-    """If a site shows no progress during a task, the server gives the site up after `progress_timeout_s`. A site that
-    writes notes is not given up.
-
-    Both sites work for at least twice the limit. The heartbeats of `b` carry its notes.
-    """
+    """If a site shows no progress during a task, the server gives the site up after `progress_timeout_s`."""
+    # A site that writes notes is not given up. Both sites work for at least twice the limit. The heartbeats of `b`
+    # carry its notes.
     came: dict[str, Any] = {}
     over = threading.Event()
 

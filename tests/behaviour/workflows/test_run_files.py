@@ -189,9 +189,8 @@ def gives(controller: Any) -> Any:
 def test_workflow_functions_are_checked_at_start(tmp_path: Path, settings: dict[str, Any], words: list[str]) -> None:
     """The server refuses to start with functions or components that do not fit their arguments, with coroutine
     functions and with generators.
-
-    If a plain function returns a generator, the error comes when the function is called.
     """
+    # If a plain function returns a generator, the error comes when the function is called.
     given = {"disk.state_dir": tmp_path, "network.port": 0}
     refused(words, lambda: new_server(**given, **settings).run(), AtollError)
 

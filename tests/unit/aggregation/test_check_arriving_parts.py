@@ -79,8 +79,8 @@ def filled(specs, *numbers, codec="none"):
 @pytest.mark.covers("D1", "D2")
 @pytest.mark.parametrize("sizes", [[999], [4096, 0], [RUN_BYTES - 1, 0, 2], [RUN_BYTES + 1], [2**30]])
 def test_inspection_is_independent_of_arriving_pieces(monkeypatch, sizes):
-    """The inspection of an arriving part does not depend on the sizes of the pieces that arrive. It allocates no buffer
-    for them.
+    """The check of an arriving part gives the same result however the part is cut into network packets, and allocates
+    no buffer for them.
     """
     layout, content = filled(LARGE.tensors, *(values(spec, 1).reshape(-1) for spec in LARGE.tensors))
     (part,), inspection = layout.parts, Inspection(layout, CODECS)
@@ -113,7 +113,7 @@ def test_inspection_stops_at_the_parts_end(tmp_path):
 
 
 def test_a_write_error_reaches_the_inspecting_thread(tmp_path):
-    """If writing a part to its file fails, the thread that inspects the part gets the error."""
+    """If writing a part to its file fails, the thread that checks the part ends with this error."""
 
     def full(run):
         raise OSError(28, "No space left on device")
@@ -207,10 +207,8 @@ def test_finite_numbers_with_overflowing_squares_are_accepted():
 
 @pytest.mark.parametrize("size", [2.0**100, 2.0**-70, 2.0**-40])
 def test_very_large_and_small_squares_are_summed(size):
-    """The sum of squares is right for numbers with squares that fp32 cannot hold, because it is added in fp64.
-
-    (2^100)² is above the largest number of fp32, and (2^-70)² is below its smallest.
-    """
+    """The sum of squares is right for numbers with squares that fp32 cannot hold, because it is added in fp64."""
+    # (2^100)² is above the largest number of fp32, and (2^-70)² is below its smallest.
     numel = 2 * ELEMENTS
     (stats,) = stats_of(*filled([TensorSpec("w", "F32", (numel,))], torch.full((numel,), size)))
     assert (stats.sumsq, stats.bad) == (pytest.approx(numel * size**2, rel=1e-6), None)

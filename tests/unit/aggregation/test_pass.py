@@ -256,10 +256,7 @@ def test_the_pass_overwrites_half_written_output(tmp_path):
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("target", ["sgd", "adam", torch.optim.Adafactor])
 def test_a_base_changed_on_disk_is_refused(tmp_path, target):
-    """If a bit of the version or of the outer state has changed on disk, the pass refuses it as damaged.
-
-    This holds for every region, including the header and bytes that are not read for the result.
-    """
+    """If a bit of the stored version or outer state has changed on disk, the aggregation refuses it as damaged."""
     world = World(tmp_path, target=target, options={"lr": 0.1})
     world.round()
     regions = [(world.base, region, "version") for region in version_regions(world.version_layout)]
@@ -338,7 +335,7 @@ def test_padding_of_updates_does_not_change_results(tmp_path, codec):
 
 
 def test_an_outer_rule_without_state_keeps_no_file(tmp_path):
-    """If the outer optimizer has no state, the pass writes no state file."""
+    """If the outer optimizer has no state, the aggregation writes no file for it."""
     world = World(tmp_path, schema=Schema.build([TensorSpec("w", "F32", (9000,))]), options={"lr": 1.0})
     assert world.state is None
     assert world.round().state_digests == ()
@@ -380,9 +377,7 @@ def test_a_cancelled_pass_ends_early(tmp_path):
 
 @pytest.mark.covers("F41")
 def test_a_truncated_base_is_refused(tmp_path):
-    """If the file of the base version is too short, the pass raises `StateCorrupt` and does not read the missing bytes
-    as zeros.
-    """
+    """If the file of the version is too short, the aggregation ends with an error instead of reading zeros."""
     world = World(tmp_path)
     os.truncate(world.folder / "v0", 2**16)
     with pytest.raises(StateCorrupt, match="ends before byte"):
@@ -560,8 +555,8 @@ def close(world: World, own: bool, run_elements: int) -> ClosedRound:
     ids=["sgd", "adam", "on-whole-tensors", "with-controls"],
 )
 def test_a_users_mean_matches_the_built_in_mean(tmp_path: Path, target: object, schema: Schema) -> None:
-    """If a user's aggregator computes the same mean as the built-in reducer, the version and the outer state have the
-    bits that the built-in reducer gives.
+    """If a user's aggregator computes the same mean as the built-in reducer, the resulting version has
+    the same bits.
     """
     worlds = []
     for name in ("own", "built-in"):

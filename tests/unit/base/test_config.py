@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll import Settings
 from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
-from atoll.config.run_file import OTHER_KEYS
+from atoll.config.run_file import OTHER_KEYS, WITHOUT_SETTING
 from atoll.config.settings import Async, Rounds
 from atoll.errors import ConfigError
 
@@ -102,10 +102,8 @@ def test_a_path_replaces_a_name(tmp_path: Path) -> None:
     ],
 )
 def test_federated_runs_need_an_algorithm_and_rounds(settings: dict[str, Any], message: str) -> None:
-    """A server or a simulation needs an algorithm, and a federated algorithm needs `rounds.total`.
-
-    A DiLoCo run goes on until it is stopped. A run with a workflow function needs neither.
-    """
+    """A server or a simulation needs an algorithm, and a federated algorithm needs `rounds.total`."""
+    # A DiLoCo run goes on until it is stopped. A run with a workflow function needs neither.
     nn = pytest.importorskip("torch.nn")  # the rest of this file runs without torch, too
     from atoll import Server, Simulation
 
@@ -275,11 +273,9 @@ def test_an_unknown_variable_suggests_the_nearest_variable() -> None:
 
 
 def test_a_setting_outside_its_group_is_refused(tmp_path: Path) -> None:
-    """A setting outside its group, and a value for a whole group, are refused. The error suggests the setting that is
-    probably meant.
-
-    For `rounds = 3` it suggests `rounds.total`, and for `sites = 2` it suggests `rounds.sites`.
-    """
+    """A setting outside its group, and a value for a whole group, are refused."""
+    # The error suggests the setting that is probably meant. For `rounds = 3` it suggests `rounds.total`, and for `sites
+    # = 2` it suggests `rounds.sites`.
     assert str(refusal(tmp_path, "rounds = 3\n")) == (
         f"{tmp_path}/run.toml: rounds = 3, but rounds is a group of settings, not a setting. "
         "Did you mean rounds.total? `atoll config schema` lists all settings."
@@ -330,6 +326,10 @@ FOREIGN = {
     "FedAdam": "fraction-train=rounds.sample_fraction min-train-nodes=rounds.min_sites server_address=network.host "
     "min-available-nodes=rounds.sites initial_parameters=model.source eta=algorithm.outer_optimizer "
     "proximal_mu=algorithm.mu clipping_norm=aggregation.max_update_norm",
+    "FedAvg of Flower": "on_evaluate_config_fn=rounds.config_function on_fit_config_fn=rounds.config_function "
+    "accept_failures=rounds.min_sites evaluate_fn=server.evaluate",
+    "ScatterAndGather": "quantization_type=aggregation.upload_codec early_stopping=rounds.early_stop_after "
+    "learn_task_timeout=rounds.deadline_s train_timeout=rounds.deadline_s",
     "flwr run": "num-server-rounds=rounds.total num-supernodes=rounds.sites root-certificates=network.tls_cert",
     "trackers": "report_to=server.trackers tracking_uri=server.trackers webhook_url=server.webhook",
 }
@@ -337,10 +337,44 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("where", FOREIGN)
-def test_foreign_settings_lead_to_ours(tmp_path: Path, where: str) -> None:
+def test_other_frameworks_settings_suggest_atolls(tmp_path: Path, where: str) -> None:
+    """If a setting has the name that another framework uses, the error suggests Atoll's setting."""
     for pair in FOREIGN[where].split():
         name, meant = pair.split("=")
         assert f"Did you mean {meant}?" in refusal(tmp_path, f"{name} = 1\n").remedy, name
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("evaluate_metrics_aggregation_fn", "Atoll averages each metric"),
+        ("fit_metrics_aggregation_fn", "Atoll averages each metric"),
+        ("fraction_evaluate", "Atoll evaluates at all sites"),
+        ("min-evaluate-clients", "Atoll evaluates at all sites"),
+        ("client_resources", "atoll simulate --processes N"),
+        ("num_cpus", "atoll simulate --processes N"),
+        ("num_gpus", "atoll simulate --processes N"),
+        ("num_partitions", "atoll.data divides data"),
+        ("start_round", "goes on with the round that was open"),
+        ("allow_empty_global_weights", "model.source names it"),
+        ("task_check_period", "no period to ask in"),
+        ("submit_model_timeout", "evaluation_timeout_s"),
+        ("participating_clients", "workflow.steps: sites"),
+        ("shareable_generator_id", "sites send the difference"),
+        ("use_async_quorum", "the server decides when a round closes"),
+    ],
+)
+def test_settings_without_counterpart_get_a_sentence(tmp_path: Path, name: str, advice: str) -> None:
+    """It says what Atoll does in place of a setting of FLARE, Flower or torchft, and suggests no similar name."""
+    for text in (f"{name} = 1\n", f"{name} = {{a = 1}}\n", f"[rounds]\n{name} = 1\n"):
+        remedy = refusal(tmp_path, text).remedy
+        assert advice in remedy
+        assert "Did you mean" not in remedy
+
+
+def test_a_name_is_a_setting_or_has_a_sentence() -> None:
+    """No foreign name leads to both, and none of those with a sentence is a setting."""
+    assert not WITHOUT_SETTING.keys() & (OTHER_KEYS.keys() | FIELDS.keys())
 
 
 @pytest.mark.parametrize("name", ["lr", "learning-rate", "local_epochs", "batch_size"])

@@ -120,11 +120,10 @@ def test_signals_end_a_forked_process(number: int) -> None:
 
 
 def test_orphans_do_not_become_the_tests_children(tmp_path: Path) -> None:
-    """If a process of the fork server ends before its own child, this child does not become a child of the test
+    """If a process that a test started ends before its own child, this child does not become a child of the test
     process.
-
-    The test process adopts orphans only while it asks for a process.
     """
+    # The test process adopts orphans only while it asks for a process.
     code = (
         "import os, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], stdout=-3, stderr=-3)\n"
@@ -143,10 +142,8 @@ def test_orphans_do_not_become_the_tests_children(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_reaches_processes_despite_ignored_sigint(tmp_path: Path) -> None:
-    """Ctrl-C reaches a process of the fork server, even if the tests were started so that they ignore SIGINT.
-
-    Guards against tests of Ctrl-C that wait for ever in the background of a shell, where SIGINT is ignored.
-    """
+    """Ctrl-C reaches a process of the fork server, even if the tests were started so that they ignore SIGINT."""
+    # Guards against tests of Ctrl-C that wait for ever in the background of a shell, where SIGINT is ignored.
     script = tmp_path / "waits.py"
     script.write_text("import time\nprint('ready', flush=True)\ntime.sleep(60)\n")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -168,10 +165,8 @@ def test_interruptible_tests_restore_signals() -> None:
 
 
 def test_free_ports_are_below_the_ephemeral_range() -> None:
-    """`free_port` gives ports below the range from which the system chooses ports for sockets.
-
-    Guards against a socket of another test that takes the port of a server first.
-    """
+    """`free_port` gives ports below the range from which the system chooses ports for sockets."""
+    # Guards against a socket of another test that takes the port of a server first.
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     if lowest < 32_768:
         pytest.skip("this system gives more ports than Linux does by itself")

@@ -120,7 +120,7 @@ def test_messages_arrive_with_their_files(ends: tuple[ProcessPipe, ProcessPipe],
 
 
 def test_setting_a_latch_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting a latch wakes all waiting threads at once, before they look again by themselves."""
+    """Setting a latch, the process's own event, wakes all waiting threads at once, not only at their next check."""
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     latch = Latch()
     assert not latch.wait(0.0)
@@ -139,10 +139,8 @@ def test_setting_a_latch_wakes_all_waiters(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_interrupted_latch_waiter_blocks_no_thread() -> None:
-    """A waiter that Ctrl-C interrupts blocks neither the thread that sets the latch nor other waiters.
-
-    Ctrl-C between two instructions of `wait` leaves its lock taken.
-    """
+    """If Ctrl-C interrupts a thread that waits for a latch, the thread that sets the latch and other waiters go on."""
+    # Ctrl-C between two instructions of `wait` leaves its lock taken.
     latch = Latch()
     for interrupted in ("before it was set", "behind it"):
         setting = threading.Thread(target=latch.set, name=interrupted, daemon=True)
@@ -199,9 +197,8 @@ def test_a_kill_failpoint_ends_the_process(failpoints: str, output: str) -> None
 
 @pytest.mark.parametrize(("action", "number"), [("enospc", 28), ("eio", 5)])
 def test_a_disk_error_failpoint_fails_once(action: str, number: int) -> None:
-    """The failpoint actions `enospc@2` and `eio@2` raise a disk error at the second time only. 28 and 5 are ENOSPC and
-    EIO of Linux.
-    """
+    """The failpoint actions `enospc@2` and `eio@2` raise a disk error at the second time only."""
+    # 28 and 5 are ENOSPC and EIO of Linux.
     assert run(f"here={action}@2").stdout == f"1 passed\n2 {number}\n3 passed\n"
 
 

@@ -75,10 +75,9 @@ def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", registry.REGISTRABLE)
 @pytest.mark.parametrize("name", ["mine", "my.pack-age_1", "my_module:Mine", "mine.py:Mine"])
 def test_registered_names_are_found_by_both_classes(kind: str, name: str) -> None:
-    """A registered object is found by an `OwnName` and by a `ReceivedName`, and only under its kind.
-
-    A registered name may look like a path. The object is returned, and nothing is imported.
-    """
+    """A registered object is found under its name, whether the name comes from the user or over the wire."""
+    # By an `OwnName` and by a `ReceivedName`, and only under its kind. A registered name may look like a path. The
+    # object is returned, and nothing is imported.
     value = SimpleNamespace(name=name) if kind == "algorithms" else Mine
     atoll.register(kind, name, value)
     assert registry.load(kind, OwnName(name)) is value
@@ -202,11 +201,8 @@ registry.find("codecs", own)
 @pytest.mark.covers("X8")
 @pytest.mark.slow
 def test_mypy_reports_confused_names(tmp_path: Path) -> None:
-    """mypy reports each line of a snippet that confuses a received name, an own name and plain text. Only own names may
-    be imported.
-
-    The expected lines have the numbers of the snippet.
-    """
+    """mypy reports each line of a snippet that confuses a received name, an own name and plain text."""
+    # Only own names may be imported. The expected lines have the numbers of the snippet.
     (tmp_path / "snippet.py").write_text(SNIPPET)
     quick = ["--cache-dir=/dev/null", "--follow-imports=silent", "--no-site-packages", "--config-file="]
     source = str(Path(atoll.__file__).parents[1])

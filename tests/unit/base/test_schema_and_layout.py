@@ -359,9 +359,9 @@ def test_safetensors_opens_the_file_of_a_version(tmp_path: Path) -> None:
 def test_different_layouts_have_different_digests() -> None:
     """The digest of a layout changes with the name, dtype, shape, group or codec of a tensor, the size of parts and the
     header.
-
-    A file without a header has the same digest as the raw update of one aligned tensor: the bytes have the same places.
     """
+    # A file without a header has the same digest as the raw update of one aligned tensor: the bytes have the same
+    # places.
     spec = TensorSpec("w", "F32", (8, 2))
     base = update_layout([spec], lambda _: RAW)
     others = [
@@ -393,10 +393,8 @@ def test_an_update_id_covers_layout_and_parts() -> None:
 
 @pytest.mark.parametrize("tensors", [50, 5000])
 def test_layout_work_grows_with_tensors_and_parts(tensors: int) -> None:
-    """The work of making a layout grows with the number of tensors and parts only.
-
-    The test counts the calls of the codec's rate, for an equal number of elements in 50 and in 5,000 tensors.
-    """
+    """The work of making a layout grows with the number of tensors and parts only."""
+    # The test counts the calls of the codec's rate, for an equal number of elements in 50 and in 5,000 tensors.
     calls = 0
 
     class Counting(Raw):
@@ -451,10 +449,9 @@ def test_ranks_get_the_rows_of_torch_chunk(rows: int, ranks: int) -> None:
 
 
 def test_a_tile_belongs_to_its_first_rows_rank() -> None:
-    """A tile belongs to the rank that has the row in which the tile begins. A buffer belongs to rank 0.
-
-    301 rows of 97 are 29,197 elements, in 8 tiles. Rank 0 has 151 rows, which are 14,647 elements and end in tile 3.
-    """
+    """A tile belongs to the rank that has the row in which the tile begins."""
+    # A buffer belongs to rank 0. 301 rows of 97 are 29,197 elements, in 8 tiles. Rank 0 has 151 rows, which are 14,647
+    # elements and end in tile 3.
     spec = TensorSpec("w", "F32", (301, 97))
     assert [rows_of(spec, rank, 2) for rank in (0, 1)] == [(0, 14_647), (14_647, 29_197)]
     assert [tiles_of(spec, rank, 2) for rank in (0, 1)] == [(0, 4 * TILE), (4 * TILE, 29_197)]

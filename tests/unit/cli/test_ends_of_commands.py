@@ -124,10 +124,8 @@ def test_a_killed_command_has_the_shells_exit_code(answered: list[str]) -> None:
 
 
 def test_restarts_end_with_the_last_exit_code(answered: list[str], tmp_path: Path) -> None:
-    """After its restarts, `atoll worker` ends with the last exit code of its command.
-
-    A command that fails with 3, 4 and 5 is restarted twice and ends with 5. Each restart has its number in a line.
-    """
+    """After its restarts, `atoll worker` ends with the last exit code of its command."""
+    # A command that fails with 3, 4 and 5 is restarted twice and ends with 5. Each restart has its number in a line.
     tries = tmp_path / "tries"
     script = f"import sys; t = open({str(tries)!r}, 'a+'); t.write('x'); t.seek(0); sys.exit(2 + len(t.read()))"
     assert ran(script, restarts=2) == 5
@@ -147,7 +145,7 @@ def test_a_command_that_succeeds_is_not_started_again(answered: list[str], tmp_p
 
 
 @pytest.mark.parametrize(("name", "remedy"), [("no-such-command", "-- python train.py"), ("script", "-- python ")])
-def test_a_command_that_cannot_start_is_reported(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
+def test_a_command_that_cannot_start_is_named(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
     """If the command of `atoll worker` does not exist or is not executable, the error names it and has a remedy for
     each case.
     """
@@ -181,9 +179,8 @@ def simulated(**more: Any) -> Simulated:
 def test_a_simulation_is_summed_up_in_one_line() -> None:
     """`atoll simulate` sums up its run in one line. The line counts late and refused updates and names only some of the
     failed sites.
-
-    12 worker-rounds in 4 s are 3 in a second.
     """
+    # 12 worker-rounds in 4 s are 3 in a second.
     assert simulate.summary(simulated()) == (
         "finished at version 3 after 4.0 s; 3 rounds, 12 worker-rounds, 3 worker-rounds/s; "
         "a run with real sites would have sent 12.0 MB up and 24.0 MB down; loss 0.5; model.safetensors"

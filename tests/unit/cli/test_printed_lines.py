@@ -122,6 +122,7 @@ def test_a_terminal_shows_evaluations_as_tables(
     ids=["none", "one", "two"],
 )
 def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) -> None:
+    """The status says in words how many tasks were sent, and how."""
     assert task_totals(tasks) == said
 
 
@@ -131,6 +132,32 @@ def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) ->
 )
 def test_a_count_has_its_noun_in_singular_or_plural(count: int, what: str, said: str) -> None:
     assert number_of(count, what) == said
+
+
+PLACES = ("north", "of-the-university-of-bonn-radiology")
+HOSPITALS = [f"hospital-{place}-{number}" for place in PLACES for number in "012"]
+
+
+@pytest.mark.covers("P9")
+@pytest.mark.parametrize("width", [20, 40, 80, 240])
+def test_names_of_sites_are_never_cut(width: int) -> None:
+    """Nor are numbers and names of models: a table that does not fit is turned, and then divided into lines."""
+    cells = [Cell(model="version 12", site=name, metrics={"loss": 0.123456}, weight=8.0) for name in HOSPITALS]
+    lost = Cell(model="version 1", site=HOSPITALS[0], error="it left the run before it had evaluated the model")
+    models = [EvaluatedModel(name=f"version {number}", kind="version", means={"loss": 0.123456}) for number in (12, 1)]
+    found = Evaluation(run="r", name="r", finished=True, sites=HOSPITALS, models=models, cells=[*cells, lost])
+    lines = evaluate.lines_of(found, width)
+    assert max(map(len, lines)) <= width
+    table = [line.strip() for line in lines[: lines.index("")]]
+    text = "".join(table)
+    assert [text.count(name) for name in HOSPITALS] == [1] * len(HOSPITALS)
+    assert text.count("0.123456") == len(HOSPITALS) + 2  # the mean of each model, too
+    assert "…" not in "".join(lines)
+    if width == 240:
+        assert table[2].split()[:4] == ["version", "12", "0.123456", "0.123456"]
+    if width == 80:
+        assert f"{HOSPITALS[0]}  " in table[2]
+    assert "it left the run" in " ".join(lines)
 
 
 def test_a_table_fits_into_the_terminal() -> None:
@@ -182,31 +209,6 @@ def test_a_run_says_what_its_admin_does(capsys: pytest.CaptureFixture[str]) -> N
 def test_logs_name_the_values_of_an_evaluated_version() -> None:
     event = VersionEvaluated(number=1, at="", fragment=0, round=3, version=3, metrics={"accuracy": 0.5}, seconds=2.0)
     assert line(event) == "version 3 is evaluated: accuracy 0.5, 2.0 s"
-
-
-PLACES = ("north", "of-the-university-of-bonn-radiology")
-HOSPITALS = [f"hospital-{place}-{number}" for place in PLACES for number in "012"]
-
-
-@pytest.mark.parametrize("width", [20, 40, 80, 240])
-def test_names_of_sites_are_never_cut(width: int) -> None:
-    """Nor are numbers and names of models: a table that does not fit is turned, and then divided into lines."""
-    cells = [Cell(model="version 12", site=name, metrics={"loss": 0.123456}, weight=8.0) for name in HOSPITALS]
-    lost = Cell(model="version 1", site=HOSPITALS[0], error="it left the run before it had evaluated the model")
-    models = [EvaluatedModel(name=f"version {number}", kind="version", means={"loss": 0.123456}) for number in (12, 1)]
-    found = Evaluation(run="r", name="r", finished=True, sites=HOSPITALS, models=models, cells=[*cells, lost])
-    lines = evaluate.lines_of(found, width)
-    assert max(map(len, lines)) <= width
-    table = [line.strip() for line in lines[: lines.index("")]]
-    text = "".join(table)
-    assert [text.count(name) for name in HOSPITALS] == [1] * len(HOSPITALS)
-    assert text.count("0.123456") == len(HOSPITALS) + 2  # the mean of each model, too
-    assert "…" not in "".join(lines)
-    if width == 240:
-        assert table[2].split()[:4] == ["version", "12", "0.123456", "0.123456"]
-    if width == 80:
-        assert f"{HOSPITALS[0]}  " in table[2]
-    assert "it left the run" in " ".join(lines)
 
 
 # -- what a command waits for

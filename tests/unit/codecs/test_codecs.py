@@ -65,11 +65,9 @@ def encoded(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 def test_int8_blocks_have_a_scale_and_bytes():
-    """A block of the codec int8 has a scale and then one byte for each element.
-
-    The largest value is 254, so the scale is 254/127 = 2. 3/2 and 5/2 are halfway and become the even 2. -254 becomes
-    the code -127.
-    """
+    """A block of the codec int8 has a scale and then one byte for each element."""
+    # The largest value is 254, so the scale is 254/127 = 2. 3/2 and 5/2 are halfway and become the even 2. -254 becomes
+    # the code -127.
     found = encoded(Int8Codec(), torch.tensor([3.0, 5.0, -254.0]))
     assert found[:4].view(torch.float32).item() == 2.0
     assert found[4:7].view(torch.int8).tolist() == [2, 2, -127]
@@ -78,11 +76,9 @@ def test_int8_blocks_have_a_scale_and_bytes():
 
 
 def test_int4_blocks_have_a_scale_and_half_bytes():
-    """A block of the codec int4 has a scale and then half a byte for each element.
-
-    The largest value is 14, so the scale is 14/7 = 2. The codes are -7, 1, 3 and 0; with 8 added, 1, 9, 11 and 8. The
-    first code of each byte is in its low half.
-    """
+    """A block of the codec int4 has a scale and then half a byte for each element."""
+    # The largest value is 14, so the scale is 14/7 = 2. The codes are -7, 1, 3 and 0; with 8 added, 1, 9, 11 and 8. The
+    # first code of each byte is in its low half.
     found = encoded(Int4Codec(), torch.tensor([-14.0, 2.0, 6.0, 0.5]))
     assert found[:4].view(torch.float32).item() == 2.0
     assert found[4:6].tolist() == [1 | 9 << 4, 11 | 8 << 4]
@@ -91,11 +87,9 @@ def test_int4_blocks_have_a_scale_and_half_bytes():
 
 
 def test_a_tile_has_its_scales_first():
-    """The codec int8 writes the scales of all blocks of a tile before their codes.
-
-    There are 17 blocks, and the block b is full of b + 1. The sixteen scales of the first tile come before their codes,
-    and then the last block follows.
-    """
+    """The codec int8 writes the scales of all blocks of a tile before their codes."""
+    # There are 17 blocks, and the block b is full of b + 1. The sixteen scales of the first tile come before their
+    # codes, and then the last block follows.
     values = torch.arange(1.0, 18.0).repeat_interleave(256)
     found = encoded(Int8Codec(), values)
     scales = torch.cat([found[:64], found[4160:4164]]).view(torch.float32)
@@ -106,10 +100,9 @@ def test_a_tile_has_its_scales_first():
 
 
 def test_topk_sends_the_largest_with_two_magnitudes():
-    """The codec topk sends the largest elements of a tile, each with one of two magnitudes.
-
-    Of 20 elements, 16 are sent, without the four of 0.5: fourteen of 3, and two of 15, which are above the mean of 4.5.
-    """
+    """The codec topk sends the largest elements of a tile, each with one of two magnitudes."""
+    # Of 20 elements, 16 are sent, without the four of 0.5: fourteen of 3, and two of 15, which are above the mean of
+    # 4.5.
     values = torch.full((20,), 3.0)
     values[[0, 5, 9, 13]] = 0.5
     values[[2, 7]] = torch.tensor([-15.0, 15.0])
@@ -127,15 +120,10 @@ def test_topk_sends_the_largest_with_two_magnitudes():
 
 
 def test_a_topk_tile_has_exactly_these_bytes():
-    """The codec topk writes a tile as the documented bytes.
-
-    Of 4,096 elements, 16 are sent: eight of ±1, four of ±2 and four of ±4, at the places 0, 255, 510, … 3825.
-
-    The mean of their sizes is (8 + 8 + 16)/16 = 2, and 2 is not above it. So the two magnitudes are (8 + 8)/12 = 4/3
-    and 4.
-
-    Two places of 12 bits make three bytes, with the first place in the low bits: 0x000 and 0x0ff become 00 f0 0f.
-    """
+    """The codec topk writes a tile as the documented bytes."""
+    # Of 4,096 elements, 16 are sent: eight of ±1, four of ±2 and four of ±4, at the places 0, 255, 510, … 3825. The
+    # mean of their sizes is (8 + 8 + 16)/16 = 2, and 2 is not above it. So the two magnitudes are (8 + 8)/12 = 4/3 and
+    # 4. Two places of 12 bits make three bytes, with the first place in the low bits: 0x000 and 0x0ff become 00 f0 0f.
     sizes = torch.tensor([1.0, 2.0, 1.0, 4.0]).repeat(4)
     sizes[7::8] = -4.0  # two of the four largest are below zero
     sizes[1] = -2.0
@@ -151,10 +139,10 @@ def test_a_topk_tile_has_exactly_these_bytes():
 
 
 def test_topk_can_send_any_place_of_a_tile():
-    """The codec topk can send an element from any place of a tile, also behind the first 256 and from the last place.
-
-    A place has 12 bits. The zeros that are sent too have a magnitude of their own.
+    """The codec topk can send an element from any place of a tile, also behind the first 256 and from
+    the last place.
     """
+    # A place has 12 bits. The zeros that are sent too have a magnitude of their own.
     values = torch.zeros(2 * 4096)
     values[[300, 4095, 4096 + 4094]] = torch.tensor([2.0, -2.0, 1.0])
     codec = TopKCodec(density=16 / 4096)
@@ -310,10 +298,9 @@ def test_threads_and_cuts_do_not_change_codes(codec: Codec, kind: str) -> None:
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_arbitrary_bytes_always_decode_to_equal_values(codec: Codec) -> None:
-    """A codec decodes arbitrary bytes to equal values each time. It writes nothing outside its target.
-
-    The bytes may have places in no order, twice or behind the last element, and scales that are no numbers.
-    """
+    """A codec decodes arbitrary bytes to equal values each time."""
+    # It writes nothing outside its target. The bytes may have places in no order, twice or behind the last element, and
+    # scales that are no numbers.
     for numel in (1, 300, 4096, 2 * 4096 + 5):
         size = codec.encoded_bytes(numel, "F32")
         source = torch.randint(0, 256, (size,), generator=torch.Generator().manual_seed(numel), dtype=torch.uint8)
@@ -352,8 +339,8 @@ def test_huge_values_stay_right_or_become_nonfinite(codec: Codec, dtype: torch.d
 
 
 @pytest.mark.parametrize(("codec", "zero"), [(Int8Codec(), 0), (Int4Codec(), 8 | 8 << 4)], ids=["int8", "int4"])
-def test_a_block_without_a_scale_has_the_code_of_zero(codec: Codec, zero: int) -> None:
-    """Each element of a block of zeros, of tiny values, or with NaN or infinity gets the code of zero."""
+def test_a_block_without_a_scale_encodes_zeros(codec: Codec, zero: int) -> None:
+    """A block of zeros, of tiny values, or with NaN or infinity is encoded as if all its elements were zero."""
     for block in ([0.0, -0.0, 0.0], [1e-40, -1e-31, 0.0], [1.0, float("nan"), -3.0], [float("inf"), 1.0, -3.0]):
         found = encoded(codec, torch.tensor(block))
         assert set(found[4:].tolist()) == {zero}

@@ -64,11 +64,9 @@ def negate(folder: Path, kind: torch.dtype, value: float, **settings: Any) -> li
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_changes_beyond_the_models_dtype_are_sent(tmp_path: Path, dtype: str, codec: str) -> None:
-    """A site can send a change that the model's dtype cannot hold.
-
-    The site goes from x to −x, which is a change of −2x. Each codec writes the largest value of a tile to 1 part in
-    256.
-    """
+    """A site can send a change that the model's dtype cannot hold."""
+    # The site goes from x to −x, which is a change of −2x. Each codec writes the largest value of a tile to 1 part in
+    # 256.
     kind, value = DTYPES[dtype]
     assert negate(tmp_path, kind, value, **{"aggregation.upload_codec.name": codec}) == [[value] * 3]
     result = exported(tmp_path)
@@ -79,10 +77,8 @@ def test_changes_beyond_the_models_dtype_are_sent(tmp_path: Path, dtype: str, co
 
 @pytest.mark.parametrize("down", ["bf16", "int8"])
 def test_differences_beyond_the_models_dtype_are_downloaded(tmp_path: Path, down: str) -> None:
-    """A site can download a difference that the model's dtype cannot hold.
-
-    The second round starts from −x, which the server sends as the difference from x.
-    """
+    """A site can download a difference that the model's dtype cannot hold."""
+    # The second round starts from −x, which the server sends as the difference from x.
     settings = {"rounds.total": 2, "aggregation.download_codec.name": down}
     first, second = negate(tmp_path, torch.float16, 40_000.0, **settings)
     assert first == [40_000.0] * 3
@@ -199,11 +195,9 @@ def test_a_version_beyond_its_dtype_ends_the_run(tmp_path: Path, case: str) -> N
 
 
 def test_a_restart_after_an_overflow_fails_again(tmp_path: Path) -> None:
-    """If a run has failed because of an overflow, a restarted server fails with the same error. The last good version
-    can be exported.
-
-    The first round moves by 20,000 to 60,000. In the second round, the momentum alone moves by 18,000 more.
-    """
+    """If a run has failed because of an overflow, a restarted server fails with the same error."""
+    # The last good version can be exported. The first round moves by 20,000 to 60,000. In the second round, the
+    # momentum alone moves by 18,000 more.
     settings = THREE_ROUNDS | {"algorithm.outer_optimizer.momentum": 0.9}
     with serve(tmp_path, Model(), **settings) as server:
         train_to(server, tmp_path, 60_000.0)

@@ -4,7 +4,8 @@ Atoll draws from NumPy's frozen stream, `flwr-datasets` from a `Generator`. Here
 so that both draw the same numbers. Then the sites must have the same examples.
 
 `flwr-datasets` wants older versions of `rich` and `datasets` than the other packages of the tests, so it is not in the
-extra `test`. It works with the newer ones: pip install --no-deps flwr-datasets tqdm seaborn.
+extra `test`. It works with the newer ones, so `.ci/run` installs it alone: pip install --no-deps flwr-datasets tqdm
+seaborn.
 """
 
 from __future__ import annotations
@@ -37,38 +38,45 @@ def parts_of(partitioner: Any, seed: int | None = None, table: datasets.Dataset 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("alpha", "min_size"), [(0.1, 10), (0.5, 40), (10.0, 0)])
-def test_dirichlet_is_that_of_flwr(seed: int, alpha: float, min_size: int) -> None:
-    """Also where shares are drawn again, because a site has too few."""
+def test_dirichlet_splits_match_flwr(seed: int, alpha: float, min_size: int) -> None:
+    """The Dirichlet split gives the same sites as `flwr-datasets`, also if shares are drawn again because a site has
+    too few examples.
+    """
     theirs = flwr.DirichletPartitioner(5, "label", alpha, min_partition_size=min_size, shuffle=False)
     assert parts_of(theirs, seed) == [*data.dirichlet(TABLE, 5, alpha, seed=seed, min_size=min_size)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("per_site", [1, 2, 3])
-def test_shards_are_those_of_flwr(seed: int, per_site: int) -> None:
-    """It sorts by label itself, as Atoll does: stably."""
+def test_shard_splits_match_flwr(seed: int, per_site: int) -> None:
+    """The split into shards gives the same sites as `flwr-datasets`."""
+    # It sorts by label itself, as Atoll does: stably.
     theirs = flwr.ShardPartitioner(10, "label", num_shards_per_partition=per_site, shuffle=False)
     table = TABLE.select(np.argsort(LABELS, kind="stable"))
     assert parts_of(theirs, seed, table) == [*data.shards(TABLE, 10, per_site, seed=seed)]
 
 
-def test_natural_sites_are_those_of_flwr() -> None:
+def test_natural_splits_match_flwr() -> None:
+    """The split by a natural key gives the same sites as `flwr-datasets`."""
     assert parts_of(flwr.NaturalIdPartitioner("label")) == [*data.natural(TABLE, by="label")]
 
 
-def test_iid_sites_have_the_sizes_of_flwr() -> None:
+def test_iid_splits_have_the_sizes_of_flwr() -> None:
+    """The IID split gives each site as many examples as `flwr-datasets` does."""
     assert sorted(map(len, parts_of(flwr.IidPartitioner(7)))) == sorted(data.iid(TABLE, 7).sizes)
 
 
 @pytest.mark.parametrize("sites", [3, 8])
-def test_linear_sizes_are_those_of_flwr(sites: int) -> None:
+def test_linear_splits_match_flwr(sites: int) -> None:
+    """The split with linearly growing sizes gives each site as many examples as `flwr-datasets` does."""
     theirs = parts_of(flwr.LinearPartitioner(sites))
     assert [*map(len, theirs)] == data.quantity_skew(TABLE, sites, shares=range(1, sites + 1)).sizes
 
 
 @pytest.mark.parametrize(("sites", "per_site"), [(10, 1), (20, 1), (10, 3), (20, 5)])
 def test_labels_are_divided_as_in_flwr(sites: int, per_site: int) -> None:
-    """Both give each site as many labels, and divide the examples of a label evenly: the same sizes, ordered."""
+    """A split by labels gives each site as many labels and examples as `flwr-datasets` does."""
+    # Both divide the examples of a label evenly: the same sizes, ordered.
     mode = "deterministic"
     theirs = parts_of(flwr.PathologicalPartitioner(sites, "label", per_site, class_assignment_mode=mode))
     ours = data.by_attribute(TABLE, sites, per_site)

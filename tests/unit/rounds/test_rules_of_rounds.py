@@ -10,8 +10,9 @@ import pytest
 from round_story import Story
 
 from atoll import Settings
+from atoll.format_text import listed
 from atoll.rounds import machine
-from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
 from atoll.rounds.events import (
     BestFound,
@@ -75,10 +76,8 @@ def test_draws_depend_only_on_seed_and_round() -> None:
 
 
 def test_all_sites_are_drawn_equally_often() -> None:
-    """All sites are drawn equally often.
-
-    With 3 of 30 sites in 2,000 rounds, 200 draws of each site are expected, ± 13.4. Five times this deviation is 67.
-    """
+    """All sites are drawn equally often."""
+    # With 3 of 30 sites in 2,000 rounds, 200 draws of each site are expected, ± 13.4. Five times this deviation is 67.
     counts = Counter(site for version in range(2000) for site in Sampling(0.1).draw(SITES, 0, version))
     assert min(counts.values()) > 200 - 67
     assert max(counts.values()) < 200 + 67
@@ -120,9 +119,8 @@ def test_a_draw_has_at_least_min_sites(story) -> None:
 def test_a_restarted_server_repeats_its_draw(story) -> None:
     """If the server is killed before it has opened the next round, the restarted server opens this round with the draw
     that it would have had.
-
-    `Story` restores the server after every event and compares. Here the round opens in the restore itself.
     """
+    # `Story` restores the server after every event and compares. Here the round opens in the restore itself.
     rules = Rules(sites=2, sampling=Sampling(0.5, seed=9))
     run = story("ab", sampling=rules.sampling)
     run.submit(*run.expected())
@@ -138,9 +136,8 @@ def test_a_restarted_server_repeats_its_draw(story) -> None:
 
 @pytest.mark.covers("P10")
 def test_chosen_aggregators_take_turns_before_others() -> None:
-    """The sites that the user has chosen as aggregators take turns from version to version. The other sites come after
-    them. A chosen site that is not there is left out.
-    """
+    """The sites that the user has chosen as aggregators take turns from version to version."""
+    # The other sites come after them. A chosen site that is not there is left out.
     rounds = [ranking(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
     assert rounds == [["c", "a"], ["a", "c"], ["c", "a"], ["a", "c"]]
     assert ranking(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
@@ -174,8 +171,8 @@ def test_aggregators_that_nothing_determines_are_drawn() -> None:
     ],
 )
 def test_a_suitable_site_aggregates(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
-    """The aggregator is the first site in the order that holds the version, has not failed and has not aggregated
-    lately. If there is none, the least unsuitable holder aggregates.
+    """In a swarm, the next site in the order aggregates, if it has the version, has not failed and has not aggregated
+    lately.
     """
     assert aggregator_of(list(order), set(holders), list(excluded), set(before)) == expected
 
@@ -248,6 +245,7 @@ def test_a_policy_decides_by_accepted_and_missing_updates(policy, seen, now_s, d
 @pytest.mark.parametrize(
     ("names", "text"),
     [
+        ("", ""),
         ("a", "a"),
         ("ab", "a and b"),
         ("abc", "a, b and c"),
@@ -308,10 +306,8 @@ def test_a_metric_belongs_to_the_pulled_version():
 
 
 def test_a_metric_after_lost_versions_belongs_correctly():
-    """If versions were lost, a metric belongs to the number of the version that the workers pulled.
-
-    Versions 2 to 4 were lost, so round 2 led from version 1 to version 5.
-    """
+    """If versions were lost, a metric belongs to the number of the version that the workers pulled."""
+    # Versions 2 to 4 were lost, so round 2 led from version 1 to version 5.
     run = story()
     round_of(run, 0.5)
     run.submit("a")
@@ -340,9 +336,8 @@ def test_a_round_without_finite_metric_changes_nothing(value):
 
 @pytest.mark.covers("X42")
 def test_a_run_without_improvement_stops_early():
-    """A run stops early when its metric has not improved for `patience` rounds. An equal metric is no improvement. The
-    reason is shown.
-    """
+    """A run stops early when its metric has not improved for `patience` rounds."""
+    # An equal metric is no improvement. The reason is shown.
     run = story(patience=2)
     for value in (0.5, 0.6, 0.55):
         assert RunFinished() not in round_of(run, value)
@@ -358,9 +353,8 @@ def test_small_improvements_do_not_prevent_an_early_stop():
     # min_delta 0.25: from 0.5, neither 0.625 nor 0.75 is more than that away; 0.875 is, of the last good mark 0.5
     """A metric that improves by no more than `min_delta` makes its version the best, but does not restart the count for
     an early stop.
-
-    With `min_delta` 0.25, neither 0.625 nor 0.75 is more than 0.25 away from 0.5, and 0.875 is.
     """
+    # With `min_delta` 0.25, neither 0.625 nor 0.75 is more than 0.25 away from 0.5, and 0.875 is.
     run = story(patience=3, min_delta=0.25)
     for value, stale in ((0.5, 0), (0.625, 1), (0.75, 2), (0.875, 0), (1.0, 1)):
         round_of(run, value)

@@ -18,20 +18,18 @@ PLAIN = Schedule(workers=3, sites=3, min_sites=2, quorum=0, deadline_s=30, fragm
 
 
 @pytest.mark.covers("F5", "F8", "F9", "F12", "F13", "F17", "F19", "F23")
-def test_no_schedule_breaks_a_guarantee():
-    """The search finds no schedule of faults in which the round machine breaks a guarantee. Each kind of fault occurs
-    more than ten times.
-    """
+def test_no_order_of_faults_breaks_a_guarantee():
+    """In a search through many orders of events and faults, no update of a round is lost or counted twice."""
     seen = explore(examples=250)
     wanted = ("versions", "crashes", "LeaseEnded", "TicketsExpired", "ExpectedChanged", "refused", *schedules.FAULTS)
     assert all(seen[what] > 10 for what in wanted), f"the search hardly meets some of what it is for: {seen}"
 
 
-def test_runs_are_paused_and_stopped_in_every_schedule():
-    """A paused run opens no round and issues no ticket; a stopped run finishes.
-
-    No acknowledged update is lost, except those of a round that is ended at once.
+def test_pausing_and_stopping_hold_in_every_schedule():
+    """In any order of events, a paused run opens no round, a stopped run finishes, and no acknowledged
+    update is lost.
     """
+    # Except those of a round that is ended at once.
     seen = explore(examples=200, admin=True)
     wanted = ("finished", "RoundStopped", "crashes", "versions", *schedules.OF_THE_ADMIN)
     assert all(seen[what] > 10 for what in wanted), seen
@@ -39,10 +37,8 @@ def test_runs_are_paused_and_stopped_in_every_schedule():
 
 def test_a_run_without_faults_makes_versions_steadily():
     # A round: ask 2 s, train at most 7 s, polls of 4 s, submit 2 s, pass 2 s; in 150 s at least 6 of them.
-    """Without faults, a simulated run makes at least 6 versions in 150 s and loses no lease or ticket.
-
-    A round takes at most 7 s to train, with polls of 4 s. Asking, submitting and the pass take 2 s each.
-    """
+    """Without faults, a simulated run makes at least 6 versions in 150 s and loses no lease or ticket."""
+    # A round takes at most 7 s to train, with polls of 4 s. Asking, submitting and the pass take 2 s each.
     counts = simulate(PLAIN)
     assert counts["versions"] >= 6
     assert counts["LeaseEnded"] == counts["TicketsExpired"] == counts["crashes"] == 0
@@ -53,10 +49,9 @@ def test_a_run_without_faults_makes_versions_steadily():
 def test_clock_jumps_do_not_change_a_run():
     """Jumps of the wall clock do not change a simulated run. If the server used the wall clock, a live site would be
     declared dead.
-
-    All sites have joined at 1 s, so the server checks their silence at 41 s. By a clock that was set at 40 s, this is a
-    day later.
     """
+    # All sites have joined at 1 s, so the server checks their silence at 41 s. By a clock that was set at 40 s, this is
+    # a day later.
     jumps = (Fault(40, "clock forward", 0), Fault(60, "clock back", 0), Fault(90, "clock back", 0))
     assert simulate(replace(PLAIN, faults=jumps)) == simulate(PLAIN) + Counter(fault.kind for fault in jumps)
     # All joined at 1 s, so the silences are looked at at 41 s, a day later by a clock that was set at 40 s.
@@ -77,7 +72,9 @@ FOUND_AS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_planted_bug_of_the_server_is_found(mutant):
-    """The search finds each planted bug of the server and reports the broken guarantee."""
+    """The search through orders of events finds each bug that was put into the server, and reports the broken
+    guarantee.
+    """
     with pytest.raises(Violation, match=FOUND_AS[mutant]):
         explore(examples=300, mutant=mutant, shrink=False)
 
@@ -112,17 +109,14 @@ def leases_start_again(monkeypatch):
     [no_help_from_late_joiners, every_restart_opens_the_round_anew, the_dead_are_waited_for, leases_start_again],
 )
 def test_a_planted_bug_of_the_machine_is_found(plant, monkeypatch):
-    """The search finds each planted bug of the round machine."""
+    """The search through orders of events finds each bug that was put into the rules of rounds."""
     plant(monkeypatch)
     with pytest.raises(Violation):
         explore(examples=300, shrink=False)
 
 
-def test_a_failing_schedule_is_shrunk():
-    """If the search finds a failing schedule, it reports a shrunk one with at most one fault.
-
-    The planted bug is a commit in two writes, which fails after one crash between them.
-    """
+def test_a_failing_order_of_events_is_shortened():
+    """If the search finds an order of events that fails, it reports a short one with at most one fault."""
     with pytest.raises(Violation) as caught:
         explore(examples=30, mutant="two-step commit")
     notes = "\n".join(caught.value.__notes__)
@@ -131,8 +125,8 @@ def test_a_failing_schedule_is_shrunk():
 
 
 @pytest.mark.covers("P10")
-def test_no_schedule_of_a_swarm_breaks_a_guarantee():
-    """The search finds no schedule of a swarm that breaks a guarantee. An accepted update is in exactly one version, or
+def test_no_order_of_faults_breaks_a_swarm():
+    """In a search through many orders of events and faults in a swarm, an accepted update is in exactly one version, or
     its ticket is open again.
     """
     seen = explore(examples=200, swarm=True)

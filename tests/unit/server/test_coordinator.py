@@ -191,9 +191,8 @@ def test_a_cancelled_waiter_does_not_block_others() -> None:
 def test_a_training_hangs_after_four_step_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A training site counts as hanging after four times the length of its longest step, and not before the given
     patience.
-
-    The longest step took 100 s. A pause of 399 s is not reported, and one of 400 s is.
     """
+    # The longest step took 100 s. A pause of 399 s is not reported, and one of 400 s is.
     now = [1000.0]
     monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
     presence = Presence("a")
@@ -225,10 +224,8 @@ def test_a_restored_site_does_not_count_as_hanging(
 
 
 def test_the_number_of_a_sites_warnings_is_limited(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has at most a hundred different warnings of a site.
-
-    A broken site sends two hundred different warnings, each twice. A hundred of them are logged and remembered.
-    """
+    """The log has at most a hundred different warnings of a site."""
+    # A broken site sends two hundred different warnings, each twice. A hundred of them are logged and remembered.
     presence = Presence("a")
     for number in range(400):
         presence.note(messages.Heartbeat(warnings=[f"step {number // 2} failed"]))
@@ -253,10 +250,10 @@ def test_surplus_sites_are_reported_except_in_simulations(roster: dict[str, Pres
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize(("version", "rounds"), [(0, 3), (1, 2), (2, 2), (3, 1), (4, 0), (5, 0)])
 def test_staleness_counts_rounds_without_lost_versions(version: int, rounds: int) -> None:
-    """Staleness counts the rounds since a version, and not the numbers of lost versions.
-
-    The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost.
+    """How far behind an update is counts the rounds since its version; lost versions, whose numbers are skipped, do not
+    count.
     """
+    # The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost.
     assert staleness(4, version, lost=(2,)) == rounds
 
 

@@ -14,6 +14,7 @@ from atoll.protocol.status_messages import (
     Headline,
     Missing,
     PlaceStatus,
+    Recorded,
     RoundSummary,
     SiteRound,
     Status,
@@ -67,105 +68,209 @@ def start(site: str) -> str:
     return f"atoll worker --server {ADDRESS} --site {site} -- python train.py"
 
 
-def test_a_healthy_run_says_what_it_awaits() -> None:
+def test_the_headline_says_what_a_run_awaits() -> None:
+    """The first line of the page says which sites a healthy run waits for."""
     assert headline_of(running()) == Headline(
-        text="Round 4 of 20 has been open for 3.0 s and waits for b (training). Done in about 64 s. "
+        text='Round 4 of 20 has been open for 3.0 s and waits for "b" (training). Done in about 64 s. '
         "Loss 0.5 in round 3, down from 0.9 in round 1."
     )
 
 
-def test_a_late_site_is_named_with_its_speed() -> None:
-    """The usual round takes 4 s; the site makes 2 steps/s, the median of all 10."""
+def test_the_headline_names_a_late_site() -> None:
+    """The first line of the page names a site that is late, with its speed compared with the usual one."""
+    # The usual round takes 4 s; the site makes 2 steps/s, the median of all 10.
     workers = [worker("a"), worker("b", steps_per_s=2.0), worker("c")]
     said = headline_of(running(fragment={"open_s": 20.0}, workers=workers))
-    assert not said.act
-    assert said.text.startswith(
-        "Round 4 of 20 has been open for 20 s, 5 times as long as usual, and waits for b "
-        "(training, 5.0 times slower than the median)."
+    assert (said.act, said.held_up) == (False, True)
+    assert said.text == (
+        'Round 4 of 20 has been open for 20 s, 5 times as long as usual, and waits for "b" '
+        "(training, 5.0 times slower than the median). The end waits for it, then for 16 more rounds of about 4.0 s. "
+        "Loss 0.5 in round 3, down from 0.9 in round 1."
     )
 
 
-def test_many_awaited_sites_are_counted() -> None:
-    """All do the same, which is said once."""
+@pytest.mark.parametrize(
+    ("about", "waits_for"),
+    [
+        ({"fragment": {"open_s": 20.0}}, "it"),
+        ({"workers": [worker("a"), worker("b", state="left"), worker("c")]}, "it"),
+        ({"fragment": {"reason": "waits for b; no heartbeat from b (declared dead after 60 s)"}}, "it"),
+        ({"fragment": {"waiting_for": [Missing(site=site, for_s=3.0) for site in "ab"], "open_s": 20.0}}, "them"),
+        ({"fragment": {"waiting_for": [], "open_s": 20.0, "reason": "waits for an update"}}, "that"),
+        ({"fragment": {"waiting_for": [], "reason": "waits for another site: only 1 of 2 updates"}}, "that"),
+        ({"paused": True}, "that"),
+        ({"workers": [worker("a"), worker("b", refused="it has NaN in 0.weight"), worker("c")]}, '"b"'),
+    ],
+    ids=["late", "left", "silent", "two-late", "asynchronous", "another-site", "paused", "refused"],
+)
+def test_no_end_is_promised_while_something_is_in_its_way(about: dict[str, Any], waits_for: str) -> None:
+    """The sentence says what the end waits for, and for which rounds after that. The estimate of 64 s is not told."""
+    said = headline_of(running(**about))
+    assert said.held_up
+    assert f" The end waits for {waits_for}, then for 16 more rounds of about 4.0 s." in said.text
+    assert "Done" not in said.text
+
+
+@pytest.mark.parametrize(
+    ("about", "told"),
+    [
+        ({"left_s": None}, " The end can be estimated after some more rounds."),
+        ({"stopping": True, "left_s": None}, " The run is being stopped: this is its last round."),
+        ({"rounds": 0, "left_s": None}, " The run has no last round: it trains until it is stopped."),
+    ],
+    ids=["early", "stopping", "endless"],
+)
+def test_a_run_without_an_estimate_says_why(about: dict[str, Any], told: str) -> None:
+    said = headline_of(running(**about))
+    assert told in said.text
+    assert not said.held_up
+
+
+def test_names_of_sites_stand_in_quotation_marks() -> None:
+    """A name that reads like a part of the sentence is recognisable as a name, and cannot end the quotation."""
+    name = 'b is finished. Done" in 3 s'
+    waiting = {"waiting_for": [Missing(site=name, for_s=3.0)]}
+    shown = '"b is finished. Done\' in 3 s"'
+    assert f"waits for {shown} (training)." in headline_of(running(fragment=waiting, workers=[worker(name)])).text
+    for about, part in (
+        ({"state": "dead"}, f"{shown} is dead."),
+        ({"refused": "it has NaN"}, f"The updates of {shown} do not count: it has NaN."),
+    ):
+        assert headline_of(running(workers=[worker("a"), worker(name, **about)])).text.startswith(part)
+
+
+def test_the_loss_is_compared_with_the_first_recorded_one() -> None:
+    """The status has the last rounds only; the first value is that of round 1, as in the charts."""
+    rounds = [each.model_copy(update={"round": each.round + 40}) for each in history([0.5, 0.45, 0.4])]
+    said = headline_of(running(history=rounds, first={"loss": Recorded(round=1, value=2.5)}))
+    assert "Loss 0.4 in round 43, down from 2.5 in round 1." in said.text
+
+
+def test_a_metric_of_the_servers_evaluation_tells_whether_it_learns() -> None:
+    rounds = history([0.5, 0.4])
+    rounds[1] = rounds[1].model_copy(update={"global_metrics": {"accuracy": 0.75}})
+    best = BestStatus(metric="global.accuracy", mode="max", version=2, round=2, value=0.75)
+    first = {"global.accuracy": Recorded(round=1, value=0.5)}
+    said = headline_of(running(history=rounds, best=best, first=first))
+    assert "Accuracy at the server 0.75 in round 2, up from 0.5 in round 1; best 0.75 at version 2." in said.text
+
+
+def test_a_run_without_metrics_says_that_learning_is_not_known() -> None:
+    rounds = [each.model_copy(update={"metrics": {}}) for each in history([0.5])]
+    assert headline_of(running(history=rounds)).text.endswith("not known: no site reports a metric.")
+
+
+def test_the_headline_counts_many_awaited_sites() -> None:
+    """If a run waits for many sites, the first line of the page counts them and says once what they all do."""
     waiting = [Missing(site=f"s{number}", for_s=3.0) for number in range(7)]
     workers = [worker(f"s{number}") for number in range(7)]
     said = headline_of(running(fragment={"waiting_for": waiting}, workers=[*workers, worker("s7")]))
-    assert "waits for s0, s1, s2 (training) and 4 other sites." in said.text
+    assert 'waits for "s0", "s1", "s2" (training) and 4 other sites.' in said.text
     said = headline_of(running(fragment={"waiting_for": waiting}, workers=workers))
     assert "waits for all 7 sites (training)." in said.text
 
 
-def test_a_dead_site_needs_a_person() -> None:
+def test_the_headline_reports_a_dead_site() -> None:
+    """If a site of the round is dead, the first line of the page says so, and that a person has to act."""
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead", error="no heartbeat for 60 s")]))
     assert said.act
     assert said.text.startswith(
-        "b is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 has been open"
+        '"b" is dead: no heartbeat for 60 s. The run goes on without it. Round 4 of 20 has been open'
     )
     assert said.command == start("b")
 
 
-def test_too_few_sites_need_a_person() -> None:
+def test_the_headline_reports_too_few_sites() -> None:
+    """If a round has too few sites to close, the first line of the page says so, and that a person has to act."""
     why = "1 site takes part (b is dead), but a round needs at least 2 (rounds.min_sites): the run waits."
     said = headline_of(running(workers=[worker("a"), worker("b", state="dead")]), Trouble(sites=why))
-    assert said == Headline(text=f"Round 4 of 20 cannot close: {why}", act=True, command=start("b"))
+    assert said == Headline(
+        text=f"Round 4 of 20 cannot close: {why} The end waits for that, then for 16 more rounds of about 4.0 s. "
+        "Loss 0.5 in round 3, down from 0.9 in round 1.",
+        act=True,
+        held_up=True,
+        command=start("b"),
+    )
 
 
-def test_a_diverging_loss_needs_a_person() -> None:
-    """Three rises in a row, and 1.5 times the lowest loss; one rise is no divergence."""
+def test_the_headline_reports_a_diverging_loss() -> None:
+    """If the loss rises three times in a row to 1.5 times its lowest value, the first line of the page reports it."""
+    # One rise is not reported.
     said = headline_of(running(history=history([0.5, 0.4, 0.5, 0.6, 0.7])))
     assert said.act
-    assert said.text.startswith("The run diverges: its loss rose from 0.4 to 0.7. Round 4 of 20 has been open")
+    assert said.text == (
+        "The run diverges: its loss rose from 0.4 in round 2 to 0.7 in round 5. Round 4 of 20 has been open for 3.0 s "
+        'and waits for "b" (training). Unless it is stopped, it goes on to round 20.'
+    )
     assert not headline_of(running(history=history([0.5, 0.4, 0.6]))).act
     assert not headline_of(running(history=history([0.40, 0.41, 0.42, 0.43]))).act
 
 
-def test_a_site_with_nan_needs_a_person() -> None:
+def test_the_headline_reports_a_site_with_nan() -> None:
+    """If a site's updates are refused because of NaN, the first line of the page names the site."""
     said = headline_of(running(workers=[worker("a"), worker("b", refused="it has NaN in 0.weight")]))
     assert said.act
-    assert said.text.startswith("The updates of b do not count: it has NaN in 0.weight. Check its data")
+    assert said.text.startswith('The updates of "b" do not count: it has NaN in 0.weight. Check its data')
 
 
-def test_a_full_disk_needs_a_person() -> None:
-    why = "The server has 5 MB of disk left, but must keep 268 MB free."
-    said = headline_of(running(), Trouble(disk=why), "/runs/my run")
-    assert said == Headline(text=f"The run waits for the disk: {why}", act=True, command="df -h '/runs/my run'")
+def test_the_headline_reports_a_full_disk() -> None:
+    """If the server's disk is full, the first line of the page says so."""
+    why = "The server has 5.0 MB of disk left, but must keep 268.0 MB free."
+    said = headline_of(running(state_dir="/runs/my run"), Trouble(disk=why))
+    assert said == Headline(
+        text=f"Round 4 of 20 waits for the disk: {why} The end waits for that, then for 16 more rounds of about 4.0 s. "
+        "Loss 0.5 in round 3, down from 0.9 in round 1.",
+        act=True,
+        held_up=True,
+        command="df -h '/runs/my run'",
+    )
 
 
 @pytest.mark.parametrize(("uptime_s", "act"), [(5.0, False), (61.0, True)])
-def test_a_run_without_sites_says_how_to_start_one(uptime_s: float, act: bool) -> None:
-    """The first sites may take a minute; then a person has to start one."""
+def test_the_headline_says_how_to_start_a_site(uptime_s: float, act: bool) -> None:
+    """A run without sites is normal for a minute. Then the first line of the page says how to start a site."""
     reason = "waits for 3 sites to join; 0 joined so far"
     fragment = {"version": 0, "round": 1, "phase": "gathering", "waiting_for": [], "reason": reason, "open_s": 0.0}
     said = headline_of(running(fragment=fragment, workers=[], history=[], uptime_s=uptime_s))
-    assert said == Headline(text=f"The first round has not begun: it {reason}.", act=act, command=start("NAME"))
+    assert said == Headline(
+        text=f"The first round has not begun: it {reason}. The end waits for that, then for 19 more rounds.",
+        act=act,
+        held_up=act,
+        command=start("NAME"),
+    )
 
 
-def test_a_paused_run_says_so() -> None:
-    said = headline_of(running().model_copy(update={"paused": True}), state_dir="/s")
-    assert said.text.startswith("The run is paused in round 4: no site trains until it is resumed.")
-    assert (said.act, said.command) == (False, "atoll resume --dir /s")
+def test_the_headline_reports_a_paused_run() -> None:
+    """If the run is paused, the first line of the page says so."""
+    said = headline_of(running(paused=True, state_dir="/s", fragment={"phase": "paused"}))
+    assert said.text.startswith("The run is paused in round 4 of 20: no site trains until it is resumed. The end waits")
+    still = headline_of(running(paused=True))
+    assert still.text.startswith(
+        "The run is paused in round 4 of 20: it may still end, but no other begins until it is resumed. The end waits"
+    )
+    assert (said.act, said.held_up, said.command) == (False, True, "atoll resume --dir /s")
 
 
-def test_hostile_names_stay_text() -> None:
+def test_the_headline_escapes_hostile_names() -> None:
     said = headline_of(running(fragment={"waiting_for": [], "reason": "waits for <script>\x1b[2J\u202e"}))
     assert "<script>\\x1b[2J\\u202e" in said.text
 
 
-def test_a_swarm_names_the_aggregator() -> None:
+def test_the_headline_names_a_swarms_aggregator() -> None:
     place = PlaceStatus(aggregator="c", checker="a", holders=["a"], collected=["a", "b"])
     said = headline_of(running(fragment={"phase": "closing", "waiting_for": [], "place": place}))
-    assert said.text.startswith("Round 4 of 20 is closed: its updates are aggregated at c.")
+    assert said.text.startswith('Round 4 of 20 is closed: its updates are aggregated at "c".')
 
 
-def test_an_asynchronous_run_waits_for_no_site() -> None:
+def test_the_headline_of_an_async_run_names_no_site() -> None:
     said = headline_of(running(fragment={"waiting_for": [], "reason": "waits for an update"}, rounds=0, left_s=None))
     assert said.text.startswith("Round 4 has been open for 3.0 s and waits for an update. The run has no last round")
 
 
-def test_a_finished_run_says_how_to_export() -> None:
+def test_the_headline_says_how_to_export_the_result() -> None:
     best = BestStatus(metric="loss", mode="min", version=2, round=3, value=0.5)
     fragment = {"phase": "finished", "round": 20, "version": 20, "waiting_for": []}
-    said = headline_of(running(finished=True, fragment=fragment, best=best), state_dir="/s")
+    said = headline_of(running(finished=True, fragment=fragment, best=best, state_dir="/s"))
     assert said == Headline(
         text="The run is finished after 20 rounds. "
         "Loss 0.5 in round 3, down from 0.9 in round 1; best 0.5 at version 2.",
@@ -173,20 +278,27 @@ def test_a_finished_run_says_how_to_export() -> None:
     )
 
 
-def test_a_failed_run_says_why() -> None:
-    said = headline_of(running(failed="The reducer raised an error."), state_dir="/s")
+def test_the_headline_says_why_a_run_failed() -> None:
+    """If the run has failed, the first line of the page gives the reason."""
+    said = headline_of(running(failed="The reducer raised an error.", state_dir="/s"))
     assert said == Headline(
-        text="The run has failed: The reducer raised an error.", act=True, command="atoll server run.toml --dir /s"
+        text="The run has failed in round 4 of 20: The reducer raised an error. "
+        "Loss 0.5 in round 3, down from 0.9 in round 1.",
+        act=True,
+        held_up=True,
+        command="atoll server run.toml --dir /s",
     )
 
 
-def test_a_run_without_a_server_needs_a_person() -> None:
-    said = headline_of(running(), Trouble(stored="/s"), "/s")
+def test_the_headline_reports_a_stopped_server() -> None:
+    said = headline_of(running(state_dir="/s"), Trouble(stored="/s"))
     assert said.act
-    assert said.text.startswith("No server runs: the run stopped in round 4. Start it again, and it continues there.")
+    assert said.text.startswith(
+        "No server runs: the run stopped in round 4 of 20. Start it again, and it continues there."
+    )
 
 
-def test_a_workflow_says_its_progress() -> None:
+def test_the_headline_shows_a_workflows_progress() -> None:
     steps = [
         WorkflowStatus(name="train", kind="train", state="done"),
         WorkflowStatus(name="evaluate", kind="", state="running", seconds=12.0, detail="2 of 3 sites answered"),
@@ -195,7 +307,8 @@ def test_a_workflow_says_its_progress() -> None:
     assert said == Headline(text="Workflow 2 of 2, evaluate, is running for 12 s: 2 of 3 sites answered.")
 
 
-def test_the_usual_time_is_the_slowest_sites() -> None:
-    """Rounds of 4, 4 and 8 s: the median is 4 s. Without rounds it is not known."""
+def test_the_usual_round_time_is_the_median() -> None:
+    """The usual time of a round is the median of the slowest site's times, and is unknown without rounds."""
+    # Rounds of 4, 4 and 8 s: the median is 4 s.
     assert usual_round_s([*history([1.0, 1.0]), *history([1.0], seconds=8.0)]) == 4.0
     assert usual_round_s([]) is None

@@ -42,11 +42,9 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.mark.covers("F25")
 def test_an_event_refused_by_the_journal_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the journal cannot record an event, neither the state nor the journal changes, and no follower is told.
-
-    Two sites join, and the disk is full when the second update closes the round. With new space, this event counts
-    once.
-    """
+    """If the journal cannot record an event, neither the state nor the journal changes, and no follower is told."""
+    # Two sites join, and the disk is full when the second update closes the round. With new space, this event counts
+    # once.
     acted, happened = list[events.Effect](), list[run_events.Happened]()
     log = EventLog(store)
     log.subscribe("the test", happened.append)
@@ -82,11 +80,9 @@ def test_an_event_refused_by_the_journal_changes_nothing(store: Store, monkeypat
 
 
 def test_followers_are_told_after_the_outermost_commit(store: Store) -> None:
-    """Followers are told of a change after the outermost transaction is committed. If the transaction is undone, they
-    are told nothing.
-
-    A simulation groups changes in one transaction, which may be undone as a whole.
-    """
+    """Followers are told of a change after the outermost transaction is committed."""
+    # If the transaction is undone, they are told nothing. A simulation groups changes in one transaction, which may be
+    # undone as a whole.
     happened = list[run_events.Happened]()
     log = EventLog(store)
     log.subscribe("the test", happened.append)

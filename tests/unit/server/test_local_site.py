@@ -41,10 +41,8 @@ def ticket_of(site: LocalSite) -> Ticket:
 
 
 def test_a_local_site_reads_and_submits_files(tmp_path: Path) -> None:
-    """A site in the server's process reads its version from a file and submits an update from a file.
-
-    An update is the old model minus the new model. The mean of 1 and 3 by their weights is (1 + 3·3)/4 = 2.5.
-    """
+    """A site in the server's process reads its version from a file and submits an update from a file."""
+    # An update is the old model minus the new model. The mean of 1 and 3 by their weights is (1 + 3·3)/4 = 2.5.
 
     async def story(run: LocalRun) -> None:
         sites = [await run.join("a"), await run.join("b")]
@@ -80,11 +78,8 @@ def test_a_local_site_waits_for_its_round(tmp_path: Path) -> None:
 
 
 def test_a_silent_local_site_loses_its_lease(tmp_path: Path) -> None:
-    """A site in the server's process loses its lease when it was silent for too long by the clock of the run. It can
-    join again.
-
-    The test moves the clock instead of waiting.
-    """
+    """A site in the server's process loses its lease when it was silent for too long by the clock of the run."""
+    # It can join again. The test moves the clock instead of waiting.
 
     async def story(run: LocalRun) -> None:
         a, b = await run.join("a"), await run.join("b")

@@ -46,8 +46,10 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Take]:
         sys.modules.pop(name, None)
 
 
-def test_code_is_what_the_script_imports(take: Take, tmp_path: Path) -> None:
-    """Of the user's own folders: neither Python's modules nor installed ones, nor Atoll's."""
+def test_a_runs_code_is_what_its_script_imports(take: Take, tmp_path: Path) -> None:
+    """The files of the user's own folders that a script imports count as the code of a run: not Python's, installed or
+    Atoll's modules.
+    """
     names = {str(Path(each).relative_to(tmp_path)) for each in take().code}
     assert names == {"train.py", "own/__init__.py", "own/model.py", "own/layers.py"}
 
@@ -68,7 +70,9 @@ def test_code_is_what_the_script_imports(take: Take, tmp_path: Path) -> None:
     ],
     ids=["setting", "option", "place", "arguments", "number", "names", "order", "module", "unrelated", "unnamed"],
 )
-def test_differences_are_named(take: Take, tmp_path: Path, changed: dict[str, Any], said: list[str]) -> None:
+def test_the_error_names_the_changed_inputs(
+    take: Take, tmp_path: Path, changed: dict[str, Any], said: list[str]
+) -> None:
     before = take()
     if "file" in changed:
         (tmp_path / changed.pop("file")).write_text("WIDTH = 9\n")
@@ -76,7 +80,7 @@ def test_differences_are_named(take: Take, tmp_path: Path, changed: dict[str, An
 
 
 @pytest.mark.parametrize("argument", ["data.csv", "--data=data.csv", "."])
-def test_data_is_what_arguments_name(take: Take, tmp_path: Path, argument: str) -> None:
+def test_files_named_by_arguments_count_as_data(take: Take, tmp_path: Path, argument: str) -> None:
     before = take(("--data", argument))
     assert take(("--data", argument)) == before
     (tmp_path / "data.csv").write_text("1,2\n3,4\n")
@@ -242,7 +246,7 @@ def test_a_file_that_a_partial_names_is_data(take: Take, tmp_path: Path) -> None
     assert taken().differences(before) == ["data.csv has changed"]
 
 
-def test_a_damaged_note_tells_nothing(take: Take, tmp_path: Path) -> None:
+def test_a_damaged_record_of_inputs_is_ignored(take: Take, tmp_path: Path) -> None:
     inputs = take()
     inputs.write(tmp_path)
     assert Inputs.read(tmp_path) == inputs

@@ -59,9 +59,9 @@ def bases(held: list[int]) -> VersionsInUse:
     return VersionsInUse(versions)
 
 
-def test_a_version_stays_pinned_while_sites_train(bases: VersionsInUse, held: list[int]) -> None:
-    """A version is pinned once for all sites that train from it. When the last site is done, it is released as soon as
-    another version is pinned.
+def test_a_version_stays_while_sites_train_from_it(bases: VersionsInUse, held: list[int]) -> None:
+    """A simulation keeps a version as long as sites train from it, and lets it go once another version
+    takes its place.
     """
     first, again = bases.take(0, 0), bases.take(0, 0)
     assert first is again
@@ -77,7 +77,7 @@ def test_a_version_stays_pinned_while_sites_train(bases: VersionsInUse, held: li
     assert held == [1, 2]
 
 
-def test_all_versions_are_released_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
+def test_a_simulation_releases_all_versions_at_its_end(bases: VersionsInUse, held: list[int]) -> None:
     bases.take(0, 0)
     bases.take(0, 1)
     bases.release()
@@ -199,10 +199,8 @@ def test_a_second_result_of_a_job_is_ignored(caplog: pytest.LogCaptureFixture) -
 
 
 def test_each_check_kills_one_overdue_process() -> None:
-    """Each check kills one process that takes too long: the one with the oldest job that was not killed yet.
-
-    A killed process may take a while to end. Meanwhile, the next check kills the next process.
-    """
+    """Each check kills one process that takes too long: the one with the oldest job that was not killed yet."""
+    # A killed process may take a while to end. Meanwhile, the next check kills the next process.
     killed: list[int] = []
 
     class Stuck(Ends):
@@ -298,11 +296,8 @@ def test_a_sites_state_returns_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_an_interrupted_return_keeps_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """If bringing back a site's state is interrupted at any step, the site keeps the state from before. The round can
-    be trained again.
-
-    The update of ticket 1 was counted, and that of ticket 2 is formed again.
-    """
+    """If bringing back a site's state is interrupted at any step, the site keeps the state from before."""
+    # The round can be trained again. The update of ticket 1 was counted, and that of ticket 2 is formed again.
     here, there = tmp_path / "here", tmp_path / "there"
     trained(here, 1)
     local_state.put_kept(there, local_state.read_kept(here))

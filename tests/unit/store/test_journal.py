@@ -45,7 +45,7 @@ def fail_after(journal: Journal, *names: str, seen: list[str]) -> None:
 
 
 def test_nested_transactions_are_committed_together(journal: Journal) -> None:
-    """Transactions inside another one are committed with it. Their callbacks run after this commit."""
+    """A transaction inside another one is committed with the outer one, and its callbacks run after this commit."""
     seen: list[str] = []
     with journal.transaction():
         for name in ("a", "b"):
@@ -132,11 +132,9 @@ def test_a_failing_disk_is_reported(journal: Journal) -> None:
 
 
 def test_changes_after_an_ended_transaction_are_refused(journal: Journal) -> None:
-    """If SQLite has ended a transaction by itself, later changes in this transaction are refused.
-
-    SQLite does so if the disk is full. Without the refusal, a later change would be a transaction of its own and would
-    stay.
-    """
+    """If SQLite has ended a transaction by itself, later changes in this transaction are refused."""
+    # SQLite does so if the disk is full. Without the refusal, a later change would be a transaction of its own and
+    # would stay.
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         journal._db.execute("ROLLBACK")
         with pytest.raises(StoreError, match="has rolled this transaction back"), journal.transaction():
@@ -146,9 +144,8 @@ def test_changes_after_an_ended_transaction_are_refused(journal: Journal) -> Non
 
 
 def test_another_programs_lock_is_reported(journal: Journal) -> None:
-    """If another program has locked the journal, the error says to close that program. Without the lock, the journal
-    works again.
-    """
+    """If another program has locked the journal, the error says to close that program."""
+    # Without the lock, the journal works again.
     journal.row("PRAGMA busy_timeout = 0")
     other = sqlite3.connect(journal.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -197,11 +194,9 @@ def test_a_checkpoint_without_descriptors_loses_nothing(journal: Journal) -> Non
 
 @pytest.mark.covers("F25")
 def test_a_full_disk_loses_nothing(store: Store) -> None:
-    """If the disk is full, the journal loses nothing, and it goes on when there is space.
-
-    SQLite's own limit of pages stands for the disk: it causes the error of a full disk in the place where a full disk
-    does.
-    """
+    """If the disk is full, the journal loses nothing, and it goes on when there is space."""
+    # SQLite's own limit of pages stands for the disk: it causes the error of a full disk in the place where a full disk
+    # does.
     submit(store, 1, "a", 0)
     pages = store.journal.value("PRAGMA page_count")
     store.journal.value(f"PRAGMA max_page_count = {pages}")
@@ -216,9 +211,7 @@ def test_a_full_disk_loses_nothing(store: Store) -> None:
 
 @pytest.mark.covers("F29")
 def test_a_second_store_is_refused(store: Store) -> None:
-    """A second store on one directory is refused with the process that holds the directory. When the first store is
-    closed, a new one can be opened.
-    """
+    """A second server process on one state directory is refused, and the error names the process that uses it."""
     with pytest.raises(StateLocked, match=rf"process {os.getpid()} on .*another disk\.state_dir"):
         begin(store.directory)
     store.close()
@@ -332,10 +325,8 @@ def test_the_audit_log_lists_updates_and_versions(store: Store) -> None:
 
 
 def test_effects_of_the_machine_survive_a_restart(tmp_path: Path) -> None:
-    """After a restart, the journal has all effects that the round machine had decided.
-
-    Site `b` left and came back late. The round that both sites began waits for `a` alone.
-    """
+    """After a restart, the journal has all effects that the round machine had decided."""
+    # Site `b` left and came back late. The round that both sites began waits for `a` alone.
     store, _ = begin(tmp_path)
     write_version(store, 0)
     decided = [

@@ -240,9 +240,8 @@ def right_hash(row: dict[str, Any]) -> str:
 
 
 def test_an_audit_hash_covers_all_other_columns(state: Path) -> None:
-    """The hash of an entry in the audit log covers all other columns of the entry. One of them is the hash of the entry
-    before.
-    """
+    """The hash of an entry in the audit log covers all other columns of the entry."""
+    # One of them is the hash of the entry before.
     for seq in range(1, 8):
         row = entry(state, seq)
         assert row["hash"] == right_hash(row)
@@ -260,10 +259,8 @@ def test_a_changed_column_is_found(state: Path, column: str, seq: int) -> None:
 @pytest.mark.parametrize("column", CHANGES)
 @pytest.mark.parametrize("seq", [1, 3, 6])
 def test_a_changed_column_with_its_hash_is_found(state: Path, column: str, seq: int) -> None:
-    """If a column of an entry and the entry's hash were changed, `atoll audit` still finds the change.
-
-    The next entry has the hash from before. If that is changed too, the next entry's own hash no longer fits.
-    """
+    """If a column of an entry and the entry's hash were changed, `atoll audit` still finds the change."""
+    # The next entry has the hash from before. If that is changed too, the next entry's own hash no longer fits.
     change(state, seq, **{column: CHANGES[column]})
     change(state, seq, hash=right_hash(entry(state, seq)))
     assert re.search(rf"entry {seq}\b", said(state))
@@ -347,9 +344,8 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
 def test_a_changed_row_with_its_checksum_is_found(state: Path, tampering: str, words: str) -> None:
     """If a row and its checksum were changed, `atoll audit` finds the change, because the audit log has the right
     values.
-
-    A program that writes the row through the journal's own connection also renews the checksum.
     """
+    # A program that writes the row through the journal's own connection also renews the checksum.
     from atoll.store.journal_tables import write_checksums
 
     with closing(sqlite3.connect(state / "journal.sqlite", isolation_level=None)) as journal:

@@ -72,10 +72,9 @@ MOVE = "PRAGMA wal_checkpoint"
 
 
 def test_a_reader_copies_an_overwritten_log_again(state: Path, server: Server, monkeypatch) -> None:
-    """If the write-ahead log is overwritten while a reader copies the journal, the reader copies again.
-
-    The second change overwrites the log. The first change is in the database by then, but not in the copy made before.
-    """
+    """If the write-ahead log is overwritten while a reader copies the journal, the reader copies again."""
+    # The second change overwrites the log. The first change is in the database by then, but not in the copy made
+    # before.
     number = iter(range(3))
 
     def change(name: str) -> None:

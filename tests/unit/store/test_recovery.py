@@ -77,10 +77,8 @@ def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
 
 @pytest.mark.covers("D4")
 def test_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    """A start removes the slots that a killed process has left and that no row refers to. Other files stay.
-
-    The process was killed while it wrote version 1. Its draft and the spare slots are removed.
-    """
+    """A start removes the slots that a killed process has left and that no row refers to."""
+    # Other files stay. The process was killed while it wrote version 1. Its draft and the spare slots are removed.
     kill_during(tmp_path, "head.before=kill@2", "run_round(new_run(directory), 0)")
     assert "version-0-1.safetensors" in slot_files(tmp_path)
     (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")
@@ -130,14 +128,10 @@ def test_a_damaged_head_falls_back(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_lost_versions_number_is_not_reused(tmp_path: Path) -> None:
-    """The number of a lost version is not used again.
-
-    Versions 2 and 3 are lost, one after the other. The run has versions 0, 1 and 4, and keeps 1 and 4 as its newest
-    two.
-
-    Guards against ranges of numbers such as `head − 1` and `head − keep_versions`, which are wrong where numbers are
-    missing.
-    """
+    """The number of a lost version is not used again, so that no site confuses two versions."""
+    # Versions 2 and 3 are lost, one after the other. The run has versions 0, 1 and 4, and keeps 1 and 4 as its newest
+    # two. Guards against ranges of numbers such as `head − 1` and `head − keep_versions`, which are wrong where numbers
+    # are missing.
     store = new_run(tmp_path, 1)
     for lost in (2, 3):
         freeze(store, 1, {10 * lost: "a", 10 * lost + 1: "b"})

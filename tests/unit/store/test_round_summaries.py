@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from atoll.errors import StateCorrupt
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
-from atoll.protocol.status_messages import SiteRound
+from atoll.protocol.status_messages import Recorded, RoundSummary, SiteRound
 from atoll.store.journal_tables import HISTORY, SITE_ROUNDS, HistoryRow, SiteRoundRow
-from atoll.store.round_summaries import site_curves
+from atoll.store.round_summaries import first_values, site_curves, table_rows
 from atoll.store.store import Store
 
 
@@ -108,10 +110,8 @@ def test_lost_versions_have_no_point(store: Store) -> None:
 
 
 def test_many_curves_are_sent_in_pages(store: Store) -> None:
-    """If the curves of all sites are too many for one answer, they are sent in pages.
-
-    7,000 sites have 2 rounds. A page of 983,040 bytes has 6,733 curves of 96 + 2 × 25 bytes.
-    """
+    """If the curves of all sites are too many for one answer, they are sent in pages."""
+    # 7,000 sites have 2 rounds. A page of 983,040 bytes has 6,733 curves of 96 + 2 × 25 bytes.
     names = [f"{number:064}" for number in range(7000)]
     put(store, 1)
     put(store, 2)
@@ -144,3 +144,67 @@ def test_a_damaged_row_of_a_curve_is_reported(store: Store) -> None:
         store.journal.execute("UPDATE site_rounds SET row_check = row_check + 1")
     with pytest.raises(StateCorrupt, match=r"site_rounds \(fragment = 0, version = 1, site = 'a'\) does not match"):
         curves(store)
+
+
+def end(store: Store, version: int, metrics: dict[str, float], evaluated: dict[str, float], *sites: SiteRound) -> None:
+    """The round one above the version has led to it, with these values."""
+    summary = RoundSummary(
+        fragment=0,
+        round=version + 1,
+        version=version,
+        metrics=metrics,
+        counts={},
+        global_metrics=evaluated,
+        seconds=0.1,
+        grad_norm=0.5,
+        bytes_up=14,
+    )
+    put(store, version, *sites)
+    with store.journal.transaction():
+        store.journal.execute(
+            "UPDATE history SET summary_json = ? WHERE version = ?", summary.model_dump_json(exclude={"sites"}), version
+        )
+
+
+def test_the_servers_evaluation_has_a_curve_of_its_rounds(store: Store) -> None:
+    """Every third version was evaluated: only those rounds are in the curve, and points are chosen among them."""
+    for version in range(1, 10):
+        end(store, version, {"loss": 1.0}, {"odd $.[name]": version / 8} if version % 3 == 0 else {})
+    found = curves(store, value="global.odd $.[name]")
+    assert (found.versions, found.rounds, found.mean) == ([3, 6, 9], [4, 7, 10], [3 / 8, 6 / 8, 9 / 8])
+    assert found.curves == []
+    assert curves(store, value="global.odd $.[name]", points=2).versions == [3, 9]
+    assert curves(store, value="global.other").versions == []
+
+
+def test_the_first_value_of_a_metric_is_the_oldest(store: Store) -> None:
+    """Each metric has its own first round; the server's evaluation has a prefix."""
+    for version in range(1, 130):
+        end(store, version, {"loss": 9.0 / version}, {"loss": 0.5} if version > 110 else {})
+    found = first_values(store.journal.rows)
+    assert found == {"loss": Recorded(round=2, value=9.0), "global.loss": Recorded(round=112, value=0.5)}
+
+
+def test_the_table_has_all_rounds_and_sites(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row a site and one of the round, with every metric that any round has; read three rounds at a time."""
+    monkeypatch.setattr("atoll.store.round_summaries.BATCH", 9)  # of 2 sites and the round
+    for version in range(1, 8):
+        evaluated = {"auc": 0.75} if version == 7 else {}
+        sites = loss("a", float(version)), SiteRound(site="b", steps=3, norm=2.0, metrics={"late": 1.0})
+        end(store, version, {"loss": float(version), "late": 1.0}, evaluated, *sites)
+    pieces = list(table_rows(lambda: nullcontext(store.journal.rows)))
+    assert len(pieces) == 1 + 3  # the head, and 3 + 3 + 1 rounds
+    rows = list(csv.DictReader("".join(pieces).splitlines()))
+    assert [(row["version"], row["site"]) for row in rows] == [
+        (str(version), site) for version in range(1, 8) for site in ("", "a", "b")
+    ]
+    whole, a, b = rows[-3:]
+    assert (whole["metrics.loss"], whole["global.auc"], whole["norm"], whole["nbytes"]) == ("7.0", "0.75", "0.5", "14")
+    assert (a["round"], a["weight"], a["metrics.loss"], a["metrics.late"], a["global.auc"]) == (
+        "8",
+        "2.0",
+        "7.0",
+        "",
+        "",
+    )
+    assert (b["steps"], b["norm"], b["metrics.late"]) == ("3", "2.0", "1.0")

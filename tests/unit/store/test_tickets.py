@@ -171,11 +171,11 @@ def test_a_sites_last_ticket_shows_its_outcome(store: Store) -> None:
         store.tickets.get(99)
 
 
-def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new writer of a part cancels the old writer and waits until its write is over.
-
-    The old write is held in the middle. `begin_part` must not return before this write is over.
+def test_a_new_upload_waits_for_the_old_write(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second upload of a part cancels the first one, and waits until the write that the first one has
+    begun is over.
     """
+    # The old write is held in the middle. `begin_part` must not return before this write is over.
     store.tickets.issue(1, "a", 0, 0)
     held, order, made = store.tickets.spool(1), list[str](), list[PartWriter]()
     old = held.begin_part(0)
@@ -198,8 +198,8 @@ def test_a_new_writer_waits_for_the_old(store: Store, monkeypatch: pytest.Monkey
     assert read(held.fd)[:16] == b"N" * 16
 
 
-def test_a_superseded_writer_writes_nothing(store: Store) -> None:
-    """If a new writer of a part begins just before the old writer writes, the old writer writes nothing."""
+def test_a_replaced_upload_writes_nothing(store: Store) -> None:
+    """If a second upload of a part begins just before the first one writes, the first one writes nothing."""
     store.tickets.issue(1, "a", 0, 0)
     held = store.tickets.spool(1)
 
@@ -246,7 +246,7 @@ def test_rewriting_a_part_removes_its_record(store: Store) -> None:
     store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
 
 
-def test_a_part_stays_in_its_range(store: Store) -> None:
+def test_a_part_writes_only_its_own_range(store: Store) -> None:
     """A part of an update takes no more bytes than it has, and writes only to its own range of the file."""
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 0, b"0" * 24)
@@ -278,10 +278,8 @@ def test_spools_in_use_are_not_reused(store: Store, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.covers("D4")
 def test_unneeded_spools_are_removed(store: Store) -> None:
-    """Spools that the next round cannot need are removed.
-
-    Round 1 has four tickets, and two of them expire. As many spools are kept as updates have counted.
-    """
+    """Spools that the next round cannot need are removed."""
+    # Round 1 has four tickets, and two of them expire. As many spools are kept as updates have counted.
     store.run_log.open_round(0, 0, ("a", "b", "c", "d"))
     for ticket, site in enumerate("abcd", 1):
         store.tickets.issue(ticket, site, 0, 0)
@@ -320,11 +318,9 @@ def test_a_round_freezes_only_accepted_tickets(store: Store) -> None:
         write_version(store, 1, ())
 
 
-def test_a_frozen_round_keeps_the_given_order(store: Store) -> None:
-    """A frozen round keeps its tickets in the given order.
-
-    The round machine orders updates by site. The numbers of the tickets may have another order, which would give other
-    bits.
+def test_a_round_keeps_the_order_of_its_updates(store: Store) -> None:
+    """When a round closes, its updates are kept in the order of the sites' names, not of the ticket numbers, which
+    would give other bits.
     """
     freeze(store, 0, {2: "a", 1: "b"})
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
@@ -357,11 +353,8 @@ def test_all_threads_get_the_same_spool(store: Store) -> None:
 
 @pytest.mark.covers("P10")
 def test_a_frozen_round_can_be_reopened(store: Store) -> None:
-    """When a frozen round is reopened, its tickets are open again, also after a restart. Tickets that have counted stay
-    counted.
-
-    Another update may come for a reopened ticket.
-    """
+    """When a frozen round is reopened, its tickets are open again, also after a restart."""
+    # Tickets that have counted stay counted. Another update may come for a reopened ticket.
     tickets = run_round(store, 0, commit=False)
     store.tickets.reopen(0, 0, tickets, "it has gone")
     for restarted in (False, True):
@@ -384,10 +377,8 @@ def test_a_frozen_round_can_be_reopened(store: Store) -> None:
 # -- slots: the lowest free one is taken
 
 
-def test_slot_holders_match_a_plain_mapping(tmp_path: Path) -> None:
-    """Over a thousand random steps, the slots of a pool have the same holders as a plain mapping of files to their
-    holders.
-    """
+def test_slots_are_never_given_to_two_users(tmp_path: Path) -> None:
+    """Over a thousand random steps, each slot has the users that a plain dict says, and no free slot is in use."""
     chance = random.Random(7)
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     known: dict[int, list[str]] = {}
@@ -414,10 +405,8 @@ def test_slot_holders_match_a_plain_mapping(tmp_path: Path) -> None:
 
 
 def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
-    """If more slots are free than a pool may keep, one slot is removed.
-
-    Three slots become free in a pool of at most two.
-    """
+    """If more slots are free than a pool may keep, one slot is removed."""
+    # Three slots become free in a pool of at most two.
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=2)
     slots = [pool.take(WRITER) for _ in range(3)]
     for slot in slots:
@@ -427,8 +416,8 @@ def test_a_superfluous_slot_is_removed(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # made anew
 
 
-def test_a_removed_slot_cannot_affect_its_successor(tmp_path: Path) -> None:
-    """Holding and dropping a removed slot does not change the new slot that has its number."""
+def test_a_removed_slot_does_not_free_its_successor(tmp_path: Path) -> None:
+    """Code that still uses a removed slot cannot mark the new slot with the same number as used or free."""
     pool = SlotPool(tmp_path, VERSION, 0, FileShape(8, b"", ()), threading.RLock(), most=1)
     before, other = pool.take(WRITER), pool.take(WRITER)
     pool.drop(before, WRITER)  # one too many
@@ -445,8 +434,8 @@ def test_a_removed_slot_cannot_affect_its_successor(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # it is free
 
 
-def test_recorded_slots_have_no_other_writer(tmp_path: Path) -> None:
-    """A slot that the journal holds is not given to a writer until the journal drops it."""
+def test_slots_of_stored_files_are_not_overwritten(tmp_path: Path) -> None:
+    """A slot whose file the journal refers to is not given to another writer."""
     pool = SlotPool(tmp_path, SPOOL, 0, FileShape(8, b"", ()), threading.RLock())
     pool.drop(pool.take(WRITER), WRITER)
     assert pool.adopt(0) is pool[0]
@@ -473,10 +462,8 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 
 @pytest.mark.covers("P9", "F25")
 def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the note of a published object cannot be written, the object is removed and its publisher gets the error.
-
-    A restarted server would not know the object, so its publisher must not believe that it is kept.
-    """
+    """If the note of a published object cannot be written, the object is removed and its publisher gets the error."""
+    # A restarted server would not know the object, so its publisher must not believe that it is kept.
     objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
     replace = os.replace
 
@@ -498,9 +485,8 @@ def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pyte
 def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
     """An object that belongs to the server does not count for the limit, does not expire, and is removed when the
     server ends.
-
-    All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
     """
+    # All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
 
     def opened() -> ObjectStore:
         return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)

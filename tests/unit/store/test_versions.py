@@ -75,8 +75,9 @@ def test_a_commit_moves_the_head(store: Store) -> None:
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
-def test_a_draft_is_invisible_before_its_commit(store: Store) -> None:
-    """Nothing of a draft can be seen before its commit. An abandoned draft frees its slot."""
+def test_a_version_is_invisible_before_its_commit(store: Store) -> None:
+    """Nothing can be seen of a version before its commit, and an abandoned one frees its file."""
+    # Nothing of a draft can be seen; an abandoned draft frees its slot.
     tickets = run_round(store, 0, commit=False)
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
@@ -91,7 +92,7 @@ def test_a_draft_is_invisible_before_its_commit(store: Store) -> None:
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_only_the_next_version_can_begin(store: Store, version: int) -> None:
-    """A draft of any version other than the next one is refused."""
+    """The store refuses to write any version other than the next one."""
     with pytest.raises(StoreError, match="the newest version is 0, and the next one is 1"):
         store.versions.begin(0, version)
 
@@ -99,10 +100,8 @@ def test_only_the_next_version_can_begin(store: Store, version: int) -> None:
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_full_disk_leaves_no_incomplete_slot(store: Store, arm: Callable[[str], object], nth: int) -> None:
-    """If the disk is full while a slot is created, its file does not stay, and the version can be written later.
-
-    The first new slot is for the version, the second for the outer state.
-    """
+    """If the disk is full while a slot is created, its file does not stay, and the version can be written later."""
+    # The first new slot is for the version, the second for the outer state.
     run_round(store, 0)
     tickets = run_round(store, 1, commit=False)
     before = slot_files(store.directory)
@@ -141,11 +140,8 @@ def test_old_versions_are_dropped(store: Store) -> None:
     assert {path: path.stat().st_ino for path in store.slots.folder.iterdir()} == inodes
 
 
-def test_slow_readers_see_one_version(tmp_path: Path) -> None:
-    """A slow reader never sees bytes of a version other than the one that it has pinned.
-
-    It reads one byte in each round, long after its version would have been dropped without a pin.
-    """
+def test_a_slow_reader_never_sees_another_version(tmp_path: Path) -> None:
+    """A slow reader sees only the version that it began to read, even long after the server would have deleted it."""
     store = new_run(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
     seen = b""
@@ -163,12 +159,11 @@ def test_slow_readers_see_one_version(tmp_path: Path) -> None:
 
 
 def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
-    """If pulls hold too many versions, the pull of the oldest version is revoked. Its bytes stay until the reader
-    releases them.
-
-    One version is kept and two may be pinned. Versions 0, 1 and 2 are pinned and 3 is the newest, so version 4 needs
-    the place of version 0.
+    """If downloads hold too many versions, that of the oldest version is cut off, and its file stays until it is
+    released.
     """
+    # One version is kept and two may be pinned. Versions 0, 1 and 2 are pinned and 3 is the newest, so version 4 needs
+    # the place of version 0.
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):
@@ -188,8 +183,10 @@ def test_the_oldest_pull_is_revoked(tmp_path: Path) -> None:
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
 
 
-def test_a_revoked_slot_stays_until_its_release(tmp_path: Path) -> None:
-    """The slot of a revoked version is not rewritten before its reader releases it."""
+def test_a_cut_off_download_keeps_its_slot(tmp_path: Path) -> None:
+    """If the server takes an old version away from a download, its file is not overwritten before the download has let
+    it go.
+    """
     store = new_run(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None
@@ -216,11 +213,9 @@ def test_a_pinned_version_stays_readable_after_closing(store: Store) -> None:
 
 
 def test_the_newest_wanted_versions_are_kept(tmp_path: Path) -> None:
-    """Of the versions that workers will still pull, the newest are kept.
-
-    One version is kept and two may be pinned. At the last commit, version 4 is the newest and 3 is durable, so there is
-    room for one wanted version.
-    """
+    """Of the versions that workers will still pull, the newest are kept."""
+    # One version is kept and two may be pinned. At the last commit, version 4 is the newest and 3 is durable, so there
+    # is room for one wanted version.
     store = new_run(tmp_path, keep_versions=1, max_pins=2)
     store.versions.wanted = lambda fragment: {0, 1, 2}
     run_rounds(store, range(4), durable=True)
@@ -228,10 +223,8 @@ def test_the_newest_wanted_versions_are_kept(tmp_path: Path) -> None:
 
 
 def test_outer_state_is_kept_for_two_versions(store: Store) -> None:
-    """The outer state is kept for the newest version and the one before.
-
-    Version 3 is still being read, but no run would go on from it, so its outer state is dropped.
-    """
+    """The outer state is kept for the newest version and the one before."""
+    # Version 3 is still being read, but no run would go on from it, so its outer state is dropped.
     run_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
         run_round(store, 4)
@@ -291,10 +284,8 @@ def test_a_durable_version_is_synced_first(store: Store, synced: list[str]) -> N
 
 
 def test_a_durable_version_empties_the_log(store: Store, tmp_path: Path) -> None:
-    """With each durable version, SQLite's write-ahead log is copied into the journal.
-
-    Without this, SQLite would copy 64 MB at once, in a commit on the event loop.
-    """
+    """With each durable version, SQLite's write-ahead log is copied into the journal."""
+    # Without this, SQLite would copy 64 MB at once, in a commit on the event loop.
     store.versions.write_durable()
     run_round(store, 0)
     store.versions.write_durable()
@@ -436,10 +427,8 @@ def test_a_finished_run_keeps_only_its_result(store: Store) -> None:
 
 @pytest.mark.covers("F26")
 def test_a_version_is_held_while_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is held while it is synced to disk, so that its slot is not rewritten.
-
-    Two commits happen during the fsync, and one version is kept. Without a hold, its slot would be used again.
-    """
+    """A version is held while it is synced to disk, so that its slot is not rewritten."""
+    # Two commits happen during the fsync, and one version is kept. Without a hold, its slot would be used again.
     store = new_run(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
 
@@ -533,11 +522,9 @@ def test_a_difference_names_its_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("opened", [0, 1])
-def test_a_failed_pull_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
-    """If a pull of a difference gets no file descriptor, it holds no slot.
-
-    Such a pull needs two descriptors, one for the version and one for the difference.
-    """
+def test_a_failed_pull_keeps_no_slot_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int) -> None:
+    """If a download lacks a file descriptor, it fails and leaves no slot in use."""
+    # Such a pull needs two descriptors, one for the version and one for the difference.
     with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
 
@@ -555,10 +542,8 @@ def test_a_failed_pull_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_difference_is_dropped_with_its_version(tmp_path: Path) -> None:
-    """A difference is dropped with its version, unless it is being read.
-
-    With `keep_versions` = 2, version 3 drops version 1 when the difference of version 1 is no longer read.
-    """
+    """A difference is dropped with its version, unless it is being read."""
+    # With `keep_versions` = 2, version 3 drops version 1 when the difference of version 1 is no longer read.
     with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
         pin = store.versions.pin_delta(0, 1)

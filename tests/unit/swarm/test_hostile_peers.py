@@ -155,10 +155,9 @@ def test_an_update_of_a_lying_peer_fails(
 ) -> None:
     """If a peer sends a wrong manifest or wrong data, the download of its update raises an error, and the worker's file
     keeps its size.
-
-    The honest manifest has digests that no data has, so any data is wrong too. After a wrong manifest, no data is
-    requested.
     """
+    # The honest manifest has digests that no data has, so any data is wrong too. After a wrong manifest, no data is
+    # requested.
     lies, store = Lies(plan, of, (LIES | MESSAGES)[lie]), PeerStore(plan, tmp_path, "run", served)
     transfers = PeerTransfers(plan, Http("http://127.0.0.1:1"), served, IDLE_S, lambda _: None)
     with Peer.answering(lies) as peer, store.new_slots(0, SPOOL) as (slot,):
@@ -193,10 +192,8 @@ def test_a_worker_connects_only_to_named_addresses(served: PeerServer) -> None:
 
 
 def test_the_number_of_learned_addresses_is_bounded(served: PeerServer) -> None:
-    """A worker learns a bounded number of addresses, each once.
-
-    Each new address is a line in the log. A server that names ever more addresses, or one twice, adds no more lines.
-    """
+    """A worker learns a bounded number of addresses, each once."""
+    # Each new address is a line in the log. A server that names ever more addresses, or one twice, adds no more lines.
     addresses = [f"http://b:{port}" for port in range(1, MOST_ADDRESSES + 3)]
     assert served.learn(addresses[:2] * 2) == addresses[:2]
     assert served.learn(addresses[:-1]) == addresses[2:-2]
@@ -356,10 +353,10 @@ ORDERS: dict[str, tuple[PeerWork, str]] = {
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_orders_that_do_not_fit_are_refused(plan: AggregationPlan, order: str) -> None:
-    """A worker refuses orders of the server that do not fit the run, such as an unknown fragment or too many versions.
-
-    The run keeps two versions, pins four, and makes one while another one is removed, so there are at most eight.
+    """A worker refuses orders of the server that do not fit the run, such as an unknown fragment or too
+    many versions.
     """
+    # The run keeps two versions, pins four, and makes one while another one is removed, so there are at most eight.
     work, named = ORDERS[order]
     with pytest.raises(VersionSkew, match=named):
         require_fitting(work, plan)
@@ -425,10 +422,8 @@ def test_a_plan_has_only_bounded_values(plan: AggregationPlan, key: str, value: 
 
 
 def test_workers_connect_to_each_other_without_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers connect to each other without the proxy of the environment.
-
-    That proxy is for servers. A worker cannot check which address a proxy reaches.
-    """
+    """Workers connect to each other without the proxy of the environment."""
+    # That proxy is for servers. A worker cannot check which address a proxy reaches.
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     monkeypatch.setenv("no_proxy", "")
     ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)

@@ -260,10 +260,8 @@ def test_a_worker_uses_its_own_file_first(mine: Peer, theirs: Peer) -> None:
 
 
 def test_a_version_without_its_note_is_not_kept(mine: Peer) -> None:
-    """If the note of a version cannot be written, the worker does not keep the version.
-
-    The folder is gone, so no note can be written. The files of the version stay with the caller.
-    """
+    """If the note of a version cannot be written, the worker does not keep the version."""
+    # The folder is gone, so no note can be written. The files of the version stay with the caller.
     kept, version = mine.version(0, with_state=False), mine.version(with_state=False)
     mine.store.put(kept)
     shutil.rmtree(mine.folder)

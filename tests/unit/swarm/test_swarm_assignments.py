@@ -117,8 +117,8 @@ def test_pauses_after_failed_aggregators_double(clock: Callable[[float], None], 
 
 
 def test_the_next_aggregator_starts_without_old_marks() -> None:
-    """If an aggregator is lost, its progress and the list of workers that could not check it are cleared. They say
-    nothing of the next aggregator.
+    """If an aggregator is lost, the next one starts without its progress and without its list of workers that could not
+    check it.
     """
     job = assignments.Assignment(aggregator="a", excluded={"a": None, "b": None}, checker="c", unable={"c"})
     job.since_s, job.busy_s = 1.0, 9.0
@@ -209,10 +209,9 @@ async def test_a_leaving_aggregator_without_successor_stays(tmp_path: Path) -> N
 
 
 async def test_an_aggregator_that_lost_an_update_is_replaced(tmp_path: Path) -> None:
-    """If an aggregator has lost an accepted update, it is replaced and the site's ticket opens again.
-
-    Both happen only when the site no longer offers the update. Until then, the aggregator can collect the update again.
-    """
+    """If an aggregator has lost an accepted update, it is replaced and the site's ticket opens again."""
+    # Both happen only when the site no longer offers the update. Until then, the aggregator can collect the update
+    # again.
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         ticket = swarm.ticket("c")
         offer = swarm.offer("c", ticket)
@@ -245,11 +244,9 @@ UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
 
 
 async def test_an_undecodable_update_is_refused(tmp_path: Path) -> None:
-    """If no worker can decode an update, the update is refused.
-
-    The update of `b` was decoded, so the update of `c` is wrong, and not the codec. One worker after the other tries
-    it.
-    """
+    """If no worker can decode an update, the update is refused."""
+    # The update of `b` was decoded, so the update of `c` is wrong, and not the codec. One worker after the other tries
+    # it.
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         tickets = {site: swarm.ticket(site) for site in "bc"}
         offers = {site: swarm.offer(site, ticket) for site, ticket in tickets.items()}
@@ -264,10 +261,8 @@ async def test_an_undecodable_update_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X9")
 async def test_a_codec_that_decodes_nothing_fails_the_run(tmp_path: Path) -> None:
-    """If the workers cannot decode a second update either, the run fails with an error that names the workers.
-
-    A single update that both workers cannot decode may be damaged. A second one shows that the codec is wrong.
-    """
+    """If the workers cannot decode a second update either, the run fails with an error that names the workers."""
+    # A single update that both workers cannot decode may be damaged. A second one shows that the codec is wrong.
     async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
         offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
         await swarm.collects("a", offers, **UNDECODABLE)
@@ -294,8 +289,8 @@ async def closed_round(swarm: ScriptedSwarm) -> None:
 
 
 async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
-    """A new version becomes the newest only after another worker, the checker, has it. The record of the round names
-    the aggregator and the checker.
+    """In a swarm, a new version becomes the newest only after a worker other than the aggregator has downloaded and
+    checked it.
     """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)
@@ -320,8 +315,8 @@ async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
 
 
 async def test_silent_checkers_are_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """A checker that does not get the version within the idle timeout is replaced. After the last checker, the
-    aggregator is replaced.
+    """If the worker that checks an aggregator's new version does not get it in time, another worker checks it. After
+    the last one, the aggregator is replaced.
     """
     async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
         await closed_round(swarm)

@@ -73,10 +73,8 @@ def test_a_message_has_a_limited_number_of_peers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Different sites are told of different sources of a version.
-
-    Five workers have the version. Each site is told of two, and all sites together ask more than two.
-    """
+    """Different sites are told of different sources of a version."""
+    # Five workers have the version. Each site is told of two, and all sites together ask more than two.
     monkeypatch.setattr("atoll.server.swarm.assignments.MOST_SOURCES", 2)
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     run.run_log = SimpleNamespace(version_digest=lambda *_: DIGEST)
@@ -92,7 +90,8 @@ def test_sites_ask_different_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_restarted_worker_is_checked_again() -> None:
-    """When a worker has restarted, other workers must reach it again, and the numbers of its reports start again."""
+    """When a worker of a swarm has restarted, the other workers check again whether they can reach it."""
+    # The numbers of its reports start again.
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")
     report(peers, "b", 7, reached="a")
@@ -104,9 +103,7 @@ def test_a_restarted_worker_is_checked_again() -> None:
 
 
 def test_a_version_with_another_digest_is_no_source() -> None:
-    """A worker that holds a version with another digest is no source of this version. A leaving worker is asked
-    last.
-    """
+    """In a swarm, sites are not sent to a worker whose version has another digest. A leaving worker is asked last."""
     peers = some("a", "b", "c")
     held = {
         site: Held(fragment=0, version=3, digest=digest, source=Source(version=f"atoll-ref://{site}"))
@@ -120,10 +117,8 @@ def test_a_version_with_another_digest_is_no_source() -> None:
 
 @pytest.mark.covers("X3")
 def test_an_unreachable_peer_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A live worker that others cannot reach is evicted, with the reason.
-
-    Of three workers, this is the one that the two others cannot reach. Of two, it is the one that joined last.
-    """
+    """A live worker that others cannot reach is evicted, with the reason."""
+    # Of three workers, this is the one that the two others cannot reach. Of two, it is the one that joined last.
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
@@ -185,9 +180,8 @@ def version(number: int) -> Held:
 def test_dropped_versions_and_results_no_longer_count() -> None:
     """If the server's answer leaves out a version or a result, it no longer counts, even if an older report of the
     worker still has it.
-
-    A server was killed before it committed version 1. It begins again, and its answers leave out version 1.
     """
+    # A server was killed before it committed version 1. It begins again, and its answers leave out version 1.
     peers, held = some("a"), [version(0), version(1)]
     closed = [ReducedRound(fragment=0, version=1, tickets=[1], digest=DIGEST)]
     kept = Hold(fragment=0, version=0, digest=DIGEST, sources=[])
@@ -213,8 +207,8 @@ def share(ticket: int) -> FrozenUpdate:
     return FrozenUpdate(ticket=ticket, site="a", digest=OTHER, weight=1.0, norm=1.0, steps=1, scale=1.0)
 
 
-def test_a_checker_must_hold_the_outer_state() -> None:
-    """A worker counts as having a new version only if it also holds the right outer state."""
+def test_a_checked_version_includes_its_outer_state() -> None:
+    """In a swarm, a worker counts as having a new version only if it also has the right outer optimizer state."""
     run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
     view = SwarmView(run, run, run)
     view.peers = some("b")

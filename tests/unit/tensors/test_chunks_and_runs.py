@@ -47,8 +47,8 @@ def strided() -> st.SearchStrategy[Tensor]:
 
 @given(strided(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
-    """A run of a tensor is a slice of its elements in row-major order, for reading and for writing."""
+def test_a_piece_of_a_tensor_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
+    """A piece of a tensor is a slice of its elements in row-major order, for reading and for writing."""
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     flat = tensor.contiguous().reshape(-1)
@@ -62,8 +62,8 @@ def test_a_run_is_a_flat_slice(tensor: Tensor, data: st.DataObject) -> None:
 
 @given(strided())
 @settings(max_examples=100, deadline=None)
-def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
-    """The runs of a tensor together have all its bytes in row-major order. All runs but the last are equally long."""
+def test_pieces_together_are_the_tensor(tensor: Tensor) -> None:
+    """The pieces of a tensor together have all its bytes in row-major order, and all but the last are equally long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK_BYTES", 4 * 7)
         runs = [bytes(run) for run in runs_of(tensor)]
@@ -72,7 +72,7 @@ def test_runs_together_are_the_tensor(tensor: Tensor) -> None:
 
 
 def test_one_stream_fills_every_tensor() -> None:
-    """`Scatter` fills tensors of every kind from one stream of bytes and keeps their strides."""
+    """One stream of bytes fills tensors of every kind and keeps their strides."""
     source = {
         "wide": torch.arange(6, dtype=torch.float64).reshape(2, 3),
         "transposed": torch.arange(12, dtype=torch.float32).reshape(3, 4).t(),
@@ -226,10 +226,9 @@ def test_tensors_that_cannot_be_sent_are_refused(tensor: object, word: str) -> N
 
 
 def test_large_tensors_are_received_in_place() -> None:
-    """`Scatter` offers the memory of a large contiguous tensor to receive its bytes. All other bytes must be written.
-
-    In fp32, `large` holds the bytes [0, 2 MiB) after the header, `odd` has 40 bytes, and `turned` is not contiguous.
-    """
+    """`Scatter` offers the memory of a large contiguous tensor to receive its bytes."""
+    # All other bytes must be written. In fp32, `large` holds the bytes [0, 2 MiB) after the header, `odd` has 40 bytes,
+    # and `turned` is not contiguous.
     n = 2**19
     targets = {"large": torch.zeros(n), "odd": torch.zeros(10), "turned": torch.zeros(1024, 512).t()}
     layout = version_layout(schema_of(targets))
@@ -262,10 +261,8 @@ def test_a_cpu_model_does_not_query_the_accelerator(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_that_cannot_be_pinned_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory cannot be pinned, ordinary memory is used instead.
-
-    Not every backend of torch can pin memory. Such a backend raises an error.
-    """
+    """If memory cannot be pinned, ordinary memory is used instead."""
+    # Not every backend of torch can pin memory. Such a backend raises an error.
     monkeypatch.setattr(chunks, "_copies_from_pinned", lambda device: True)
     empty, asked = torch.empty, []
 
@@ -290,6 +287,7 @@ def strided_from_a_file() -> list[float]:
 
 
 def test_shareable_arrays_are_not_copied() -> None:
+    """NumPy arrays whose memory torch can share become tensors without a copy."""
     array = np.zeros(3, dtype=np.float32)
     tensor = as_tensor("x", array)
     array[0] = 4.0
@@ -413,10 +411,8 @@ def decoded(run: ByteRun, data: bytes, *, piecewise: bool) -> list[torch.Tensor]
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)), st.sampled_from([2**12, 2**14, 2**24]))
-def test_a_decoded_run_matches_its_pieces(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
-    """A run that is decoded by one call has the bits of its pieces, each decoded by itself. Its pieces have one dtype,
-    group and codec.
-    """
+def test_pieces_decoded_together_match_single_ones(specs: list[TensorSpec], codec: str, part_bytes: int) -> None:
+    """Neighbouring pieces that are decoded by one call have the same bits as when each is decoded alone."""
     schema = Schema.build(specs)
     layout = layout_of(schema, codec, part_bytes)
     generator = torch.Generator().manual_seed(1)
@@ -444,8 +440,8 @@ def test_a_decoded_run_matches_its_pieces(specs: list[TensorSpec], codec: str, p
 
 @settings(max_examples=40)
 @given(SPECS, st.sampled_from(sorted(CODECS)))
-def test_runs_of_versions_match_runs_of_updates(specs: list[TensorSpec], codec: str) -> None:
-    """For each run of a version, the matching run of an update has the elements of that run."""
+def test_elements_are_found_in_versions_and_updates(specs: list[TensorSpec], codec: str) -> None:
+    """Each range of a version's file and the matching range of an update have the same elements of the model."""
     schema = Schema.build(specs)
     version, update = version_layout(schema, 2**14), RunTable(layout_of(schema, codec, 2**13), 2**18)
     for part in version.parts:
@@ -458,11 +454,11 @@ def test_runs_of_versions_match_runs_of_updates(specs: list[TensorSpec], codec: 
             assert [len(view) for view in found.split(torch.zeros(found.numel))] == [p.numel for p in run.pieces]
 
 
-def test_views_have_the_places_of_their_elements() -> None:
-    """The views of a run are at the places of its elements, and the padding between them can be cleared.
-
-    Three tensors have 5, 16 and 2 values in fp32. In an update, 44 and 0 bytes of padding are behind the first two.
+def test_tensors_are_decoded_into_one_buffer() -> None:
+    """Several small tensors are decoded into one buffer, each at its own place, and the padding between them can be
+    cleared.
     """
+    # Three tensors have 5, 16 and 2 values in fp32. In an update, 44 and 0 bytes of padding are behind the first two.
     schema = Schema.build([TensorSpec(name, "F32", (size,)) for name, size in (("a", 5), ("b", 16), ("c", 2))])
     layout = layout_of(schema, "none", 2**20)
     (run,) = RunTable(layout, TILE).of(layout.parts[0])
@@ -475,8 +471,8 @@ def test_views_have_the_places_of_their_elements() -> None:
     assert memory.tolist() == [0, 1, 2, 3, 4, *[0] * 11, *range(16, 34)]
 
 
-def test_thousands_of_small_tensors_make_few_runs() -> None:
-    """5,000 small tensors make 10 runs, each of at most 512 tensors."""
+def test_thousands_of_small_tensors_are_read_together() -> None:
+    """5,000 small tensors are read in 10 groups, each of at most 512 tensors."""
     schema = Schema.build(TensorSpec(f"t{index}", "F32", (index % 60 + 1,)) for index in range(5_000))
     for layout in (version_layout(schema), layout_of(schema, "bf16", 2**24)):
         table = RunTable(layout, 2**18)

@@ -135,9 +135,9 @@ class Table:
 
 @settings(max_examples=60)
 @given(FOUND, st.integers(1, 6))
-def test_ranks_exchange_the_ends_of_shards(found: list[tuple[tuple[int, ...], str, bool]], ranks: int) -> None:
-    """Ranks exchange the ends of their shards, so that each rank holds whole tiles. Afterwards, each shard gets its
-    changed values.
+def test_ranks_exchange_rows_up_to_codec_blocks(found: list[tuple[tuple[int, ...], str, bool]], ranks: int) -> None:
+    """Ranks exchange the ends of their shards so that each has whole blocks to encode, and get the
+    changed values back.
     """
     schema = Schema.build(TensorSpec(f"t{i}", dtype, shape) for i, (shape, dtype, _) in enumerate(found))
     sharded = {f"t{i}": each for i, (_, _, each) in enumerate(found)}

@@ -94,8 +94,8 @@ def test_packing_a_payload_copies_no_tensor() -> None:
     ],
     ids=lambda skeleton: str(skeleton)[:40],
 )
-def test_an_invalid_skeleton_is_refused(skeleton: Any) -> None:
-    """A payload with an invalid skeleton is refused as a bad request."""
+def test_a_malformed_payload_is_refused(skeleton: Any) -> None:
+    """A payload whose description of its tree is malformed is refused as a bad request."""
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)])
 
@@ -119,8 +119,10 @@ def test_any_object_may_replace_a_tensor() -> None:
     ],
     ids=["stream alone", "nothing in it", "no name", "negative", "not there"],
 )
-def test_a_damaged_skeleton_is_always_refused(skeleton: Any) -> None:
-    """A damaged skeleton of a registered object is refused, even if no object is built."""
+def test_a_damaged_custom_object_is_always_refused(skeleton: Any) -> None:
+    """A payload with a damaged description of a user's own object is refused, even if the receiver does not build the
+    object.
+    """
     with pytest.raises(BadRequest):
         unpack(skeleton, [torch.ones(1)], build=False)
 
@@ -317,10 +319,8 @@ def test_a_release_waits_for_readers() -> None:
 
 
 def test_encoded_lazy_tensors_are_decoded_at_loading(path: Path) -> None:
-    """Encoded lazy tensors are decoded when they are loaded, as a whole or in runs.
-
-    Three values in bf16 stand for fp32: 1.5, −2 and 0.
-    """
+    """Encoded lazy tensors are decoded when they are loaded, as a whole or in runs."""
+    # Three values in bf16 stand for fp32: 1.5, −2 and 0.
     from atoll.codecs import Bf16Codec
     from atoll.tensors.layout import Segment
     from atoll.tensors.schema import TensorSpec
@@ -349,10 +349,8 @@ def test_an_invalid_file_leaves_no_descriptor_open(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T8")
 def test_answers_pass_a_filter_one_by_one() -> None:
-    """Two answers of one site pass its filter one after the other.
-
-    The filter divides each answer by the answer's own first value.
-    """
+    """Two answers of one site pass its filter one after the other."""
+    # The filter divides each answer by the answer's own first value.
     meeting = threading.Barrier(2)
 
     class ByTheFirst(Filter):

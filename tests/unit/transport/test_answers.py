@@ -178,10 +178,8 @@ def test_a_malformed_answer_is_a_short_error(case: str) -> None:
 
 
 def test_a_body_in_very_small_chunks_is_refused() -> None:
-    """A body in very small chunks is refused.
-
-    The manifest of an object may have 24 MiB. In chunks of one byte, it would take a minute to read.
-    """
+    """A body in very small chunks is refused. The manifest of an object may have 24 MiB."""
+    # In chunks of one byte, it would take a minute to read.
     with client(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as http:
         error = refused(lambda: http.get(routes.OBJECT.format(object="0" * 32), messages.BlobManifest))
     assert type(error) is BadRequest
@@ -189,6 +187,7 @@ def test_a_body_in_very_small_chunks_is_refused() -> None:
 
 
 def test_a_large_body_in_chunks_is_read() -> None:
+    """A client reads a large HTTP body that is sent in chunks."""
     text = b'{"finished":true,"durable_versions":[]' + b" " * 5_000_000 + b"}"
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces(text, 1000))
     with client(raw(CHUNKED + chunks + b"0\r\n\r\n")) as http:
@@ -435,6 +434,7 @@ FIELDS: list[tuple[type[BaseModel], dict[str, object], str, list[object]]] = [
 def test_a_value_out_of_bounds_is_refused(
     kind: type[BaseModel], others: dict[str, object], name: str, values: list[object]
 ) -> None:
+    """If a server's answer has a number or a list beyond its bound, the client refuses the answer."""
     for value in values:
         with pytest.raises(ValueError, match=r"\w"):
             read_message(kind, json.dumps(others | {name: value}).encode())
@@ -532,10 +532,9 @@ def test_a_slow_part_is_given_up() -> None:
 
 
 def test_a_given_up_part_leaves_no_socket() -> None:
-    """A download that stops within a part leaves no socket open.
-
-    The server says that the connection ends. The reader stops within the part, and an error still refers to the reader.
-    """
+    """A download that stops within a part leaves no socket open."""
+    # The server says that the connection ends. The reader stops within the part, and an error still refers to the
+    # reader.
     gc.collect()
     with Peer(raw(b"HTTP/1.0 206 P\r\nContent-Length: 8\r\n\r\n" + b"x" * 8)) as peer:
         with warnings.catch_warnings(record=True) as found:
@@ -588,10 +587,8 @@ def test_a_malformed_answer_ends_a_fetch(case: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_request_may_run_within_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may be sent while another one is being prepared in the same thread.
-
-    Garbage collection may end a site at any moment of another request. The site then leaves its run.
-    """
+    """A request may be sent while another one is being prepared in the same thread."""
+    # Garbage collection may end a site at any moment of another request. The site then leaves its run.
     with Peer(lambda connection: connection.answer(200) if connection.request() else None) as peer:
         http, other = Http(peer.url), Http(peer.url)
 

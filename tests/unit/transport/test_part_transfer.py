@@ -148,7 +148,7 @@ def test_parts_arrive_while_others_are_written(tmp_path: Path, receiver: Receive
 
 
 def test_adding_parts_never_waits(writer: Writer, receiver: Receiver) -> None:
-    """Adding parts to an upload does not wait until they are sent. Leaving the upload waits for all added parts."""
+    """Adding parts to an upload returns at once. The end of the upload waits until all parts are sent."""
     receiver.open.clear()
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts)
@@ -158,7 +158,7 @@ def test_adding_parts_never_waits(writer: Writer, receiver: Receiver) -> None:
 
 
 def test_an_error_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
-    """If a part fails, the upload ends and no other part is sent. The error is kept and not raised."""
+    """If a part of an upload fails, no further part is sent, and the caller gets the error at the end."""
     receiver.answers = {2: [TicketClosed("The round is over.")]}
     with writer.pushing() as pushing:
         writer.add(pushing, *LAYOUT.parts[:4])  # over one connection: 3 is in the queue, or not even that, when 2 fails
@@ -221,10 +221,10 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
 
 
 def test_a_connection_beside_a_timeout_is_dropped(writer: Writer) -> None:
-    """A connection is not kept if another connection timed out during its use.
-
-    The network may have lost the connection, although the part's answer came. The next part would wait for it.
+    """If another connection timed out while a connection was in use, this one is not used again, since the network may
+    have lost it.
     """
+    # The network may have lost the connection, although the part's answer came. The next part would wait for it.
     with transfer_pool(1) as pool:
         writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
@@ -257,6 +257,7 @@ def test_a_closed_idle_connection_is_no_failure(tmp_path: Path) -> None:
 
 
 def test_a_transfer_leaves_no_descriptor_open(writer: Writer) -> None:
+    """After uploads and downloads, no file descriptor of theirs is open."""
     for _ in range(3):
         with writer.pushing() as pushing:
             writer.add(pushing, *LAYOUT.parts)
@@ -333,11 +334,9 @@ def test_a_silent_peer_is_asked_once() -> None:
 
 @pytest.mark.covers("P5")
 def test_bytes_in_buffers_are_no_progress(tmp_path: Path) -> None:
-    """Bytes that only fill buffers on the way to a silent peer do not count as progress.
-
-    Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
-    again, as the other has moved later.
-    """
+    """Bytes that only fill network buffers on the way to a silent peer do not count as progress of a transfer."""
+    # Each of the two connections puts some MB into the buffers between the two. The first one to stall may be tried
+    # again, as the other has moved later.
     (tmp_path / "file").write_bytes(DATA)
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts, (tmp_path / "file").open("rb") as file:
         with pytest.raises(TransferStalled):
@@ -366,7 +365,7 @@ def test_a_slow_upload_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.covers("P5")
 def test_silence_counts_from_the_last_movement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silence of a transfer counts from the last time that bytes moved."""
+    """A transfer times out by the time since its last bytes moved, not by the time since its start."""
     now = [100.0]
     monkeypatch.setattr(part_transfer.time, "monotonic", lambda: now[0])
     hands = TransferPool(1)
@@ -493,11 +492,9 @@ def push_while_written(parts: HttpTransfer, fd: int) -> None:
 def test_ctrl_c_stops_sending(
     tmp_path: Path, peer: StandingStill, parts: HttpTransfer, push: Callable[[HttpTransfer, int], None]
 ) -> None:
-    """After Ctrl-C, an upload sends nothing more, and no thread is left.
-
-    Guards against a pool that is left before its threads end: they sent another file that was opened under the number
-    of the outbox.
-    """
+    """After Ctrl-C, an upload sends nothing more, and no thread is left."""
+    # Guards against a pool that is left before its threads end: they sent another file that was opened under the number
+    # of the outbox.
     fd = opened(tmp_path / "outbox.bin", b"update\n")
     with ctrl_c_when(lambda: peer.accepted == 2):
         push(parts, fd)

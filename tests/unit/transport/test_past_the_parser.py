@@ -224,9 +224,9 @@ class Plain(asyncio.Transport):
         (head(b"put", PATH, b"Content-Length: 5"), None),
     ],
 )
-def test_only_plain_request_heads_allow_the_bypass(data: bytes, expected: int | None) -> None:
-    """The bypass understands only plain request heads: a part with one length, or a GET without a body. It leaves all
-    other requests to aiohttp.
+def test_only_simple_requests_bypass_the_parser(data: bytes, expected: int | None) -> None:
+    """Only a plain upload of a part, or a GET without a body, is handled past aiohttp's HTTP parser. All other requests
+    go to aiohttp.
     """
     assert request_body._body_bytes(data) == expected
 
@@ -255,10 +255,8 @@ def test_pipelined_requests_are_answered_in_order(tmp_path: Path) -> None:
 
 
 def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
-    """Nothing of a part is read before the requests that came before it are answered.
-
-    40 requests come before the part at once. aiohttp holds the connection at 32 of them and lets it go on at 16.
-    """
+    """Nothing of a part is read before the requests that came before it are answered."""
+    # 40 requests come before the part at once. aiohttp holds the connection at 32 of them and lets it go on at 16.
     seen: list[tuple[int, int, bool]] = []
 
     async def wait(request: web.Request, host: Host) -> web.StreamResponse:
@@ -293,11 +291,8 @@ def test_a_part_waits_for_its_turn(tmp_path: Path) -> None:
     assert seen == [(3033, 3033, False)]
 
 
-def test_the_end_of_a_part_resumes_no_reading(tmp_path: Path) -> None:
-    """If aiohttp has paused the reading of a connection, the end of a part does not resume it.
-
-    The end of a part says nothing about what aiohttp can take.
-    """
+def test_the_end_of_a_part_respects_aiohttps_pause(tmp_path: Path) -> None:
+    """If aiohttp has paused the reading of a connection, the end of an uploaded part does not resume it."""
     reading: list[bool] = []
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
@@ -314,11 +309,9 @@ def test_the_end_of_a_part_resumes_no_reading(tmp_path: Path) -> None:
     assert reading == [False, True]
 
 
-def test_other_requests_end_the_bypass(tmp_path: Path) -> None:
-    """After any other request, a connection passes all its bytes to aiohttp.
-
-    A body that looks like the head of a part stays a body.
-    """
+def test_another_request_leaves_the_fast_path(tmp_path: Path) -> None:
+    """After any other request, all bytes of a connection go through aiohttp's HTTP parser."""
+    # A body that looks like the head of a part stays a body.
     host = Host(tmp_path, keep, 3001)
 
     smuggled = part(b"x" * 5)  # a body that looks like the head of a part stays a body
@@ -484,10 +477,8 @@ def test_a_part_read_elsewhere_is_aborted(tmp_path: Path) -> None:
 
 
 def test_a_formerly_slow_reader_may_idle() -> None:
-    """A client that once read too slowly may be idle later without being disconnected.
-
-    Guards against a check of slow readers that goes on when all is written: it would find that nothing moves.
-    """
+    """A client that once read too slowly may be idle later without being disconnected."""
+    # Guards against a check of slow readers that goes on when all is written: it would find that nothing moves.
 
     async def main() -> None:
         transport, front = Plain(), BodyInterceptor(asyncio.Protocol(), idle_timeout_s=0.01)
@@ -501,8 +492,8 @@ def test_a_formerly_slow_reader_may_idle() -> None:
     asyncio.run(main())
 
 
-def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
-    """If a version is revoked during its download, the rest of its bytes is not sent."""
+def test_a_version_taken_away_is_not_sent_further(tmp_path: Path) -> None:
+    """If the server takes an old version away from a download to reuse its file, the rest of the bytes is not sent."""
     host = Host(tmp_path, keep, file=bytes(64 * CHUNK_BYTES))
 
     async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -518,10 +509,8 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
 
 
 def test_bytes_in_the_transport_are_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes that the transport has not sent yet are not overwritten.
-
-    From Python 3.12 on, asyncio queues the memory that it gets. Before, it copied what it could not send.
-    """
+    """Bytes that the transport has not sent yet are not overwritten."""
+    # From Python 3.12 on, asyncio queues the memory that it gets. Before, it copied what it could not send.
     content = bytes(range(256)) * 64
     (tmp_path / "file").write_bytes(content)
     monkeypatch.setattr(serve_range, "RUN_BYTES", 1000)
@@ -556,9 +545,8 @@ def test_bytes_in_the_transport_are_not_overwritten(tmp_path: Path, monkeypatch:
 def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: bytes) -> None:
     """Connections that never finish a request head do not delay other requests, and the server closes these
     connections.
-
-    There are 500 of them. Requests in between are answered.
     """
+    # There are 500 of them. Requests in between are answered.
     host = Host(tmp_path, keep, 3001)
 
     async def main() -> None:
@@ -584,11 +572,9 @@ def test_slow_request_heads_delay_no_others(tmp_path: Path, monkeypatch: pytest.
     asyncio.run(main())
 
 
-def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turn of a connection at a thread ends after its time slice, even if more bytes are there.
-
-    Guards against one fast peer that keeps a thread of the pool for its whole part.
-    """
+def test_a_fast_upload_shares_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread stops reading from a fast connection after a time slice, so that others get their turn."""
+    # Guards against one fast peer that keeps a thread of the pool for its whole part.
     ours, theirs = socket.socketpair()
     front, room, now_s = BodyInterceptor(asyncio.Protocol()), memoryview(bytearray(40)), [0.0]
     front._body_left = 100
@@ -606,10 +592,8 @@ def test_a_turn_ends_after_its_time_slice(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
-    """A slow part does not keep a thread of the pool.
-
-    There are two threads and three parts that have begun and stand still. A fourth part still goes through.
-    """
+    """A slow part does not keep a thread of the pool."""
+    # There are two threads and three parts that have begun and stand still. A fourth part still goes through.
     host = Host(tmp_path, keep, 5000)
 
     async def main() -> None:
@@ -632,11 +616,9 @@ def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
 
 
 def test_a_cancelled_request_waits_for_its_thread() -> None:
-    """A cancelled request ends only when its thread has ended.
-
-    The socket of the request is closed next. A thread that still runs would read from another file that gets the
-    socket's descriptor number.
-    """
+    """A cancelled request ends only when its thread has ended."""
+    # The socket of the request is closed next. A thread that still runs would read from another file that gets the
+    # socket's descriptor number.
     begun, may_end = threading.Event(), threading.Event()
 
     def work() -> None:

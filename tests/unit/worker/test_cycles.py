@@ -37,10 +37,8 @@ def test_a_cycle_of_three_ends_in_any_order() -> None:
 
 
 def test_stopped_optimizers_are_not_awaited() -> None:
-    """If an optimizer stops, cycles end without it after `PATIENCE_STEPS` steps of the other one.
-
-    B steps twice. After step number `PATIENCE_STEPS` of A without B, each further step of A is a cycle.
-    """
+    """If an optimizer stops, cycles end without it after `PATIENCE_STEPS` steps of the other one."""
+    # B steps twice. After step number `PATIENCE_STEPS` of A without B, each further step of A is a cycle.
     found = ends("ABAB" + 2 * PATIENCE_STEPS * "A")
     assert found[:4] == [0, 1, 0, 1]
     assert found[4:] == (1 + PATIENCE_STEPS) * [0] + (PATIENCE_STEPS - 1) * [1]

@@ -61,13 +61,10 @@ def place(server: atoll.Server, tmp_path: Path) -> Iterator[Participation]:
 
 
 @pytest.mark.covers("L25")
-def test_an_advanced_base_is_not_its_old_version(place: Participation) -> None:
-    """After a site has added its update to its base, the base no longer counts as the version from before. A pull of
-    this version restores its weights.
-
-    Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under the digest of
-    version 0.
-    """
+def test_a_changed_base_is_not_its_old_version(place: Participation) -> None:
+    """After a site has added its update to its base file, a pull of the version from before restores its weights."""
+    # Guards against `advance_base` without `begin_local`: a pull of version 0 found base − update under the digest of
+    # version 0.
     ticket = place.exchange.ask().ticket
     tensors = named_tensors(nn.Linear(8, 4))[0]
     place.exchange.pull(ticket.base, tensors)
@@ -82,10 +79,8 @@ def test_an_advanced_base_is_not_its_old_version(place: Participation) -> None:
 
 @pytest.mark.covers("L10")
 def test_a_lost_lease_is_renewed_once(place: Participation) -> None:
-    """If several callers notice one lost lease, the site joins again only once.
-
-    Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
-    """
+    """If several callers notice one lost lease, the site joins again only once."""
+    # Guards against `rejoin` without the comparison: heartbeat and transfers would void each other's lease for ever.
     lost = place.session.http.lease
     for _ in range(3):
         place.session.rejoin(lost)
@@ -95,11 +90,9 @@ def test_a_lost_lease_is_renewed_once(place: Participation) -> None:
 
 @pytest.mark.covers("L10", "F19")
 def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participation) -> None:
-    """A late request under the worker's own old lease fails, and the worker goes on.
-
-    Guards against taking such a request for that of a process which another one has replaced. This would end the
-    worker.
-    """
+    """A late request under the worker's own old lease fails, and the worker goes on."""
+    # Guards against taking such a request for that of a process which another one has replaced. This would end the
+    # worker.
     late = Http(server.url)
     late.lease = place.session.http.lease
     place.session.rejoin(late.lease)
@@ -111,10 +104,8 @@ def test_a_late_request_ends_no_worker(server: atoll.Server, place: Participatio
 
 @pytest.mark.covers("L10")
 def test_two_threads_join_once(place: Participation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two threads find the lease lost at the same time, the site joins again only once.
-
-    Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
-    """
+    """If two threads of a site find its lease lost at the same time, the site joins again only once."""
+    # Guards against `rejoin` without its lock: the second thread would see the old lease while the first still joins.
     lost, join = place.session.http.lease, place.session._join
     both = threading.Barrier(2)
 
@@ -143,10 +134,8 @@ def test_a_part_with_other_bytes_is_not_counted(place: Participation) -> None:
 
 @pytest.mark.covers("F3")
 def test_a_note_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A note is replaced as a whole or not at all, even if the disk is full.
-
-    Guards against `write_note` that writes into the existing note.
-    """
+    """A note is replaced as a whole or not at all, even if the disk is full."""
+    # Guards against `write_note` that writes into the existing note.
     path = tmp_path / "base.json"
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
     base_and_outbox.write_note(path, note)
@@ -187,12 +176,9 @@ def feeding_back(folder: Path) -> atoll.Server:
 
 
 @pytest.mark.parametrize("adopted", [False, True])
-def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) -> None:
-    """If an update has counted and the site goes on from its own weights, the error of encoding is sent once more: 0.4,
-    and not 0.8.
-
-    This holds whether or not the site had heard that the update counted before it lost the server.
-    """
+def test_a_rounding_error_is_not_added_twice(tmp_path: Path, adopted: bool) -> None:
+    """If an update counted but its answer was lost, the site sends the rounding error of the codec only once."""
+    # 0.4, and not 0.8. This holds whether or not the site had heard that the update counted before it lost the server.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         reply = place.exchange.ask_and_resend()
         weights = {"w": torch.zeros(2)}
@@ -214,11 +200,9 @@ def test_an_advanced_base_adds_no_residual_twice(tmp_path: Path, adopted: bool) 
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
 
 
-def test_an_earlier_updates_residual_is_added_first(tmp_path: Path) -> None:
-    """Before a site forms an update, it adds what encoding has lost of an earlier update that counted.
-
-    The tickets come from `ask`. 0.4 and the 0.4 left before make 0.8, which is rounded to 1.
-    """
+def test_an_earlier_rounding_error_is_added_first(tmp_path: Path) -> None:
+    """Before a site forms an update, it adds what the codec lost in its last update that counted."""
+    # The tickets come from `ask`. 0.4 and the 0.4 left before make 0.8, which is rounded to 1.
 
     def move_(tensors: dict[str, Tensor]) -> None:
         tensors["w"] -= torch.tensor([127.0, 0.4])
@@ -233,13 +217,12 @@ def test_an_earlier_updates_residual_is_added_first(tmp_path: Path) -> None:
         assert weights["w"].tolist() == [-254.0, -1.0]
 
 
-def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process is killed while an update gets another ticket, the next try gives this ticket to the update and to
-    its residual.
-
-    Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the old
-    one.
+def test_a_kill_keeps_update_and_rounding_error_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the process is killed while a stored update gets another ticket, the next start gives this ticket to the
+    update and to its rounding error.
     """
+    # Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the
+    # old one.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
         formed(place, lambda tensors: tensors["w"].sub_(torch.tensor([127.0, 0.4])))
         residuals, again = place.exchange.local.residuals, replace(note_of(place), ticket=7)
@@ -266,10 +249,8 @@ def test_a_kill_keeps_residual_and_update_together(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.covers("F30")
 def test_another_layout_or_schema_is_refused_first(tmp_path: Path) -> None:
-    """A layout or schema other than the server's is refused before any byte is sent.
-
-    Guards against `form` without the comparison of layouts, and `_fetch_schema` without that of schemas.
-    """
+    """A layout or schema other than the server's is refused before any byte is sent."""
+    # Guards against `form` without the comparison of layouts, and `_fetch_schema` without that of schemas.
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=0) as server, taking_part(server, tmp_path) as place:
         ticket = place.exchange.ask().ticket
         tensors = named_tensors(nn.Linear(2, 1))[0]
@@ -326,7 +307,7 @@ class Late:
 @pytest.mark.covers("F14")
 @pytest.mark.parametrize("times", [1, MAX_CONFLICTS])
 def test_an_undone_part_is_sent_again(large_place: Participation, times: int) -> None:
-    """If a late attempt makes the server forget a part, only this part is sent again."""
+    """If a late duplicate of a request makes the server forget a part, the site sends only this part again."""
     late = Late(large_place, formed(large_place).id, times)
     assert isinstance(large_place.exchange.deliver(), Accepted)
     assert late.completions == times + 1
@@ -336,7 +317,9 @@ def test_an_undone_part_is_sent_again(large_place: Participation, times: int) ->
 
 
 def test_a_conflict_that_lasts_is_raised(large_place: Participation) -> None:
-    """If the server has forgotten a part more than `MAX_CONFLICTS` times, the site raises the conflict."""
+    """If the server forgets the same part of an update again and again, the site raises the error after
+    a few attempts.
+    """
     late = Late(large_place, formed(large_place).id, MAX_CONFLICTS + 1)
     with pytest.raises(Conflict, match="lacks 1 of 2 parts"):
         large_place.exchange.deliver()
@@ -365,8 +348,8 @@ class FromFile:
 
 
 @pytest.mark.usefixtures("pulled_apart")
-def test_an_exchange_pulls_through_any_carrier(large_place: Participation, tmp_path: Path) -> None:
-    """An exchange can pull a version through any carrier, here from a file and without a download from the server."""
+def test_a_version_can_be_loaded_from_a_file(large_place: Participation, tmp_path: Path) -> None:
+    """A site can take a version from a local file instead of downloading it from the server."""
     exchange = large_place.exchange
     ticket, tensors = exchange.ask().ticket, named_tensors(nn.Linear(300, 100))[0]
     assert ticket is not None
@@ -475,10 +458,8 @@ def test_heartbeats_keep_a_smallest_gap(
 def test_a_silent_server_is_left_soon(
     quiet_server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server does not answer, a site leaves the run within a short time.
-
-    Guards against a goodbye of half a minute or more after Ctrl-C. The server learns of the end by the silence.
-    """
+    """If the server does not answer, a site leaves the run within a short time."""
+    # Guards against a goodbye of half a minute or more after Ctrl-C. The server learns of the end by the silence.
     monkeypatch.setattr(session_module, "GOODBYE_S", 0.2)
     with Proxy(int(quiet_server.url.rpartition(":")[2])) as proxy:
         place = take_part(proxy.url, "a", folder=tmp_path / "w")

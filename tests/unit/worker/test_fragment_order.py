@@ -28,7 +28,8 @@ ROUNDS = 4
 
 @pytest.mark.covers("L7")
 def test_the_fragment_in_the_lowest_round_leads() -> None:
-    """A worker takes the free fragment in the lowest round. Of several such fragments, it takes the first one."""
+    """A worker takes the free fragment in the lowest round."""
+    # Of several such fragments, it takes the first one.
     order = FragmentOrder(SyncRules(every=6, fragments=3))
     assert order.pick([Candidate(1), Candidate(1), Candidate(1)]) == 0
     assert order.pick([Candidate(2), Candidate(1), Candidate(1)]) == 1
@@ -58,12 +59,11 @@ def test_async_runs_take_waiting_rounds_first() -> None:
 
 @pytest.mark.covers("L6", "L18")
 @pytest.mark.parametrize(("local_steps", "expected"), [((0, 0), 3), ((4, 0), 2), ((4, 2), 1), ((1, 1), 1)])
-def test_turns_have_a_share_of_the_steps(local_steps: tuple[int, int], expected: int) -> None:
-    """The number of steps between two turns is the smallest number of local steps, divided by the number of fragments,
-    and at least one.
-
-    H = 6 over K = 2 fragments makes 3 steps. With H_w = 4, there are 2.
+def test_fragments_synchronise_after_equal_steps(local_steps: tuple[int, int], expected: int) -> None:
+    """The steps between the synchronisations of two fragments are the local steps divided by the number of fragments,
+    at least one.
     """
+    # H = 6 over K = 2 fragments makes 3 steps. With H_w = 4, there are 2.
     places = [Candidate(1, local_steps=steps) for steps in local_steps]
     assert FragmentOrder(SyncRules(every=6, fragments=2)).steps_between(places) == expected
 
@@ -88,11 +88,10 @@ class Worker:
 @pytest.mark.covers("L7")
 @given(data=st.data())
 def test_workers_never_wait_for_each_other(data: st.DataObject) -> None:
-    """Workers may submit in any order, and any update may break off and be due again. The run always goes on.
-
-    A worker with as many updates under way as allowed waits for the oldest one and submits nothing meanwhile. A round
-    closes when every worker has submitted to it. A restarted worker begins with the open rounds.
-    """
+    """Workers may submit in any order, and any update may break off and be due again."""
+    # The run always goes on. A worker with as many updates under way as allowed waits for the oldest one and submits
+    # nothing meanwhile. A round closes when every worker has submitted to it. A restarted worker begins with the open
+    # rounds.
     fragments, count = data.draw(st.integers(1, 4), "fragments"), data.draw(st.integers(1, 4), "workers")
     most = data.draw(st.integers(1, fragments), "max_inflight")
     order = FragmentOrder(SyncRules(every=fragments, fragments=fragments, max_inflight=most))

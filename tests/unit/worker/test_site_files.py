@@ -64,10 +64,8 @@ def test_a_folder_being_removed_stays_locked(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_removed_lock_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the folder is removed while a process takes its lock, the process takes the lock in a new folder.
-
-    Guards against holding the lock of a removed file, beside a process that holds the new lock.
-    """
+    """If the folder is removed while a process takes its lock, the process takes the lock in a new folder."""
+    # Guards against holding the lock of a removed file, beside a process that holds the new lock.
     folder = tmp_path / "a" / "run"
     flock, removals = fcntl.flock, iter([True])
 
@@ -122,11 +120,9 @@ def test_forked_children_close_locks(tmp_path: Path) -> None:
     ids=["whole", "first-of-two", "second-of-two"],
 )
 def test_files_of_other_rank_counts_are_removed(tmp_path: Path, share: tuple[int, int] | None, stays: set[str]) -> None:
-    """Files from another number of ranks are removed, each by one rank.
-
-    There are files of a whole site, of two ranks and of three, in an earlier run and in this one. Another rank removes
-    what one rank leaves.
-    """
+    """If a site starts with another number of ranks, it removes the files that were made for the earlier number."""
+    # There are files of a whole site, of two ranks and of three, in an earlier run and in this one. Another rank
+    # removes what one rank leaves.
     homes = ["", *(f"rank-{rank}-of-{ranks}/" for ranks in (2, 3) for rank in range(ranks))]
     for each in (tmp_path / "a" / f"{home}{run}" for home in homes for run in ("old", "run")):
         each.mkdir(parents=True)
@@ -148,12 +144,12 @@ MODEL = Schema.build([TensorSpec("w", "F32", (1,)), TensorSpec("frozen", "F32", 
 @pytest.mark.covers("S2", "F41")
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize(("became", "left"), [("counted", [0.0, 0.0]), ("refused", [1.0, 2.0])])
-def test_a_lost_residual_matters_only_if_counted(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
-    """If the residual of a pending update is lost, the residual is zero after this update has counted. If the update
-    was refused, the earlier residual stays.
-
-    A power loss takes the file that was written last, and mostly the update with it.
+def test_a_lost_rounding_error_becomes_zero(tmp_path: Path, how: str, became: str, left: list[float]) -> None:
+    """If the rounding error kept from an update is lost, it counts as zero once the update has counted; after a
+    refusal, the earlier one stays.
     """
+    # If the update was refused, the earlier residual stays. A power loss takes the file that was written last, and
+    # mostly the update with it.
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.close()
@@ -201,10 +197,11 @@ SINCE = pytest.mark.parametrize("restarted", [False, True], ids=["running", "res
 
 
 @SINCE
-def test_server_rollbacks_reset_residuals(tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool) -> None:
-    """If the server goes back to an earlier version, the site sets its residual to zero and says so.
-
-    What is left of a version that is gone or made again belongs to nothing that the server has.
+def test_server_rollbacks_reset_rounding_errors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
+) -> None:
+    """If the server goes back to an earlier version, the site sets the rounding error of its codec to
+    zero and says so.
     """
     mine = again = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -222,11 +219,9 @@ def test_server_rollbacks_reset_residuals(tmp_path: Path, caplog: pytest.LogCapt
     again.close()
 
 
-def test_taking_back_an_update_restores_the_residual(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If an update is taken back, the residual is that of the update before.
-
-    Update 8, from version 4, is taken back. Another update from version 4 still adds what update 7 left.
-    """
+def test_an_undone_update_restores_the_rounding_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a site's update is undone, its codec's rounding error is again that from the update before."""
+    # Update 8, from version 4, is taken back. Another update from version 4 still adds what update 7 left.
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
     mine.adopt_if_counted(outcome("counted"))
@@ -237,9 +232,9 @@ def test_taking_back_an_update_restores_the_residual(tmp_path: Path, caplog: pyt
     mine.close()
 
 
-def test_a_killed_forming_is_not_reported_as_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """If the process is killed while it forms an update again, the next start keeps the earlier residual and reports no
-    damage.
+def test_a_kill_while_encoding_is_not_called_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the process is killed while it encodes an update again, the next start keeps the earlier rounding error and
+    reports no damage.
     """
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
@@ -255,8 +250,8 @@ def test_a_killed_forming_is_not_reported_as_damage(tmp_path: Path, caplog: pyte
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
-def test_only_own_undamaged_residuals_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
-    """A site uses only the undamaged residuals that it left in this run. In any other case they are zero, and damage is
+def test_only_undamaged_rounding_errors_are_used(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    """A site uses only the undamaged rounding errors that it left in this run; otherwise they are zero, and damage is
     logged.
     """
     counted_residuals(tmp_path / "w").close()
@@ -294,10 +289,8 @@ def test_a_digest_reads_holes_as_zeros(tmp_path: Path) -> None:
 
 
 def test_tensors_that_no_update_sets_stay(tmp_path: Path) -> None:
-    """If an update sets nothing of a tensor, this tensor stays as it is in the algorithm's state.
-
-    Two updates count. The first one sets both tensors and the second one only one of them, and the files take turns.
-    """
+    """If an update sets only some tensors of an algorithm's state, the other tensors of the state stay."""
+    # Two updates count. The first one sets both tensors and the second one only one of them, and the files take turns.
     state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
     for ticket, tensors in enumerate([{"w": [5.0], "frozen": [1.0, 2.0]}, {"w": [6.0]}], start=1):
         state.begin()
@@ -339,9 +332,8 @@ def test_algorithm_state_goes_back_with_the_server(
 ) -> None:
     """If the server goes back, the algorithm's state of a site goes back to the last update that the server has
     counted.
-
-    Update 2 is lost and may be sent again. Without any counted update, the state is zero.
     """
+    # Update 2 is lost and may be sent again. Without any counted update, the state is zero.
     state = counted_state(tmp_path)
     if restarted:
         state.close()
@@ -356,11 +348,9 @@ def test_algorithm_state_goes_back_with_the_server(
 
 @pytest.mark.covers("S2")
 def test_an_earlier_state_belongs_to_one_update(tmp_path: Path) -> None:
-    """The state before an update is used only for the update that has left this state. For any other update, an error
-    says that the state is lost.
-
-    A restored server has counted another update from version 0, which did not leave this state.
-    """
+    """If the server has counted an update that this site did not make, the error says that the site's state is lost."""
+    # For any other update, an error says that the state is lost. A restored server has counted another update from
+    # version 0, which did not leave this state.
     state = counted_state(tmp_path)
     assert state.last_updates == [
         Counted(base_version=1, digest="2" * 64),

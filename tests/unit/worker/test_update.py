@@ -111,11 +111,9 @@ class Shifted(NoneCodec):
 
 @pytest.mark.parametrize("codec", ["none", "bf16", "shifted"])
 def test_small_neighbours_are_encoded_independently(tmp_path: Path, codec: str) -> None:
-    """Many small tensors that are encoded together get the bytes that each would get alone.
-
-    There are 1,300 tensors of odd sizes and of four dtypes, some of them strided. The update is formed twice, over
-    earlier bytes.
-    """
+    """Many small tensors that are encoded together get the bytes that each would get alone."""
+    # There are 1,300 tensors of odd sizes and of four dtypes, some of them strided. The update is formed twice, over
+    # earlier bytes.
     generator = torch.Generator().manual_seed(0)
     codecs = {**CODECS, "shifted": Shifted()}
     start: dict[str, Tensor] = {}
@@ -157,11 +155,9 @@ def test_an_update_without_movement_is_zero(tmp_path: Path) -> None:
 
 
 def test_versions_load_into_any_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version is loaded with few reads into tensors with any layout in memory.
-
-    Memory with the layout of the file is filled directly, and other memory from a buffer. There are more tensors than
-    one read has targets, and some of them are not requested.
-    """
+    """A version is loaded with few reads into tensors with any layout in memory."""
+    # Memory with the layout of the file is filled directly, and other memory from a buffer. There are more tensors than
+    # one read has targets, and some of them are not requested.
     torch.manual_seed(0)
     start = {f"small.{index}": torch.randn(index % 7, 3) for index in range(1200)}
     start |= {"large": torch.randn(700_001), "matrix": torch.randn(600, 700), "half": torch.randn(9).bfloat16()}
@@ -252,8 +248,8 @@ def test_a_base_that_ends_early_is_reported(tmp_path: Path) -> None:
     base.close()
 
 
-def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
-    """A rebase adds the local steps to the newest version. Buffers take the values of that version."""
+def test_local_steps_are_added_to_the_newest_version(tmp_path: Path) -> None:
+    """When a site moves to a newer version, its local steps are added to it, and buffers take that version's values."""
     base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
     head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
     local = {"w": torch.tensor([1.5, 1.0]), "n": torch.tensor(5)}
@@ -268,11 +264,10 @@ def test_rebase_keeps_local_steps(tmp_path: Path) -> None:
     assert fresh["w"].tolist() == [10.0, 20.0]
 
 
-def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
-    """A rebase rounds only once to a narrow dtype.
-
-    bfloat16 has 256 and 258, but not 257. So 1 + (258 − 1) is 258, and would be 256 if the difference were rounded too.
-    """
+def test_adding_local_steps_rounds_only_once(tmp_path: Path) -> None:
+    """Adding local steps to a newer version rounds only once to the model's dtype."""
+    # bfloat16 has 256 and 258, but not 257. So 1 + (258 − 1) is 258, and would be 256 if the difference were rounded
+    # too.
     base = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()})
     head = base_with(tmp_path, {"w": torch.tensor([1.0]).bfloat16()}, 1, "base-next")
     local = {"w": torch.tensor([258.0]).bfloat16()}
@@ -283,7 +278,7 @@ def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
 @pytest.mark.covers("L25")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_rebase_matches_its_specification(tmp_path: Path, dtype: torch.dtype) -> None:
-    """A rebase gives parameters and buffers the bits of the specification."""
+    """Moving local steps to a newer version gives parameters and buffers the bits of the specification."""
     generator = torch.Generator().manual_seed(3)
     start, head, local = (
         {"w": torch.randn(300, generator=generator).to(dtype), "n": torch.tensor(number)} for number in (4, 6, 5)
@@ -298,12 +293,10 @@ def test_a_rebase_matches_its_specification(tmp_path: Path, dtype: torch.dtype) 
 
 
 @pytest.mark.covers("L25")
-def test_a_submitted_update_is_not_rebased_again(tmp_path: Path) -> None:
-    """If the acknowledgement of an update is lost, a rebase adds only the steps since this update.
-
-    The update of w = 1.5 has counted, the training went on to 1.75, and the newest version is 9. So w is 9 + (1.75 −
-    1.5).
-    """
+def test_sent_steps_are_not_added_again(tmp_path: Path) -> None:
+    """If the acknowledgement of an update is lost, only the steps since this update are added to the newest version."""
+    # The update of w = 1.5 has counted, the training went on to 1.75, and the newest version is 9. So w is 9 + (1.75 −
+    # 1.5).
     start = {"w": torch.tensor([1.0])}
     base = base_with(tmp_path, start)
     outbox = Outbox(tmp_path, layout_of(start))
@@ -332,10 +325,8 @@ def test_a_broken_pull_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F1")
-def test_a_version_is_not_held_before_its_end(tmp_path: Path) -> None:
-    """While a version is being pulled, the base file holds no version. When the pull is complete, the file holds the
-    new one.
-    """
+def test_a_partly_loaded_version_does_not_count(tmp_path: Path) -> None:
+    """While a version is being downloaded, the base file counts as empty; afterwards, it counts as the new version."""
     base = base_with(tmp_path, {"w": torch.arange(8.0)}, version=1)
     assert base.holds("run", f"{1:064x}")
     base.begin(BaseNote("run", 0, 2, f"{2:064x}", digests_of(base), complete=False))
@@ -348,10 +339,8 @@ def test_a_version_is_not_held_before_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F1")
 def test_wrong_parts_are_found(tmp_path: Path) -> None:
-    """Of the given parts, `differing` finds only the wrong ones.
-
-    The digests are always those of all parts. If two parts are checked, the right one is not taken for wrong.
-    """
+    """The check of a file's parts finds only the wrong ones."""
+    # The digests are always those of all parts. If two parts are checked, the right one is not taken for wrong.
     base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     first, second, third = base.layout.parts
     digests = digests_of(base)
@@ -363,10 +352,9 @@ def test_wrong_parts_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("F3")
-def test_a_sealed_outbox_survives_a_restart(tmp_path: Path) -> None:
-    """A sealed outbox is found again by the next process. An unsealed or cleared one, or one with another layout, is
-    not.
-    """
+def test_a_complete_outbox_survives_a_restart(tmp_path: Path) -> None:
+    """A stored update that is complete is found again by the next process; an incomplete or cleared one is not."""
+    # Or one with another layout.
     start = {"w": torch.ones(4)}
     layout = layout_of(start)
     outbox = Outbox(tmp_path, layout)
@@ -454,9 +442,8 @@ def tensors(seed: int) -> dict[str, Tensor]:
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> None:
-    """A merge mixes each element of the version and of the local weights in the dtype of accumulation. With α = 0 or 1,
-    it takes one side exactly.
-    """
+    """A merge mixes each element of the version and of the local weights in the dtype of accumulation."""
+    # With α = 0 or 1, it takes one side exactly.
     held, local = tensors(1), tensors(2)
     if alpha == 0:
         local["single"].fill_(float("nan"))  # of which nothing is left
@@ -477,10 +464,9 @@ def test_mixing_uses_the_accumulation_dtype(tmp_path: Path, alpha: float) -> Non
 def test_merging_mixes_only_buffers_that_are_averaged(tmp_path: Path) -> None:
     """A merge mixes only buffers that are averaged. Other buffers take the value of the version or keep that of the
     site.
-
-    With α = ¼, 8 of the version and 4 of the site make 7. A sum of integers cannot be mixed, and a float sum counts
-    over all sites.
     """
+    # With α = ¼, 8 of the version and 4 of the site make 7. A sum of integers cannot be mixed, and a float sum counts
+    # over all sites.
     names = ("mean", "first", "max", "sum", "keep")
     schema = Schema.build([TensorSpec(name, "F32", (1,), f"buffers.{name}") for name in names])
     held, local = ({name: torch.tensor([value]) for name in names} for value in (8.0, 4.0))
@@ -508,10 +494,8 @@ class Counting(Bf16Codec):
 
 
 def test_updates_are_decoded_until_enough_arrives(tmp_path: Path) -> None:
-    """To find what encoding loses, an update is decoded piece by piece until enough of the change has arrived.
-
-    The first piece is lost, the second does not move, and half of the third arrives. The fourth is not decoded.
-    """
+    """To find what encoding loses, an update is decoded piece by piece until enough of the change has arrived."""
+    # The first piece is lost, the second does not move, and half of the third arrives. The fourth is not decoded.
     start = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
     codecs = CODECS | {"bf16": Counting()}
     local = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}

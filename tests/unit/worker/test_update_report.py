@@ -17,11 +17,9 @@ class Time:
 
 
 def test_each_update_has_its_own_time() -> None:
-    """The time since the last update is divided into training and waiting, and begins again with each update.
-
-    3 s of training, 2 s of waiting and 5 s of training make 8 and 2. Then there is 1 s of each, with the wait still
-    under way.
-    """
+    """The time since the last update is divided into training and waiting, and begins again with each update."""
+    # 3 s of training, 2 s of waiting and 5 s of training make 8 and 2. Then there is 1 s of each, with the wait still
+    # under way.
     time = Time()
     clock = ReportClock(time)
     time.now_s += 3

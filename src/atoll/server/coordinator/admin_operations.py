@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 from atoll.errors import Busy, Conflict
-from atoll.format_text import number_of
+from atoll.format_text import listed, number_of
 from atoll.protocol import admin_messages as messages
 from atoll.rounds import events
-from atoll.rounds.closing_policy import listed
 from atoll.server.coordinator.ports import RoundPlace, Tasks
 from atoll.server.coordinator.run_core import RunCore
 

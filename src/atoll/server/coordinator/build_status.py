@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,6 +47,8 @@ def status_of(served: ServedRun) -> status_messages.Status:
         stopping=run.state.stopping,
         failed=run.failed.message if run.failed is not None else "",
         address=run.address,
+        state_dir=str(settings.disk.state_dir),
+        mode="swarm" if settings.swarm.enabled else "asynchronous" if settings.async_.enabled else "rounds",
         best=_best(run, served.background.best),
         evaluation=served.evaluation.status(),
         uptime_s=now_s - run.started_s,
@@ -61,6 +64,8 @@ def status_of(served: ServedRun) -> status_messages.Status:
         fragments=[_fragment(served, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost, local_steps[site], last.get(site)) for site, presence in roster],
         history=list(history.summaries),
+        first=history.first,
+        kept_versions=_kept_versions(served),
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
         deaths=history.attendance.deaths,
@@ -76,7 +81,8 @@ def status_of(served: ServedRun) -> status_messages.Status:
     )
     blocked = run.no_space or next(iter(run.trouble.values()), "")
     trouble = Trouble(disk=blocked, sites="" if blocked else short_of(run.state, run.roster))
-    return status.model_copy(update={"headline": headline_of(status, trouble, str(settings.disk.state_dir))})
+    headline = headline_of(status, trouble)
+    return status.model_copy(update={"headline": headline, "left_s": None if headline.held_up else status.left_s})
 
 
 def keep_status(served: ServedRun) -> status_messages.Status:
@@ -163,6 +169,37 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     )
 
 
+SUBMITTING = re.compile(r"submitting to round ([0-9]+)")
+
+
+def _doing(run: RunCore, site: str, said: str) -> str:
+    """Return what a site does. What it said last of an update is left out if the update has arrived, or is of old."""
+    submitting = SUBMITTING.fullmatch(said)
+    if submitting is None:
+        return said
+    awaited = [
+        round_.number
+        for fragment, round_ in enumerate(run.state.rounds)
+        if any(site == missing for missing, _ in run.state.missing(fragment))
+    ]
+    if not awaited:
+        return "waiting for the others" if any(each.phase == "open" for each in run.state.rounds) else ""
+    return said if int(submitting[1]) in awaited else ""
+
+
+def _kept_versions(served: ServedRun) -> list[int]:
+    """Return the versions of the whole model that a reader can download from here."""
+    versions = served.run.store.versions
+    if not served.place.is_here or served.run.plan.schema.is_nothing:
+        return []
+    has_masters = served.run.plan.has_masters
+    kept = [
+        {row.version for row in versions.kept(fragment) if not has_masters or row.has_state}
+        for fragment in range(len(served.run.state.rounds))
+    ]
+    return sorted(set.intersection(*kept))
+
+
 def _worker(
     run: RunCore,
     presence: Presence,
@@ -182,7 +219,7 @@ def _worker(
         site=presence.site,
         host=presence.host,
         state=presence.state,
-        doing=beat.state,
+        doing=_doing(run, presence.site, beat.state),
         joined_at=presence.joined_at,
         last_heartbeat_s=max(0.0, now_s - presence.heard_s),
         heard=presence.heard,

@@ -16,7 +16,6 @@ from atoll.rounds.state import State
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.store.event_pages import event_page
 from atoll.store.journal_tables import utc_text
-from atoll.store.kept_events import newest_event
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
@@ -49,7 +48,7 @@ class EventLog:
 
     def __init__(self, store: Store, after: int | None = None) -> None:
         self._store, self._rows = store, store.events
-        self.passed = newest_event(store.journal.rows) if after is None else after
+        self.passed = self._rows.newest if after is None else after
         query = run_events.EventQuery(after=self.passed)
         # written, but not yet passed to the subscribers: at first what recovery has written, such as `WentBack`
         self._told: list[run_events.Happened] = [*event_page(store.journal.rows, query).events]
@@ -71,8 +70,7 @@ class EventLog:
         """Write events into the journal. Call it inside a transaction; after the commit, call `publish`."""
         count = len(self._told)
         self._store.journal.after_rollback(lambda: self._told.__delitem__(slice(count, None)))
-        newest = (self._told[-1].number if self._told else 0) or newest_event(self._store.journal.rows)
-        for number, each in enumerate(happened, newest + 1):
+        for number, each in enumerate(happened, self._rows.newest + 1):
             told = each.model_copy(update={"at": each.at or utc_text(), "number": number})
             left_out: Any = {"number": True}
             if isinstance(told, run_events.RoundEnded):  # the journal has the sites in rows of their own
@@ -157,7 +155,7 @@ class EventLog:
         """Wait for an event after `number`, up to `wait_s` seconds or the end. Return the newest event's number."""
         until_s = time.monotonic() + wait_s
         while True:
-            newest, rest_s = newest_event(self._store.journal.rows), until_s - time.monotonic()
+            newest, rest_s = self._rows.newest, until_s - time.monotonic()
             if newest > number or rest_s <= 0 or self._has_ended:
                 return newest
             await self._news.wait(rest_s)

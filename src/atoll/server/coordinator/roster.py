@@ -20,11 +20,11 @@ from statistics import mean, median
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import number_of, of_fragment, visible
+from atoll.format_text import listed, number_of, of_fragment, visible
 from atoll.protocol import messages, status_messages
+from atoll.protocol.status_headline import LATE, LEAST_LATE_S
 from atoll.registry import nearest
 from atoll.rounds import events
-from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
 from atoll.store.journal_tables import MemberRow, utc_text
 from atoll.tensors.reference import hash_of_secret, new_id
@@ -524,7 +524,9 @@ ROUNDS = 20
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the estimated seconds until `commits_left` more versions are committed; None without three times.
+    """Return the estimated seconds until `commits_left` more versions are committed.
+
+    Return None without three times, and while the open round is late: how long it still takes is not known then.
 
     The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
     mean is subtracted: a round that takes longer than the others does not make later rounds shorter. Rounds before the
@@ -540,8 +542,10 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
     rounds_s = [after - before for before, after in pairwise(commits_s)]
     while len(rounds_s) > 1 and rounds_s[0] > STEADY * median(rounds_s[1:]):
         del rounds_s[0]
-    each_s = mean(rounds_s)
-    return max(0.0, commits_left * each_s - min(max(0.0, now_s - commits_s[-1]), each_s))
+    each_s, spent_s = mean(rounds_s), max(0.0, now_s - commits_s[-1])
+    if commits_left and spent_s > max(LATE * each_s, LEAST_LATE_S):
+        return None
+    return max(0.0, commits_left * each_s - min(spent_s, each_s))
 
 
 class TimeLeft:
@@ -572,8 +576,8 @@ class TimeLeft:
     def of(self, state: State, now_s: float) -> float | None:
         """Return the estimated remaining seconds.
 
-        Return None if the run has no end, is over, paused or being stopped, if too few sites take part, or before this
-        process has committed two rounds after the first.
+        Return None if the run has no end, is over, paused or being stopped, if too few sites take part, if the open
+        round is late, or before this process has committed two rounds after the first.
         """
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or state.paused or state.stopping or stands_still:

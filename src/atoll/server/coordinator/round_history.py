@@ -27,6 +27,7 @@ class RoundHistory:
     Attributes:
         summaries: summaries of the last rounds.
         attendance: which sites are missing.
+        first: first recorded value of each metric; see `Status.first`.
         stale: staleness of the updates.
         time_left: estimate of the remaining time.
     """
@@ -42,6 +43,7 @@ class RoundHistory:
         self.summaries = deque(
             map(status_messages.RoundSummary.model_validate_json, summaries), status_messages.HISTORY
         )
+        self.first = run_log.first_values()
         self._said_missing = False
 
     def progress(self) -> MetricProgress:
@@ -72,6 +74,13 @@ class RoundHistory:
         for place, each in enumerate(self.summaries):
             if (each.fragment, each.round) == (summary.fragment, summary.round):
                 self.summaries[place] = summary
+                self._note_first(summary)
+
+    def _note_first(self, summary: status_messages.RoundSummary) -> None:
+        """Record the values of metrics that no earlier round has."""
+        if summary.fragment == 0:
+            for name, value in summary.values.items():
+                self.first.setdefault(name, status_messages.Recorded(round=summary.round, value=value))
 
     def value(self, summary: status_messages.RoundSummary) -> float | None:
         """Return the sites' value of the metric that `rounds.best_metric` names in a round; None if there is none."""
@@ -84,6 +93,7 @@ class RoundHistory:
     def ended(self, summary: status_messages.RoundSummary) -> None:
         """Follow the end of a round. If it has a version, update the counters, and log the summary."""
         self.summaries.append(summary)
+        self._note_first(summary)
         if summary.version is None:
             return
         run = self._run

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
-from atoll.format_text import number_of, size
+from atoll.format_text import listed, number_of, size
 from atoll.protocol import run_events
-from atoll.rounds.closing_policy import listed
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.settings_advice import advice
 

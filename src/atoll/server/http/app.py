@@ -12,7 +12,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -46,11 +48,13 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http import page_files
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
+from atoll.server.http.downloads import CSV, send_pieces
 from atoll.server.http.event_stream import EVENT_STREAM, Streams
 from atoll.server.http.gate import Gate
 from atoll.server.http.run_metrics import RunMetrics
 from atoll.store.journal import journal_failed
 from atoll.store.reader import open_state
+from atoll.store.round_summaries import Query, table_rows
 from atoll.store.store import directory_gone
 from atoll.transport.request_body import break_off, interceptor_of
 from atoll.transport.serve_range import problem
@@ -220,6 +224,21 @@ class ServerPages:
 
         async with self._reading:
             return web.Response(body=await asyncio.to_thread(read), content_type="application/json")
+
+    async def get_updates_table(self, request: web.Request, **_: object) -> web.StreamResponse:
+        """Send all updates of all rounds as CSV. A thread of its own reads them, some rounds at a time."""
+        folder = self._served.run.store.directory
+
+        @contextmanager
+        def connect() -> Iterator[Query]:
+            with open_state(folder, in_server=True) as state:
+                yield state.rows
+
+        pool = ThreadPoolExecutor(1)
+        try:
+            return await send_pieces(request, map(str.encode, table_rows(connect)), CSV, pool=pool)
+        finally:
+            pool.shutdown(wait=False)
 
     def _on_event(self, event: run_events.Happened) -> None:
         if not isinstance(event, run_events.TicketIssued | run_events.UpdateAccepted):

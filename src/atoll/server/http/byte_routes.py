@@ -18,7 +18,7 @@ from aiohttp import web
 from blake3 import blake3
 
 from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartHasher
-from atoll.blobs.model_file import ModelFile
+from atoll.blobs.model_file import ModelFile, model_header, model_runs
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.format_text import number_of
 from atoll.protocol import messages, routes
@@ -27,6 +27,7 @@ from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.caller import Caller
+from atoll.server.http.downloads import send_pieces
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.update_spool import PartWriter
@@ -179,6 +180,41 @@ class ByteRoutes:
                 await response.write(hasher.digest())
                 await response.write_eof()
         return response
+
+    async def get_model(self, version: int, caller: Caller, request: web.Request) -> web.StreamResponse:
+        """Send the model of a version as a safetensors file, the same bytes as `atoll export` writes.
+
+        Raises:
+            Gone: the server no longer has the version, or has none: the run is a swarm, or has no model.
+        """
+        plan = self.plan
+        if not self._place.is_here or plan.schema.is_nothing:
+            what = "The run has no model." if plan.schema.is_nothing else "The workers of a swarm have its versions."
+            raise Gone(what, "`atoll export` reads them there." if not self._place.is_here else "")
+        with contextlib.ExitStack() as stack:
+            pins = [
+                stack.enter_context(self.store.versions.pin(fragment, version, with_state=plan.has_masters))
+                for fragment in range(len(plan.fragments))
+            ]
+            header, owners = model_header(plan.schema)
+            files = [(layout, pin.fd, pin.state_fd) for layout, pin in zip(plan.versions, pins, strict=True)]
+
+            def pieces() -> Iterator[bytes | memoryview]:
+                yield header
+                for run in model_runs(owners, files):
+                    if any(pin.revoked.is_set() for pin in pins):
+                        raise Gone(f"Version {version} was deleted during the download.", "Download a newer one.")
+                    yield run
+
+            return await send_pieces(
+                request,
+                pieces(),
+                "application/octet-stream",
+                pool=self.run.io,
+                nbytes=len(header) + sum(spec.nbytes for spec in owners),
+                idle_timeout_s=plan.settings.network.idle_timeout_s,
+                on_bytes=self._counter(caller.site),
+            )
 
     async def _serve(
         self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, caller: Caller, request: web.Request

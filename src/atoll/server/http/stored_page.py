@@ -7,14 +7,19 @@ private to its owner.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 from aiohttp import web
 from pydantic import BaseModel
 
+from atoll.aggregation.outer_state import is_whole
+from atoll.blobs.model_file import model_header, model_runs
 from atoll.config import to_toml
 from atoll.errors import AtollError
 from atoll.protocol.openapi import OPERATIONS
@@ -23,13 +28,16 @@ from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.protocol.status_messages import SettingInEffect, SettingsInEffect, Status
 from atoll.server.http import page_files
 from atoll.server.http.app import HTTP_LOG, RequestHandler, admit, parameters, query_of
+from atoll.server.http.downloads import CSV, send_pieces
 from atoll.server.http.event_stream import EVENT_STREAM, STREAM_HEADERS, message_of
 from atoll.server.http.gate import Gate
-from atoll.store.reader import open_state
+from atoll.store.reader import open_state, open_version
 from atoll.transport.listener import files_limit, listen, runner_of, start_listener
 from atoll.transport.serve_range import problem
 
 HOST = "127.0.0.1"
+Pieces = tuple[Iterator[bytes | memoryview], int | None]
+"""The pieces of a download, and the size of all of them, if it is known."""
 JOURNAL_SAYS = "the run's journal; the settings that cannot change"
 
 
@@ -75,6 +83,41 @@ class StoredPage:
 
         return await asyncio.to_thread(read)
 
+    async def get_updates_table(self, request: web.Request) -> web.StreamResponse:
+        """Send all updates of all rounds as CSV."""
+
+        def pieces(stack: ExitStack) -> Iterator[bytes]:
+            yield from map(str.encode, stack.enter_context(open_state(self._dir)).table_rows())
+
+        return await self._send(request, CSV, lambda stack: (pieces(stack), None))
+
+    async def get_model(self, version: int, request: web.Request) -> web.StreamResponse:
+        """Send the model of a version as a safetensors file, the same bytes as `atoll export` writes.
+
+        Raises:
+            Gone: the directory has no such version, or none at all.
+            StateCorrupt: a file of the version is damaged.
+        """
+
+        def opened(stack: ExitStack) -> Pieces:
+            stored = stack.enter_context(open_version(self._dir, version, is_whole))
+            header, owners = model_header(stored.schema)
+            nbytes = len(header) + sum(spec.nbytes for spec in owners)
+            return itertools.chain([header], model_runs(owners, stored.fragments)), nbytes
+
+        return await self._send(request, "application/octet-stream", opened)
+
+    @staticmethod
+    async def _send(request: web.Request, kind: str, opened: Callable[[ExitStack], Pieces]) -> web.StreamResponse:
+        """Send what `opened` returns. One thread opens, reads and closes it: SQLite's connection is bound to it."""
+        pool, stack = ThreadPoolExecutor(1), ExitStack()
+        try:
+            pieces, nbytes = await asyncio.get_running_loop().run_in_executor(pool, opened, stack)
+            return await send_pieces(request, pieces, kind, pool=pool, nbytes=nbytes)
+        finally:
+            pool.submit(stack.close)
+            pool.shutdown(wait=False)
+
     async def get_settings(self) -> SettingsInEffect:
         """Return the settings that are fixed for the run."""
 
@@ -115,7 +158,7 @@ def _handler(name: str, method: Callable[..., Awaitable[BaseModel | web.StreamRe
             arguments = parameters(request)
             if operation.query is not None:
                 arguments["query"] = query_of(operation.query, request.query)
-            if operation.streams:
+            if operation.streams or operation.reply is bytes:
                 arguments["request"] = request
             result = await method(**arguments)
         except AtollError as error:

@@ -20,6 +20,7 @@ from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import AtollError, BadRequest, RunFailed, StoreError, UpdateRefused
+from atoll.format_text import listed
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.run_events import Happened
 from atoll.protocol.swarm_messages import (
@@ -37,7 +38,6 @@ from atoll.protocol.swarm_messages import (
 )
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
-from atoll.rounds.closing_policy import listed
 from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
 from atoll.runtime import OWN_RANDOM, failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission

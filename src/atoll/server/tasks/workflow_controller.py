@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.blobs.object_file import ChunkSizes, Stored, read_plain
 from atoll.errors import RunFailed, StoreError, UsageError
-from atoll.format_text import number_of
+from atoll.format_text import listed, number_of
 from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
@@ -438,10 +438,10 @@ class Controller:
             return not task.missing or (enough and not set(task.missing) & set(self.run.alive()))
 
         try:
-            await self._until(answered, limits.timeout_s, lambda: f"task {name!r} waits for {', '.join(task.missing)}")
+            await self._until(answered, limits.timeout_s, lambda: f"task {name!r} waits for {listed(task.missing)}")
             if min_responses is not None and task.good < min_responses:
                 failed = [f"{site} failed: {each.error}" for site, each in sorted(task.answers.items()) if each.error]
-                lacking = "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
+                lacking = "; ".join([*failed, *([f"{listed(task.missing)} did not answer"] if task.missing else [])])
                 raise RunFailed(
                     f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",

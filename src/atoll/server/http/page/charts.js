@@ -1,16 +1,25 @@
-// Curves of a metric over the rounds: the mean thick, sites thin, the best marked.
+// Curves of a metric over the rounds: the mean and the server's evaluation thick, sites thin, the best marked.
 
 import { $, el, number } from "./dom.js";
 import { getJSON } from "./server.js";
 
 const POINTS = 300,
-  MOST = 2; // rounds a curve, charts
+  MOST = 2, // rounds a curve, charts
+  GLOBAL = "global.",
+  EVALUATED = "at the server";
 const WHOLE = [1, 2, 5].flatMap((each) => [0, 1, 2, 3, 4, 5].map((power) => each * 10 ** power)).sort((a, b) => a - b);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Curves {
   constructor(value) {
-    Object.assign(this, { value, rounds: [], versions: [], mean: [], sites: new Map() });
+    Object.assign(this, { value, rounds: [], versions: [], mean: [], sites: new Map(), evaluated: new Map() });
+  }
+
+  // What the server's evaluation has for this metric: the server chooses POINTS of the rounds that have it.
+  async loadEvaluated(name) {
+    const page = await getJSON(`v1/site-curves?value=${encodeURIComponent(GLOBAL + name)}&points=${POINTS}`);
+    page.rounds.forEach((round, place) => this.evaluated.set(round, page.mean[place]));
+    return this;
   }
 
   // Ask for all rounds; the server chooses POINTS of them.
@@ -45,6 +54,21 @@ export class Curves {
     for (const site of this.sites.keys()) this.filled(site);
   }
 
+  // All rounds of both, and the values there: [rounds, sites' values …, mean, evaluated].
+  data() {
+    const rounds = [...new Set([...this.rounds, ...this.evaluated.keys()])].sort((a, b) => a - b);
+    const at = new Map(rounds.map((round, place) => [round, place])),
+      same = rounds.length === this.rounds.length;
+    const spread = (values) => {
+      if (same) return values;
+      const found = rounds.map(() => null);
+      values.forEach((value, place) => (found[at.get(this.rounds[place])] = value));
+      return found;
+    };
+    const evaluated = rounds.map((round) => this.evaluated.get(round) ?? null);
+    return [rounds, ...[...this.sites.values()].map(spread), spread(this.mean), evaluated];
+  }
+
   // The values of a site, as many as there are rounds; if `value` is given, it is the last one.
   filled(site, value) {
     const known = this.sites.get(site) || [];
@@ -64,7 +88,8 @@ class Chart {
     this.choice.onchange = () => {
       this.name = this.choice.value;
       this.curves = null;
-      this.refresh(this.best, this.chosen);
+      this.isEvaluated = undefined;
+      this.refresh(this.status, this.chosen);
     };
     this.offer(names);
     new ResizeObserver(() => this.plot?.setSize({ width: this.place.clientWidth, height: 240 })).observe(this.place);
@@ -78,21 +103,26 @@ class Chart {
     );
   }
 
-  async refresh(best, chosen) {
-    Object.assign(this, { best, chosen });
+  async refresh(status, chosen) {
+    Object.assign(this, { status, chosen, best: status.best });
+    const before = this.isEvaluated;
+    this.isEvaluated = GLOBAL + this.name in status.first;
+    if (this.isEvaluated && before === false) this.curves = null;
     if (!this.curves || this.curves.rounds.length > 3 * POINTS) {
       const curves = (this.curves = new Curves(`metrics.${this.name}`));
       await curves.load();
+      if (this.isEvaluated) await curves.loadEvaluated(this.name);
       if (curves !== this.curves) return; // another metric was chosen meanwhile
     }
     if (this.curves.loaded) this.draw();
   }
 
   draw() {
-    const { rounds, mean, sites } = this.curves;
+    const { sites } = this.curves;
     const names = [...sites.keys()],
-      few = names.length <= 10;
-    const data = [rounds, ...sites.values(), mean]; // the mean is drawn last, over the sites
+      few = names.length <= 10,
+      data = this.curves.data(), // the mean and the evaluation are drawn last, over the sites
+      rounds = data[0];
     const look = names.join("\n") + this.chosen + matchMedia("(prefers-color-scheme: dark)").matches;
     this.mark = this.marked();
     if (this.plot && look === this.look) this.plot.setData(data);
@@ -131,6 +161,14 @@ class Chart {
                     : css("--soft") + "66",
             })),
             { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
+            {
+              label: EVALUATED,
+              stroke: css("--link"),
+              width: 3,
+              dash: [8, 5],
+              spanGaps: true,
+              points: { show: this.curves.evaluated.size < 30, fill: css("--link") },
+            },
           ],
           hooks: {
             draw: [(plot) => this.drawMark(plot)],
@@ -150,7 +188,7 @@ class Chart {
   marked() {
     const { rounds, mean } = this.curves,
       best = this.best;
-    if (best?.metric === this.name && best.value !== null)
+    if (best?.metric?.replace(GLOBAL, "") === this.name && best.value !== null)
       return { round: best.round, value: best.value, text: "best" };
     const known = mean.filter((each) => each !== null);
     if (!known.length || this.name !== "loss") return null;
@@ -185,21 +223,37 @@ class Chart {
     ctx.restore();
   }
 
+  // The value at the pointer, else the last one, and what it is compared with: the first recorded value.
+  told(values, rounds, name, at) {
+    const place = at ?? values.findLastIndex((each) => each !== null);
+    if (place < 0 || values[place] === null) return "";
+    const first = this.status.first[name],
+      value = values[place];
+    const from =
+      at == null && first && first.round !== rounds[place]
+        ? `, ${value === first.value ? "unchanged since" : `${value < first.value ? "down" : "up"} from ${number(first.value)} in`} round ${first.round}`
+        : "";
+    return `${number(value)} in round ${rounds[place]}${from}`;
+  }
+
   say() {
     const { plot } = this,
-      { mean, rounds } = this.curves;
-    const place = plot?.cursor.idx,
-      at = place ?? mean.findLastIndex((each) => each !== null);
-    if (at < 0) return this.said.replaceChildren("no value yet");
-    const near = place != null && plot.series[this.focused ?? 0];
-    const site =
-      near?.label && near.label !== "mean" ? `; ${near.label} ${number(plot.data[this.focused][place])}` : "";
-    const first = mean.find((each) => each !== null);
-    const from =
-      place == null && at > 0 && first !== mean[at]
-        ? `, ${mean[at] < first ? "down" : "up"} from ${number(first)} in round ${rounds[0]}`
-        : "";
-    this.said.replaceChildren(`mean ${number(mean[at])} in round ${rounds[at]}${from}${site}`);
+      data = plot?.data || this.curves.data(),
+      rounds = data[0],
+      at = plot?.cursor.idx;
+    const mean = this.told(data.at(-2), rounds, this.name, at),
+      evaluated = this.told(data.at(-1), rounds, GLOBAL + this.name, at);
+    const focused = plot?.series[this.focused ?? 0],
+      isSite = at != null && this.focused > 0 && this.focused < data.length - 2;
+    this.said.replaceChildren(
+      [
+        mean && `mean ${mean}`,
+        evaluated && `${EVALUATED} ${evaluated}`,
+        isSite && `${focused.label} ${number(data[this.focused][at])}`,
+      ]
+        .filter(Boolean)
+        .join("; ") || "no value yet",
+    );
   }
 }
 
@@ -214,7 +268,7 @@ export class Charts {
   async refresh(status, chosen) {
     const names = metricNames(status);
     $("curves-hint").textContent = names.length
-      ? "The mean of all sites is thick, each site is thin. Point at a line for its site; drag to enlarge, double-click to go back."
+      ? `The mean of all sites is thick, each site is thin.${status.evaluation ? " The server's evaluation of versions is dashed." : ""} Point at a line for its site; drag to enlarge, double-click to go back.`
       : 'No site has reported a metric yet: submit(model, metrics={"loss": …}).';
     while (this.charts.length < Math.min(names.length, MOST)) {
       const chart = new Chart(names, names[this.charts.length]);
@@ -223,12 +277,16 @@ export class Charts {
     }
     for (const chart of this.charts) {
       chart.offer(names);
-      await chart.refresh(status.best, chosen);
+      await chart.refresh(status, chosen);
     }
   }
 
-  take(summary) {
-    for (const { curves } of this.charts) curves?.take(summary);
+  take(event) {
+    for (const { curves, name } of this.charts) {
+      if (event.summary) curves?.take(event.summary);
+      if (event.what === "version evaluated" && !event.fragment && name in event.metrics)
+        curves?.evaluated.set(event.round, event.metrics[name]);
+    }
   }
 
   forget() {
@@ -243,9 +301,16 @@ export class Charts {
   }
 }
 
-// The metrics of the last rounds; those that say whether it learns are first.
+// The metrics of sites and of the server's evaluation; those that say whether it learns are first.
 export function metricNames(status) {
-  const names = new Set(status.history.flatMap((each) => Object.keys(each.metrics)));
-  const first = ["loss", status.best?.metric].filter((each) => names.has(each));
-  return [...new Set([...first, ...[...names].sort()])];
+  const names = [...new Set([...evaluatedNames(status), ...Object.keys(status.first)])]
+    .filter((each) => !each.startsWith(GLOBAL))
+    .sort();
+  const first = ["loss", status.best?.metric.replace(GLOBAL, ""), ...evaluatedNames(status)];
+  return [...new Set([...first.filter((each) => names.includes(each)), ...names])];
 }
+
+export const evaluatedNames = (status) =>
+  Object.keys(status.first)
+    .filter((each) => each.startsWith(GLOBAL))
+    .map((each) => each.slice(GLOBAL.length));

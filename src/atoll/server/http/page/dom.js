@@ -53,8 +53,9 @@ export function facts(list, pairs) {
 
 export function fill(table, columns, rows) {
   // columns: [title, class]; rows: {cells, class, id}; a cell is a text, an element, or [text, class]
-  if (!table.tHead.rows.length)
-    table.tHead.append(
+  const titles = columns.map(([title]) => title);
+  if ([...(table.tHead.rows[0]?.cells || [])].map((each) => each.textContent).join("\n") !== titles.join("\n"))
+    table.tHead.replaceChildren(
       el("tr", {}, ...columns.map(([title, kind]) => el("th", { class: kind || "", scope: "col" }, title))),
     );
   table.tBodies[0].replaceChildren(

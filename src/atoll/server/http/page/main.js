@@ -3,7 +3,7 @@
 import { $, duration, el, facts, setText, size } from "./dom.js";
 import { Charts, metricNames } from "./charts.js";
 import { csv, drawBytes, drawEvents, drawSettings, drawVersions, json, showRound } from "./sections.js";
-import { follow, getJSON, Gone, keepToken, NeedsToken, takeToken } from "./server.js";
+import { follow, getJSON, getSized, Gone, keepToken, NeedsToken, takeToken } from "./server.js";
 import { showSite, SiteTable } from "./sites.js";
 import { drawTimeline, Rounds } from "./timeline.js";
 
@@ -12,7 +12,8 @@ const QUIET_MS = 5000,
   KEPT = 2000;
 const charts = new Charts(),
   table = new SiteTable(() => draw());
-const SHARE = 150; // a viewer's requests take 1 / SHARE of the time: five viewers are to cost the server little
+const SHARE = 150, // a viewer's requests take 1 / SHARE of the server's time: five viewers are to cost it little
+  CHARS_A_MS = 2e4; // what a server writes of a status in a millisecond; the time of an answer has the network's, too
 let status,
   events,
   rounds,
@@ -36,6 +37,8 @@ function link(kind, text) {
 
 const standing = (s) => (s?.stored ? "stored" : s?.finished || s?.failed ? "ended" : s?.paused ? "paused" : "live");
 
+const MODES = { swarm: "swarm: workers aggregate", asynchronous: "asynchronous: no site waits" };
+
 const hash = () => new URLSearchParams(location.hash.slice(1));
 
 function draw() {
@@ -48,10 +51,12 @@ function draw() {
   setText($("name"), status.name);
   setText(
     $("about"),
-    `run ${status.run.slice(0, 8)} · ${status.algorithm || "no model"}${status.policy ? ` · ${status.policy}` : ""}`,
+    [`run ${status.run.slice(0, 8)}`, MODES[status.mode], status.algorithm || "no model", status.policy]
+      .filter(Boolean)
+      .join(" · "),
   );
   setText($("sentence"), headline?.text || "");
-  $("headline").classList.toggle("act", !!headline?.act);
+  $("headline").className = headline?.act ? "act" : headline?.held_up ? "held" : "";
   $("next").hidden = !headline?.command;
   setText($("command"), headline?.command || "");
   setText($("act"), headline?.act ? `A person must act. ${headline.command}` : "");
@@ -64,8 +69,9 @@ function draw() {
       status.fragments.length ? String(Math.min(...status.fragments.map((each) => each.version))) : "–",
       "version",
     ],
-    ["Sites alive", `${alive} of ${status.workers.length}`, "alive"],
-    ["Time left", status.left_s === null ? "–" : duration(status.left_s), "left"],
+    ["Sites alive", status.workers.length ? `${alive} of ${status.workers.length}` : "none has joined", "alive"],
+    ["Time left", over ? "ended" : status.left_s === null ? "not known" : duration(status.left_s), "left"],
+    ["Aggregated at", front?.place?.aggregator || "", "aggregator"],
     ["Received", size(status.bytes_up), "up"],
     ["Sent", size(status.bytes_down), "down"],
     ["Deaths", String(status.deaths), "deaths"],
@@ -84,10 +90,10 @@ function draw() {
 async function refresh() {
   if (busy) return;
   busy = true;
-  const begun = performance.now();
   try {
-    status = await getJSON("v1/status");
-    cost = performance.now() - begun;
+    let chars;
+    [status, chars] = await getSized("v1/status");
+    cost = chars / CHARS_A_MS;
     draw();
     open();
     await charts.refresh(status, hash().get("site"));
@@ -116,7 +122,7 @@ function plan(ms) {
 function take(page) {
   for (const event of page.events) {
     rounds.take(event);
-    if (event.summary) charts.take(event.summary);
+    charts.take(event);
     after = event.number;
     if (event.number <= (events.at(-1)?.number || 0)) continue; // the rest of a large round, or told again
     events.push(event.summary ? { ...event, summary: { ...event.summary, sites: [] } } : event);
@@ -202,7 +208,7 @@ $("copy").onclick = async () => {
   setText($("copy"), "Copied");
   setTimeout(() => setText($("copy"), "Copy"), 2000);
 };
-$("csv").onclick = () => csv(status);
+$("csv").onclick = () => csv();
 $("json").onclick = () => json(status, events);
 $("print").onclick = () => print();
 $("settings").querySelector("details").ontoggle = drawSettings;

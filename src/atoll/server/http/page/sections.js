@@ -1,9 +1,9 @@
 // The smaller sections: bytes, versions, events, settings, export.
 
 import { $, el, duration, facts, fill, number, size } from "./dom.js";
-import { Curves, metricNames } from "./charts.js";
+import { evaluatedNames, metricNames } from "./charts.js";
 import { roundTable } from "./timeline.js";
-import { getJSON } from "./server.js";
+import { download, getJSON, save } from "./server.js";
 
 export function drawBytes(status) {
   const updates = status.history.flatMap((each) => each.sites),
@@ -39,10 +39,13 @@ const picked = new Set();
 
 export function drawVersions(status, metric) {
   const rounds = status.history.filter((each) => each.version !== null).reverse();
-  const server = status.address ? `--server ${status.address}` : "--dir STATE_DIR";
+  const serves = status.address && !status.stored && !status.finished && !status.failed,
+    dir = status.state_dir || "STATE_DIR",
+    kept = new Set(status.kept_versions),
+    evaluated = evaluatedNames(status);
   $("versions-hint").replaceChildren(
-    "The last rounds. Choose two versions to compare them. A reader does not get the model; with the admin's or a site's token: ",
-    el("code", {}, `atoll export ${server} model.safetensors`),
+    "The last rounds. Choose two versions to compare them, or save one as a safetensors file. On the command line: ",
+    el("code", {}, `atoll export ${serves ? `--server ${status.address}` : `--dir ${quoted(dir)}`} model.safetensors`),
     status.best?.file ? `. The best version is kept in ${status.best.file}.` : "",
   );
   fill(
@@ -51,11 +54,13 @@ export function drawVersions(status, metric) {
       ["Version", "text"],
       ["Round"],
       [metric || "Metric"],
+      ...evaluated.map((name) => [`${name} at the server`]),
       ["Updates"],
       ["Received"],
       ["Step norm"],
       ["Aggregated in"],
       ["Compare"],
+      ["Model"],
     ],
     rounds.map((each) => {
       const box = el("input", {
@@ -78,15 +83,31 @@ export function drawVersions(status, metric) {
           `${each.version}${marks ? ` (${marks})` : ""}`,
           el("a", { href: `#round=${each.round}` }, String(each.round)),
           number(each.metrics[metric]),
+          ...evaluated.map((name) => number(each.global_metrics[name])),
           `${each.sites.length} of ${each.expected || each.sites.length}`,
           size(each.bytes_up),
           number(each.grad_norm),
           duration(each.seconds),
           box,
+          kept.has(each.version) ? saveButton(each.version) : "not kept",
         ],
       };
     }),
   );
+}
+
+const quoted = (path) => (/^[\w@%+=:,./-]+$/.test(path) ? path : `'${path.replaceAll("'", `'"'"'`)}'`);
+
+function saveButton(version) {
+  const button = el("button", { type: "button", ariaLabel: `Save version ${version} as safetensors` }, "Save");
+  button.onclick = async () => {
+    button.disabled = true;
+    await download(`v1/versions/${version}/model.safetensors`, `version-${version}.safetensors`).catch((error) =>
+      button.replaceWith(error.message),
+    );
+    button.disabled = false;
+  };
+  return button;
 }
 
 function compare(status) {
@@ -97,6 +118,10 @@ function compare(status) {
   if (!a || !b) return $("compared").replaceChildren();
   const rows = metricNames(status)
     .map((name) => [name, a.metrics[name], b.metrics[name]])
+    .filter(([, x, y]) => x != null || y != null)
+    .concat(
+      evaluatedNames(status).map((name) => [`${name} at the server`, a.global_metrics[name], b.global_metrics[name]]),
+    )
     .concat([
       ["bytes received", a.bytes_up, b.bytes_up],
       ["step norm", a.grad_norm, b.grad_norm],
@@ -165,6 +190,17 @@ const WORDS = {
       : `round ${e.round} made version ${e.summary.version}`,
   "task opened": (e) => `task ${e.task} to ${list(e.sites)}`,
   "task answered": (e) => `${e.site} answered ${e.task}${e.error ? `: ${e.error}` : ""}`,
+  "version evaluated": (e) =>
+    e.problem
+      ? `version ${e.version} was not evaluated: ${e.problem}`
+      : `version ${e.version} evaluated: ${Object.entries(e.metrics)
+          .map(([name, value]) => `${name} ${number(value)}`)
+          .join(", ")}`,
+  "run paused": () => "the run is paused",
+  "run resumed": () => "the run goes on",
+  "run stopping": () => "the run is being stopped: this is its last round",
+  "went back": (e) => `the run goes on from version ${e.version}`,
+  "run stalled": (e) => `nothing has arrived for ${duration(e.seconds)}: ${e.reason}`,
   warning: (e) => `warning: ${e.text}`,
   "run finished": () => "the last round has ended",
   "run failed": (e) => `the run failed: ${e.reason}`,
@@ -205,41 +241,9 @@ export async function drawSettings() {
   );
 }
 
-function save(name, kind, text) {
-  const link = el("a", { href: URL.createObjectURL(new Blob([text], { type: kind })), download: name });
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
-}
-
-export async function csv(status) {
-  const names = [
-    "weight",
-    "steps",
-    "train_seconds",
-    "wait_seconds",
-    "staleness",
-    "nbytes",
-    "norm",
-    ...metricNames(status).map((each) => `metrics.${each}`),
-  ];
-  const rows = new Map();
-  for (const [place, name] of names.entries()) {
-    const curves = await new Curves(name).load();
-    for (const [site, values] of curves.sites)
-      values.forEach((value, at) => {
-        if (value === null) return;
-        const key = `${curves.rounds[at]},${site}`;
-        if (!rows.has(key)) rows.set(key, [curves.rounds[at], site, ...names.map(() => "")]);
-        rows.get(key)[place + 2] = value;
-      });
-  }
-  const quoted = (each) => (/[",\r\n]/.test(each) ? `"${String(each).replaceAll('"', '""')}"` : each);
-  const lines = [...rows.values()].sort((a, b) => a[0] - b[0] || (a[1] < b[1] ? -1 : 1));
-  const text = [["round", "site", ...names], ...lines].map((each) => each.map(quoted).join(",")).join("\r\n");
-  save("updates.csv", "text/csv", `${text}\r\n`);
-}
+export const csv = () => download("v1/updates.csv", "updates.csv");
 
 export async function json(status, events) {
   const { settings } = await getJSON("v1/settings");
-  save("run.json", "application/json", JSON.stringify({ status, events, settings }, null, 1));
+  save("run.json", new Blob([JSON.stringify({ status, events, settings }, null, 1)], { type: "application/json" }));
 }

@@ -34,6 +34,24 @@ export async function getJSON(path) {
   return (await ask(path)).json();
 }
 
+// What a path answers, and the characters of the answer.
+export async function getSized(path) {
+  const text = await (await ask(path)).text();
+  return [JSON.parse(text), text.length];
+}
+
+// Ask for a file with the token in a header, and give it to the browser to save.
+export async function download(path, name) {
+  save(name, await (await ask(path)).blob());
+}
+
+export function save(name, content) {
+  const link = document.createElement("a");
+  Object.assign(link, { href: URL.createObjectURL(content), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+
 // Give each page of events to `onPage`, until the stream ends or breaks.
 export async function follow(after, onPage) {
   const query = after === null ? "last=1000" : `after=${after}`;

@@ -59,6 +59,7 @@ export class SiteTable {
     const workers = status.workers.map((w) => ({
       ...w,
       awaited: waits.has(w.site),
+      holdsUp: waits.has(w.site) && status.headline?.held_up,
       shownMetric: w.last?.metrics[metric] ?? w.metrics[metric],
       waits: waits.has(w.site) ? `The round waits for it, ${duration(waits.get(w.site))} so far.` : "",
     }));
@@ -104,7 +105,7 @@ export class SiteTable {
       : el("div", {}, w.steps_per_s ? `${number(w.steps_per_s)}/s` : "", el("small", {}, against));
     const texts = [
       el("a", { href: `#site=${w.site}` }, w.site),
-      el("div", {}, el("span", { class: bad ? "bad" : "" }, stateOf(w)), note(w) && el("small", {}, note(w))),
+      el("div", {}, el("span", { class: bad ? "bad" : w.holdsUp ? "late" : "" }, stateOf(w)), note(w) && el("small", {}, note(w))),
       w.step || "–",
       speed,
       w.rounds,
