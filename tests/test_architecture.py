@@ -132,15 +132,15 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1596,
+    ".": 1600,
     "aggregation": 1339,
     "algorithms": 2017,
     "blobs": 466,
-    "cli": 3624,
+    "cli": 3713,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
-    "config": 1631,
+    "config": 1632,
     "data": 512,
     "filters": 286,
     "integrations": 1027,
@@ -154,7 +154,7 @@ LINES: dict[str, int] = {
     "server/http": 1182,
     "server/swarm": 726,
     "server/tasks": 1482,
-    "simulate": 2277,
+    "simulate": 2278,
     "store": 3811,
     "tensors": 2237,
     "testing": 479,

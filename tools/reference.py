@@ -33,6 +33,7 @@ WORKER = {
     "86400, a day; 0: never.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
     "ATOLL_LOG_JSON": "1: print log lines as JSON objects, as `--log-json` does.",
+    "ATOLL_LOG_LEVEL": "The least level of log lines: warning, info or debug; `-q` and `-v` set it. By default info.",
     "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
     "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever its script and "

@@ -113,7 +113,7 @@ def _() -> Verdict:
 
 
 def in_terminal(*words: str, seconds: float = 30.0, **env: str) -> str:
-    """What `atoll WORDS` prints on a terminal."""
+    """What `atoll WORDS` prints on a terminal; a program that reads its output gets no next step, for example."""
     parent, child = pty.openpty()
     process = subprocess.Popen(
         [*ATOLL, *words], cwd=lab(), env=environment(TERM="xterm", **env), stdout=child, stderr=child
@@ -231,6 +231,10 @@ def _() -> Verdict:
     return verdict(len(there) == len(wanted), f"there: {', '.join(there) or 'none'}", half=bool(there))
 
 
+def _names_a_step(text: str) -> bool:
+    return bool(re.search(r"\batoll \w+|[Nn]ext: |python \w", "\n".join(text.splitlines()[-4:])))
+
+
 @trait("command", "the next step after every command")
 def _() -> Verdict:
     state = str(finished_state())
@@ -244,12 +248,9 @@ def _() -> Verdict:
     said = {}
     for words in asked:
         if words[0] in commands() or words[0] == "config":
-            done = atoll(*words)
-            said[words[0]] = bool(
-                re.search(r"\batoll \w+|Next:|python \w", "\n".join((done.out + done.err).splitlines()[-4:]))
-            )
+            said[words[0]] = _names_a_step(in_terminal(*words))
     if of_example := example():
-        said["run"] = "atoll " in "\n".join((of_example.out + of_example.err).splitlines()[-4:])
+        said["run"] = _names_a_step(of_example.out + of_example.err)
     named = [name for name, each in said.items() if each]
     return verdict(
         len(named) == len(said),

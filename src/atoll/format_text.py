@@ -150,6 +150,16 @@ def logs_json() -> bool:
     return bool(os.environ.get(LOG_JSON))
 
 
+LOG_LEVEL = "ATOLL_LOG_LEVEL"
+"""Variable with the least level of log lines: warning, info or debug; `-q` and `-v` set it for a command."""
+
+
+def log_level() -> int:
+    """Return the least level of the log lines that this process prints."""
+    levels = {"warning": logging.WARNING, "debug": logging.DEBUG}
+    return levels.get(os.environ.get(LOG_LEVEL, "").lower(), logging.INFO)
+
+
 class JsonLines(logging.Formatter):
     """A log formatter that writes each record as one line with a JSON object, for programs that collect logs.
 

@@ -35,7 +35,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from atoll.errors import LOG, end_with_one_line
-from atoll.format_text import JsonLines, VisibleLines, logs_json
+from atoll.format_text import JsonLines, VisibleLines, log_level, logs_json
 
 T = TypeVar("T")
 
@@ -274,7 +274,7 @@ def ensure_lines() -> None:
         LOG.addHandler(handler)
         LOG.propagate = False
         if LOG.level == logging.NOTSET:
-            LOG.setLevel(logging.INFO)
+            LOG.setLevel(log_level())
 
 
 # -- a latch

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.text import next_step
+from atoll.cli.text import next_step, still
 from atoll.cli.which_run import HERE, RunArgument, RunDir, quoted, run_folder, run_to_read
 from atoll.format_text import number_of, visible
 from atoll.store.reader import checked_audit
@@ -27,7 +27,8 @@ def command(
     Keep the printed hash of the last entry in another place: it changes if this entry or an earlier one is changed.
     """
     folder = run_to_read(run, state_dir, has_server=False) or HERE
-    audit = checked_audit(folder, last)
+    with still("still checking the entries"):
+        audit = checked_audit(folder, last)
     if json:
         found = [
             {"seq": each.seq, "at": each.at, "what": each.what} | json_module.loads(each.detail_json)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll.cli.stored_status import stored_status
-from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, width_of_output
+from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, still, width_of_output
 from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, run_names, state_of
 from atoll.errors import UsageError
 from atoll.format_text import visible
@@ -57,7 +57,8 @@ def command(
     else:
         print("\n".join(map(visible, table(found, width_of_output()))))
     if plot is not None:
-        draw(found, plot)
+        with still("still drawing"):
+            draw(found, plot)
         if not json:
             print(f"the plot is in {plot}")
     words = " ".join(map(quoted, named))

@@ -17,6 +17,7 @@ import typer
 from pydantic import BaseModel
 
 from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.text import still
 from atoll.cli.which_run import (
     HERE,
     RunArgument,
@@ -114,7 +115,8 @@ def rollback(
     target = _Target(run, state_dir, server, token_file)
     answer = target.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
     if answer.text.startswith("the run goes back"):
-        answer = target.wait_until_back(answer, version)
+        with still(f"still waiting until the server has gone back to version {version}"):
+            answer = target.wait_until_back(answer, version)
     then = f"It is paused; to go on: atoll resume{target.named}{target.and_start}"
     target.show(answer, json, then if answer.paused else target.watch)
 
@@ -170,7 +172,10 @@ class _Target:
                 )
             if self._run and self._status().run != self._run:
                 raise ServerUnreachable(f"The server at {self._address} has another run.")
-            with closing(http_to(self._address, token=self._token)) as http:
+            with (
+                still(f"still waiting for the answer of {self._address}"),
+                closing(http_to(self._address, token=self._token)) as http,
+            ):
                 return http.post(path, message, admin_messages.Controlled, timeout_s=30.0)
         except ServerUnreachable as error:
             if self._dir is None or error.is_other:

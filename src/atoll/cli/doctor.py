@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from atoll.cli.text import print_line, telling_what_is_awaited
 from atoll.config import DEFAULT_PORT, default_of
 from atoll.errors import AtollError
 from atoll.format_text import duration, size, visible
@@ -59,11 +60,16 @@ def command(
     """
     found = list[Found]()
     address = server or os.environ.get("ATOLL_SERVER") or ""
-    for each in _checks(address, directory, port):
-        found.append(each)
-        if not json:
-            remedy = f" {each.remedy}" if each.remedy else ""
-            print(visible(f"{each.state:<5}  {each.check:<6}  {each.text}{remedy}"), flush=True)
+
+    def awaited() -> str:
+        return "still importing PyTorch" if len(found) < 2 else "still asking the server"
+
+    with telling_what_is_awaited(awaited, lambda line: print_line(f"atoll: {line}")):
+        for each in _checks(address, directory, port):
+            found.append(each)
+            if not json:
+                remedy = f" {each.remedy}" if each.remedy else ""
+                print(visible(f"{each.state:<5}  {each.check:<6}  {each.text}{remedy}"), flush=True)
     wrong = sum(each.state == "wrong" for each in found)
     if json:
         print(json_module.dumps([asdict(each) for each in found], indent=2))

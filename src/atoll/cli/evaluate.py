@@ -1,6 +1,7 @@
 """`atoll evaluate`: evaluate models of a run on the data of every site.
 
 atoll evaluate run.toml --versions latest,12,best        start a server that only evaluates, then print the results
+atoll evaluate runs/digits-1                             the same for a run of `atoll run`
 atoll evaluate --server http://host:8512                 print the results that a running server has so far
 """
 
@@ -18,6 +19,7 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
+from atoll.cli.run_folders import RUN_FILE
 from atoll.cli.text import (
     aligned,
     fitting,
@@ -25,16 +27,18 @@ from atoll.cli.text import (
     next_step,
     number_of,
     require_file,
+    still,
     telling_what_is_awaited,
     width_of_output,
 )
+from atoll.cli.which_run import is_of_atoll_run, state_directory
 from atoll.config import Settings
 from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import AtollError, UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes
 from atoll.protocol.task_messages import Evaluation, markdown, plain
-from atoll.store.reader import require_run
+from atoll.store.reader import has_run, require_run
 from atoll.transport.http_client import ask, server_address
 
 if TYPE_CHECKING:
@@ -47,7 +51,9 @@ def command(
     run_file: Annotated[
         Path | None,
         typer.Argument(
-            help="Run file; its state directory has the models to evaluate.", show_default=False, metavar="[RUN.TOML]"
+            help="Run file, or the name or folder of a run of `atoll run`: it has the models to evaluate.",
+            show_default=False,
+            metavar="[RUN.TOML|RUN]",
         ),
     ] = None,
     server: Annotated[
@@ -101,10 +107,11 @@ def command(
     if out is not None:  # now, not after the evaluation
         require_file(out, "evaluation.md")
     if server is not None:
-        evaluation = ask(server_address(server), routes.EVALUATION, Evaluation)
+        with still("still waiting for the answer of the server"):
+            evaluation = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
         assert run_file is not None
-        settings = read_settings(run_file, sets, port=port)
+        settings = read_settings(_run_file(run_file), sets, port=port)
         if site_models is None:
             site_models = any(step.get("kind") == EVALUATES for step in settings.workflow.steps)
         arguments: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
@@ -117,6 +124,20 @@ def command(
     if out is not None:  # after the tables, which are then not lost if the disk is full
         text = evaluation.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(evaluation)
         out.write_text(text, encoding="utf-8")
+
+
+def _run_file(named: Path) -> Path:
+    """Return the run file that a command line names, or that of the run which it names.
+
+    Raises:
+        UsageError: the run is none of `atoll run`.
+    """
+    state_dir = state_directory(named)
+    if named.is_file() or not (named.is_dir() or has_run(state_dir)):
+        return named
+    if not is_of_atoll_run(state_dir):
+        raise UsageError(f"{visible(str(named))!r} has no run file.", "Give the run file: atoll evaluate run.toml.")
+    return state_dir.parent / RUN_FILE
 
 
 def _listed(text: str) -> list[str]:

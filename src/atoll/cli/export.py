@@ -16,7 +16,7 @@ import typer
 from blake3 import blake3
 
 from atoll.cli.stored_status import stored_status
-from atoll.cli.text import ELSEWHERE, next_step, require_file
+from atoll.cli.text import ELSEWHERE, next_step, require_file, still
 from atoll.cli.which_run import RunArgument, RunDir, named_run, newest_run, require_one
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
@@ -63,20 +63,26 @@ def command(
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
-    if (found := named_run(run, state_dir)) is not None:
-        written = _from_run(found, out, version, best=best)
-    else:
-        address = server_address(server)
-        try:
-            written = best_of_server(address, out) if best else from_server(address, out, version)
-        except ServerUnreachable as error:
-            if server or os.environ.get("ATOLL_SERVER") or error.is_other or not (newest := newest_run(error.message)):
-                raise ServerUnreachable(
-                    error.message, f"{error.remedy} Without a server, name the run: atoll export {out} RUN.".strip()
-                ) from error
-            written = _from_run(newest, out, version, best=best)
+    found = named_run(run, state_dir)
+    with still(f"still writing {visible(str(out))}"):
+        if found is not None:
+            written = _from_run(found, out, version, best=best)
+        else:
+            written = _from_server_or_newest(server, out, version, best=best)
     print(f"version {written}: {out}")
     next_step(f"safetensors.torch.load_file({str(out)!r}), then model.load_state_dict(...)")
+
+
+def _from_server_or_newest(server: str | None, out: Path, version: int | None, *, best: bool) -> int:
+    address = server_address(server)
+    try:
+        return best_of_server(address, out) if best else from_server(address, out, version)
+    except ServerUnreachable as error:
+        if server or os.environ.get("ATOLL_SERVER") or error.is_other or not (newest := newest_run(error.message)):
+            raise ServerUnreachable(
+                error.message, f"{error.remedy} Without a server, name the run: atoll export {out} RUN.".strip()
+            ) from error
+    return _from_run(newest, out, version, best=best)
 
 
 def _from_run(state_dir: Path, out: Path, version: int | None, *, best: bool) -> int:

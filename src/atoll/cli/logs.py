@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
 from atoll.cli.stored_status import admin_token, stored_status
-from atoll.cli.text import next_step
+from atoll.cli.text import next_step, still
 from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
 from atoll.errors import Gone, ServerUnreachable
 from atoll.format_text import duration, listed, numbers, of_fragment, visible
@@ -95,7 +95,8 @@ def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> It
         wait_s = WAIT_S if follow else 0.0
         path = f"{routes.EVENTS}?after={after}&within={within}&wait_s={wait_s}"
         try:
-            page = ask(address, path, EventPage, token=token, timeout_s=routes.CALL_TIMEOUT_S)
+            with nullcontext() if follow else still(f"still waiting for the answer of {address}"):
+                page = ask(address, path, EventPage, token=token, timeout_s=routes.CALL_TIMEOUT_S)
         except Gone:
             if not after:
                 raise

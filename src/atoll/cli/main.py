@@ -19,7 +19,7 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli.text import print_line
+    from atoll.cli.text import print_line, still
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
 except KeyboardInterrupt:  # the imports take a while
@@ -99,7 +99,8 @@ class Commands(TyperGroup):
 
 def loaded(name: str) -> Any:
     """Import a subcommand, and return it."""
-    module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
+    with still(f"still loading atoll {name}"):
+        module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import webbrowser
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from atoll.cli.status import live_status
 from atoll.cli.stored_status import state_directory, stored_status
+from atoll.cli.text import still
 from atoll.format_text import visible
 from atoll.store.caller_tokens import stored_tokens
 
@@ -47,10 +49,15 @@ def command(
         f"The run {visible(status.name)}, as stored in {visible(str(state_dir))}; loading takes a few seconds.",
         flush=True,
     )
-    from atoll.server.http.stored_page import serve_stored
+    loads = ExitStack()
 
     def ready(address: str) -> None:
+        loads.close()
         show(address)
         print("Ctrl-C ends this.", flush=True)
 
-    serve_stored(state_dir, lambda: stored_status(state_dir)[0], port, ready)
+    with loads:
+        loads.enter_context(still("still loading"))
+        from atoll.server.http.stored_page import serve_stored
+
+        serve_stored(state_dir, lambda: stored_status(state_dir)[0], port, ready)

@@ -70,12 +70,13 @@ def command(
     raise_on_sigterm()
     from atoll.cli.run_here import Chosen, RunHere, Shown
     from atoll.recipes.recipe import slug
-    from atoll.simulate.inputs import FILE, Inputs, earlier_run
+    from atoll.simulate import INPUTS_FILE
+    from atoll.simulate.inputs import Inputs, earlier_run
     from atoll.simulate.script import name_of
 
     before = None
     if example is None and run_file is not None and run_file.suffix != ".toml" and not run_file.is_file():
-        own = run_folder(state_directory(run_file)) if not (run_file / FILE).exists() else run_file
+        own = run_folder(state_directory(run_file)) if not (run_file / INPUTS_FILE).exists() else run_file
         before, run_file = Inputs.read(own), own
         if before is None:
             raise no_such_run(run_file)

@@ -41,7 +41,8 @@ from atoll.config.run_file import moved
 from atoll.errors import AtollError, UsageError
 from atoll.format_text import visible
 from atoll.posix import OWN_FILE, OWN_FOLDER, is_locked, no_sync, replace_file
-from atoll.simulate.inputs import FILE, Earlier, Inputs, earlier_run
+from atoll.simulate import INPUTS_FILE
+from atoll.simulate.inputs import Earlier, Inputs, earlier_run
 
 RUN_FILE = "run.toml"
 
@@ -164,7 +165,7 @@ class ListedRun:
 
 def listed_run(folder: Path) -> ListedRun:
     """Return what a run's folder tells, whether it is living, dead, damaged or empty."""
-    begun = folder / FILE
+    begun = folder / INPUTS_FILE
     at = begun.stat().st_mtime if begun.exists() else None
     try:
         status, at = stored_status(folder / STATE)

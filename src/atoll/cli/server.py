@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import select
 import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,15 @@ from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     UNREAD_S,
     LogJson,
+    Quiet,
+    Verbose,
     against_data_parallel,
     awaited,
     best_line,
+    choose_level,
     codecs,
     duration,
+    log_level,
     log_lines_in_background,
     logs_json,
     next_step,
@@ -34,10 +38,11 @@ from atoll.cli.text import (
     size,
     staleness,
     streaming,
+    telling_what_is_awaited,
 )
 from atoll.cli.text import log_json as print_json
 from atoll.config import TRAIN, Settings, entries_of
-from atoll.errors import ConfigError
+from atoll.errors import AtollError, ConfigError
 from atoll.format_text import listed
 from atoll.protocol import status_messages
 from atoll.runtime import return_freed_memory
@@ -49,10 +54,6 @@ LOG = logging.getLogger("atoll.cli")
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
-REMIND_S = 15.0
-"""Seconds that a site is missing before a log line names it; also the first pause between two such lines."""
-LONGEST_REMIND_S = 600.0
-
 
 def command(
     run_file: RunFile = None,
@@ -63,9 +64,12 @@ def command(
     token_file: TokenFile = None,
     rounds: Rounds = None,
     log_json: LogJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Serve a run. Its settings come from a run file and from options; options take precedence."""
     print_json(log_json)
+    choose_level(quiet=quiet, verbose=verbose)
     try:
         settings = read_settings(
             run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
@@ -95,18 +99,28 @@ def run_until_finished(settings: Settings) -> None:
         KeyboardInterrupt: Ctrl-C came before the run was finished. The server has stopped when this is raised.
     """
     raise_on_sigterm()
-    with log_lines_in_background():
-        _serve(settings)
+    started: list[Server] = []
+    with log_lines_in_background(), telling_what_is_awaited(lambda: _awaited(started)):
+        _serve(settings, started)
 
 
-def _serve(settings: Settings) -> None:
+def _awaited(started: Sequence[Server]) -> str:
+    """Return what the command waits for; empty while a table shows it."""
+    for server in started:
+        with suppress(AtollError):  # it has no status yet
+            status = server.status()
+            return "" if _has_table() and not status.finished else awaited_by(status)
+        return "still starting the server"
+    return "still loading PyTorch"
+
+
+def _serve(settings: Settings, started: list[Server]) -> None:
     return_freed_memory()
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
-    server, reminder = Server(settings=settings), Reminder(time.monotonic())
-    if not _has_table():
-        server.follow("the reminders", reminder.on_event)
+    server = Server(settings=settings)
+    started.append(server)
     begin = time.monotonic()
     so_far = ""
     try:
@@ -116,7 +130,7 @@ def _serve(settings: Settings) -> None:
             so_far = f"; to export the model so far: atoll export model.safetensors --dir {folder}"
         gc.freeze()  # otherwise a full garbage collection visits all objects of torch and stops requests for 0.2 s
         _announce(server, settings)
-        _watch(server, reminder)
+        _watch(server)
         seconds = time.monotonic() - begin
         server.run()  # returns once workers have downloaded the result, so the summary counts those bytes, too
         LOG.info("%s", _summary(server, seconds))
@@ -137,7 +151,7 @@ def _serve(settings: Settings) -> None:
 
 
 def _has_table() -> bool:
-    return sys.stdout.isatty() and not logs_json()
+    return sys.stdout.isatty() and not logs_json() and log_level() <= logging.INFO
 
 
 def _announce(server: Server, settings: Settings) -> None:
@@ -181,34 +195,21 @@ _FOR_TLS = (
 )
 
 
-def _watch(server: Server, reminder: Reminder) -> None:
-    """Show the progress of the run until it is finished.
-
-    On a terminal, show the same table as `atoll status --watch`. Otherwise, log a line when a round has to wait for
-    sites.
-    """
-    if _has_table():
-        with live_table(server.status(), server.url) as show:
-            try:
-                while not server.wait(WATCH_S):
-                    show(server.status())
-                show(server.status())
-            except Terminated:
-                if not select.select([], [1], [], UNREAD_S)[1]:  # after Ctrl-S, drawing waits for Ctrl-Q
-                    server.stop()
-                    os._exit(0)
-                raise
+def _watch(server: Server) -> None:
+    """Wait until the run is finished. On a terminal, show the same table as `atoll status --watch`."""
+    if not _has_table():
+        server.wait()
         return
-    while not server.wait(reminder.rest_s(time.monotonic())):
-        if reminder.due_s > time.monotonic():
-            continue
-        reminder.due_s = math.inf
-        status = server.status()
-        trains = not status.workflows or any(
-            each.kind == TRAIN and each.state == "running" for each in status.workflows
-        )
-        if trains and (waiting := reminder.line(status.fragments, time.monotonic())):
-            LOG.info("%s", waiting)
+    with live_table(server.status(), server.url) as show:
+        try:
+            while not server.wait(WATCH_S):
+                show(server.status())
+            show(server.status())
+        except Terminated:
+            if not select.select([], [1], [], UNREAD_S)[1]:  # after Ctrl-S, drawing waits for Ctrl-Q
+                server.stop()
+                os._exit(0)
+            raise
 
 
 def _has_rounds(settings: Settings) -> bool:
@@ -216,62 +217,22 @@ def _has_rounds(settings: Settings) -> bool:
     return settings.workflow.function is None and (trains or not settings.workflow.steps)
 
 
-class Reminder:
-    """Decides when to log a line with the sites that a round waits for.
-
-    While the same sites are awaited, the pause between two lines doubles, up to `LONGEST_REMIND_S`. It follows the
-    run's events, so that the status is asked for only when a line may be due.
-
-    Args:
-        now_s: the current time of `time.monotonic`, in seconds.
-
-    Attributes:
-        due_s: time at which a line may be due. Set it to infinity before the status is asked for, then call `line`.
-    """
-
-    def __init__(self, now_s: float) -> None:
-        self._said_s, self._pause_s = now_s, REMIND_S
-        self._last: object = None
-        self.due_s = now_s + REMIND_S
-
-    def on_event(self, _: object) -> None:
-        """Look at the run once what an event has begun may be late. It is called in the server's thread."""
-        self.due_s = min(self.due_s, time.monotonic() + REMIND_S)
-
-    def rest_s(self, now_s: float) -> float:
-        """Return for how many seconds no line is due. An event meanwhile makes none due sooner."""
-        return min(REMIND_S, max(0.0, self.due_s - now_s))
-
-    def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
-        """Return the line to log at time `now_s`; an empty text if no line is due.
-
-        Args:
-            fragments: the status of each fragment of the model, with the sites that it waits for.
-            now_s: the current time of `time.monotonic`, in seconds.
-        """
-        late, rest_s = [], [math.inf]
-        all_finished = all(fragment.phase == "finished" for fragment in fragments)
-        for fragment in fragments:
-            if fragment.phase == "finished" and not all_finished:
-                continue
-            missing = [each for each in fragment.waiting_for if each.for_s >= REMIND_S]
-            rest_s += [REMIND_S - each.for_s for each in fragment.waiting_for if each.for_s < REMIND_S]
-            if missing or not fragment.waiting_for:
-                late.append(fragment.model_copy(update={"waiting_for": missing}))
-        text = _joined_texts({each.fragment: text_of for each in late if (text_of := awaited(each))}, len(fragments))
-        # the content of the line, without the seconds, which change each time
-        state = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
-        pause_s = self._pause_s if state == self._last else REMIND_S
-        is_due = bool(text) and now_s - self._said_s >= pause_s
-        if is_due:
-            pause_s = min(2 * pause_s, LONGEST_REMIND_S)
-            self._said_s, self._last, self._pause_s = now_s, state, pause_s
-        elif not text:
-            self._last = None
-        if text:
-            rest_s.append(self._said_s + pause_s - now_s)
-        self.due_s = min(self.due_s, now_s + min(rest_s))
-        return text if is_due else ""
+def awaited_by(status: status_messages.Status) -> str:
+    """Return what a run waits for; empty if its status does not say."""
+    if status.finished:
+        return "the run is finished; its sites and its server end"
+    running = next((each for each in status.workflows if each.state == "running"), None)
+    if running is not None and running.kind != TRAIN:
+        return f"the workflow {running.name}{f': {running.detail}' if running.detail else ' is running'}"
+    if status.paused:
+        return "the run is paused; `atoll resume` lets it go on"
+    all_finished = all(fragment.phase == "finished" for fragment in status.fragments)
+    waits = {
+        each.fragment: f"round {each.round}: {awaited(each, has_times=False) or each.phase}"
+        for each in status.fragments
+        if each.phase != "finished" or all_finished
+    }
+    return _joined_texts(waits, len(status.fragments))
 
 
 def _joined_texts(texts: Mapping[int, str], count: int) -> str:

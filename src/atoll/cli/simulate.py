@@ -15,7 +15,19 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings, site_names
-from atoll.cli.text import duration, log_lines, next_step, number_of, numbers, size
+from atoll.cli.text import (
+    Quiet,
+    Verbose,
+    choose_level,
+    duration,
+    log_level,
+    log_lines,
+    next_step,
+    number_of,
+    numbers,
+    size,
+    telling_what_is_awaited,
+)
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
 from atoll.simulate import ENGINES, with_own_folder
@@ -63,41 +75,45 @@ def command(
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; log to standard error.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Train with many simulated sites, without a network. The same command continues an interrupted simulation.
 
     One that has finished, or was begun with other code or settings, needs --fresh or --resume.
     """
+    choose_level(quiet=quiet, verbose=verbose)
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
-    server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker
+    server.setLevel(log_level() if verbose else logging.WARNING)  # at INFO, the server logs a line for every worker
     server.addFilter(Seldom())
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
     if directory is None:
         settings = with_own_folder(settings, run_file.parent)
     LOG.info("starting the simulation of %s; loading PyTorch takes a few seconds", settings.run.name)
-    from atoll.simulate.simulation import Simulation
-
-    gc.freeze()  # otherwise every full garbage collection visits all objects of torch
     lines = Lines()
-    simulation = Simulation(
-        settings=settings,
-        arguments=arguments or (),
-        sites=None if sites is None else int(sites) if sites.isdecimal() else site_names(sites),
-        processes=processes,
-        engine=engine,
-        address=address,
-        fresh=fresh,
-        resume=resume,
-        on_round=lines.log_round,
-    )
-    lines.begin(simulation)
-    try:
-        done = simulation.run()
-    except (KeyboardInterrupt, Terminated):
-        LOG.info("stopping; to continue the simulation, start the same command again")
-        raise
+    with telling_what_is_awaited(lambda: lines.awaited):
+        from atoll.simulate.simulation import Simulation
+
+        gc.freeze()  # otherwise every full garbage collection visits all objects of torch
+        simulation = Simulation(
+            settings=settings,
+            arguments=arguments or (),
+            sites=None if sites is None else int(sites) if sites.isdecimal() else site_names(sites),
+            processes=processes,
+            engine=engine,
+            address=address,
+            fresh=fresh,
+            resume=resume,
+            on_round=lines.log_round,
+        )
+        lines.begin(simulation)
+        try:
+            done = simulation.run()
+        except (KeyboardInterrupt, Terminated):
+            LOG.info("stopping; to continue the simulation, start the same command again")
+            raise
     LOG.info("%s", summary(done))
     if json:
         print(jsons.dumps(as_json(done), indent=2))
@@ -105,15 +121,21 @@ def command(
 
 
 class Lines:
-    """Logs the progress of a simulation: a line for each round, but at most one every `LINE_S` seconds."""
+    """Logs the progress of a simulation: a line for each round, but at most one every `LINE_S` seconds.
+
+    Attributes:
+        awaited: what the command waits for.
+    """
 
     def __init__(self) -> None:
+        self.awaited = "still loading PyTorch"
         self._said_s = 0.0
         self._updates, self._rounds = 0, 0
 
     def begin(self, simulation: Simulation) -> None:
         """Log the settings of the simulation that begins."""
         settings, self._rounds = simulation.settings, simulation.settings.rounds.total
+        self.awaited = "still starting the processes, and training the first round"
         LOG.info(
             "%s: %s, %s of %s, %s; files in %s",
             settings.run.name,
@@ -131,8 +153,10 @@ class Lines:
         processes.
         """
         now_s, first = time.monotonic(), self._said_s == 0.0
+        is_last = round_.round >= self._rounds
+        self.awaited = "still writing the result" if is_last else f"still in round {round_.round + 1}"
         self._updates += len(round_.sites)
-        if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
+        if not first and now_s - self._said_s < LINE_S and not is_last:
             return
         metrics = numbers(round_.metrics)
         pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"

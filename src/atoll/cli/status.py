@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from atoll.cli.text import (
     optimizer,
     size,
     staleness,
+    still,
     streaming,
     task_line,
     task_totals,
@@ -39,6 +41,8 @@ from atoll.cli.text import (
 from atoll.cli.which_run import (
     RunArgument,
     RunDir,
+    RunState,
+    is_served,
     named_run,
     newest_run,
     quoted,
@@ -104,7 +108,8 @@ def command(
     address = server_address(server)
     fetch = _asking(address, None if token_file is None else read_token_file(token_file))
     try:
-        status = fetch()
+        with still(f"still waiting for the answer of {address}"):
+            status = fetch()
     except ServerUnreachable as error:
         named = server or os.environ.get("ATOLL_SERVER")
         if not (named or watch or error.is_other) and (newest := newest_run(error.message)):
@@ -133,20 +138,24 @@ def _show(status: status_messages.Status, address: str, fetch: Fetch | None, nam
     if sys.stdout.isatty() and not json:
         _on_terminal(status, address, fetch)
     else:
-        _print(status, address, json=json, is_line=fetch is not None)
+        _print(status, address, state_of(status, is_served=True), json=json, is_line=fetch is not None)
         while fetch is not None and not (status.finished or status.failed):
             time.sleep(WATCH_S)
             status = _ask_until_answered(fetch)
             if not json:
                 print()
-            _print(status, address, json=json, is_line=True)
+            _print(status, address, state_of(status, is_served=True), json=json, is_line=True)
     is_over = fetch is not None or status.finished or status.failed
     next_step(f"atoll export model.safetensors{named}" if is_over else f"atoll status{named} --watch")
 
 
-def _print(status: status_messages.Status, address: str, *, json: bool, is_line: bool) -> None:
-    print(status.model_dump_json(indent=None if is_line else 2) if json else "\n".join(plain(status, address)))
-    sys.stdout.flush()
+def _print(status: status_messages.Status, address: str, state: RunState, *, json: bool, is_line: bool) -> None:
+    """Print a status as lines of text, or as JSON with the state of the run."""
+    if json:
+        found = {"state": state} | json_module.loads(status.model_dump_json())
+        print(json_module.dumps(found, indent=None if is_line else 2), flush=True)
+    else:
+        print("\n".join(plain(status, address)), flush=True)
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
@@ -156,20 +165,23 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
     """
     status, saved_at = stored_status(state_dir)
     named = quoted(run_folder(state_dir))
-    if (live := live_status(status, state_dir)) is not None:
+    with still(f"still waiting for the answer of {status.address}"):
+        live = live_status(status, state_dir)
+    state = state_of(live or status, is_served=live is not None or is_served(state_dir))
+    if live is not None:
         status, source = live, status.address
         then = f"atoll status {named} --watch"
     else:
         when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}, {duration(max(0.0, time.time() - saved_at))} ago"
         source = f"{state_dir} (stored at {when}; no server answers)"
-        is_over = state_of(status, is_served=False) in ("finished", "stopped")
+        is_over = state in ("finished", "stopped")
         then = f"atoll export model.safetensors {named}" if is_over else start_command(state_dir)
         if not json:
             status = status.model_copy(update={"workers": list(map(_then, status.workers))})
     if sys.stdout.isatty() and not json:
         _on_terminal(status, source, None)
     else:
-        _print(status, source, json=json, is_line=False)
+        _print(status, source, state, json=json, is_line=False)
     next_step(then)
 
 

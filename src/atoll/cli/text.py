@@ -13,15 +13,16 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import LOG_JSON, JsonLines, VisibleLines, json_line, listed
+from atoll.format_text import LOG_JSON, LOG_LEVEL, JsonLines, VisibleLines, json_line, listed
 from atoll.format_text import duration as duration
+from atoll.format_text import log_level as log_level
 from atoll.format_text import logs_json as logs_json
 from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 LogJson = Annotated[
     bool, typer.Option("--log-json", help="Print each line as a JSON object, for programs that collect logs.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print what helps to find a fault, too.")]
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy for an output file that cannot be written."""
 QUIET_S = 30.0
@@ -150,9 +153,17 @@ def staleness(counts: Mapping[str, int]) -> str:
     return f"staleness {mean:.2g} on average, at most {max(map(int, counts))}"
 
 
-def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say."""
-    shown = [f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for[:MOST_NAMED]]
+def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True) -> str:
+    """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say.
+
+    Args:
+        fragment: the status of a fragment.
+        has_times: whether each site is followed by the time for which it is awaited.
+    """
+    shown = [
+        f"{missing.site} ({duration(missing.for_s)})" if has_times else missing.site
+        for missing in fragment.waiting_for[:MOST_NAMED]
+    ]
     more = len(fragment.waiting_for) - len(shown)
     sites = ", ".join([*shown, *([f"and {more} more"] if more else [])])
     reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
@@ -278,7 +289,7 @@ def log_lines(stream: TextIO | None = None) -> None:
     handler.setFormatter(JsonLines() if logs_json() else VisibleLines())
     logger = logging.getLogger("atoll")
     logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(log_level())
     logger.propagate = False
 
 
@@ -291,14 +302,19 @@ class _LastLine(logging.Handler):
         self.at_s = time.monotonic()
 
 
-@contextmanager
-def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
-    """Within the block, log what is awaited, and for how long, after each `SILENT_S` seconds without a line.
+def _log(line: str) -> None:
+    logging.getLogger("atoll.cli").info("%s", line)
 
-    Call this after `log_lines`.
+
+@contextmanager
+def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], object] | None = None) -> Iterator[None]:
+    """Within the block, tell what is awaited, and for how long, after each `SILENT_S` seconds without a line.
+
+    While the same is awaited for longer than `EARLY_S` seconds, the pauses double, up to `LONGEST_S`.
 
     Args:
-        what: returns what is awaited. A thread calls it.
+        what: returns what is awaited; an empty text tells nothing. A thread calls it.
+        tell: prints a line. By default, the line is logged: call this after `log_lines`.
     """
     ended, last, logger = threading.Event(), _LastLine(), logging.getLogger("atoll")
 
@@ -314,8 +330,9 @@ def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
                 text, begin_s, pause_s = new, last.at_s, SILENT_S
             elif now_s - begin_s > EARLY_S:
                 pause_s = min(2 * pause_s, LONGEST_S)
-            if not ended.is_set():
-                logging.getLogger("atoll.cli").info("%s (%s)", text, duration(now_s - begin_s))
+            if text and not ended.is_set():
+                (tell or _log)(f"{text} ({duration(now_s - begin_s)})")
+                last.at_s = time.monotonic()
             own_s = last.at_s
 
     thread = threading.Thread(target=follow, name="atoll-awaited", daemon=True)
@@ -330,10 +347,27 @@ def telling_what_is_awaited(what: Callable[[], str]) -> Iterator[None]:
         logger.removeHandler(last)
 
 
+def still(text: str) -> AbstractContextManager[None]:
+    """Within the block, print on standard error that a command is still at something, from `SILENT_S` seconds on."""
+    return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"))
+
+
 def log_json(wanted: bool) -> None:
     """Let this command, and the processes that it starts, print each line as a JSON object."""
     if wanted:
         os.environ[LOG_JSON] = "1"
+
+
+def choose_level(*, quiet: bool, verbose: bool) -> None:
+    """Let this command, and the processes that it starts, print fewer lines or more.
+
+    Raises:
+        UsageError: both are wanted.
+    """
+    if quiet and verbose:
+        raise UsageError("Both --quiet and --verbose are given.", "Use one of them.")
+    if quiet or verbose:
+        os.environ[LOG_LEVEL] = "warning" if quiet else "debug"
 
 
 _last_line: threading.Thread | None = None

@@ -22,8 +22,7 @@ from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.posix import OWN_FILE, is_locked, no_sync, read_own, replace_file
 from atoll.protocol.status_messages import Status
-from atoll.simulate import STATE_DIR
-from atoll.simulate.inputs import FILE
+from atoll.simulate import INPUTS_FILE, STATE_DIR
 from atoll.store.journal import JOURNAL
 from atoll.store.reader import has_run, permitted
 
@@ -112,7 +111,7 @@ def _places(named: Path) -> tuple[Path, ...]:
 
 def is_of_atoll_run(state_dir: Path) -> bool:
     """Return whether a state directory is in the folder of an `atoll run`."""
-    return state_dir.name == STATE and (state_dir.parent / FILE).exists()
+    return state_dir.name == STATE and (state_dir.parent / INPUTS_FILE).exists()
 
 
 def run_folder(state_dir: Path) -> Path:
@@ -157,7 +156,7 @@ def named_run(run: Path | None, directory: Path | None = None) -> Path | None:
 def no_such_run(named: Path) -> UsageError:
     """Return the error for a name that leads to no run. It tells of the start that failed, or names near runs."""
     for folder in _places(named):
-        if (folder / FILE).exists():
+        if (folder / INPUTS_FILE).exists():
             why = noted_failure(folder)
             how = f" failed before it began: {why}" if why else " was never started: its server has not begun"
             return UsageError(

@@ -8,6 +8,7 @@ can read a command line.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import secrets
@@ -27,7 +28,16 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
-from atoll.cli.text import LogJson, next_step, print_line
+from atoll.cli.text import (
+    LogJson,
+    Quiet,
+    Verbose,
+    choose_level,
+    log_level,
+    next_step,
+    print_line,
+    telling_what_is_awaited,
+)
 from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
@@ -48,8 +58,6 @@ NOT_RESTARTED = {
     RUN_FAILED: "the run has failed at the server",
 }
 """File that a script leaves in the folder of its leases → why the script is not restarted."""
-REPEAT_S = 30.0
-"""Seconds until the same line is printed again while the server does not answer."""
 
 
 def command(
@@ -74,9 +82,12 @@ def command(
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a failed or killed command.")] = 0,
     log_json: LogJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     print_json(log_json)
+    choose_level(quiet=quiet, verbose=verbose)
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:
@@ -121,7 +132,7 @@ def _require_program(name: str, path: str) -> None:
 def _require_server(address: str, signals: list[int]) -> str:
     """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
-    While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S` seconds.
+    While the server does not answer, print why: the first time, when the reason changes, and at growing intervals.
 
     Args:
         address: the address of the server.
@@ -134,21 +145,31 @@ def _require_server(address: str, signals: list[int]) -> str:
 
     most_s = give_up_s()
     end = time.monotonic() + most_s
-    last_reason, said_s = "", 0.0
-    while True:
-        try:
-            timeout_s = min(10.0, max(1.0, end - time.monotonic()))
-            return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
-        except ServerUnreachable as error:
-            # is_other: TLS or its certificate is wrong; waiting does not help
-            if signals or time.monotonic() >= end or error.is_other:
-                raise
-            why = str(error)
-        if why != last_reason or time.monotonic() - said_s >= REPEAT_S:
-            upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
-            print_line(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}")
-            last_reason, said_s = why, time.monotonic()
-        _pause(signals, SERVER_PAUSE_S)
+    why = last_reason = ""
+    upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
+
+    def awaited() -> str:
+        return f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S){f': {why}' if why else ''}"
+
+    with telling_what_is_awaited(awaited, _inform):
+        while True:
+            try:
+                timeout_s = min(10.0, max(1.0, end - time.monotonic()))
+                return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
+            except ServerUnreachable as error:
+                # is_other: TLS or its certificate is wrong; waiting does not help
+                if signals or time.monotonic() >= end or error.is_other:
+                    raise
+                why = str(error)
+            if why != last_reason:
+                _inform(awaited())
+                last_reason = why
+            _pause(signals, SERVER_PAUSE_S)
+
+
+def _inform(line: str) -> None:
+    if log_level() <= logging.INFO:
+        print_line(line)
 
 
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
@@ -224,7 +245,7 @@ def _run_once(
         return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
-    print_line(f"atoll: {found}; starting {script[0]}")
+    _inform(f"atoll: {found}; starting {script[0]}")
     # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started

@@ -50,6 +50,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_INSECURE",
         "ATOLL_LEASES",
         "ATOLL_LOG_JSON",
+        "ATOLL_LOG_LEVEL",
         "ATOLL_FAILPOINTS",
     }
 )

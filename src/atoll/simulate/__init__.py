@@ -30,6 +30,8 @@ from atoll.registry import nearest
 STATE_DIR = "atoll-simulation"
 """Default state directory of a simulation, beside the run file. A real run has another one (`disk.state_dir`)."""
 
+INPUTS_FILE = "begun-with.json"
+"""Name of the note in the folder of a run that says what it was begun with."""
 ENGINES = ("local", "ray")
 
 

@@ -25,14 +25,13 @@ from atoll.config.run_file import CODE, FILTERS, FUNCTIONS, moved
 from atoll.errors import AtollError, ConfigError, StoreError, UsageError
 from atoll.format_text import duration
 from atoll.json_files import NoteDamaged, peek_note, write_note
+from atoll.simulate import INPUTS_FILE
 from atoll.simulate.used_code import GivenCode, digests
 from atoll.store.reader import has_run, open_state
 from atoll.store.store import lock_directory
 
 LOG = logging.getLogger("atoll.simulate")
 
-FILE = "begun-with.json"
-"""Name of the note in the folder of a run."""
 PLACES = ("network.", "disk.", "swarm.", "rounds.sites")
 """Beginnings of the settings that do not decide a result, or that `sites` has already."""
 MOST_FILES = 20_000
@@ -102,13 +101,13 @@ class Inputs:
     def read(cls, folder: Path) -> Inputs | None:
         """Return the inputs of the run in a folder; None if they were not recorded, or the note is damaged."""
         with suppress(NoteDamaged, AtollError):
-            found: Inputs | None = peek_note(folder / FILE, cls)
+            found: Inputs | None = peek_note(folder / INPUTS_FILE, cls)
             return found
         return None
 
     def write(self, folder: Path) -> None:
         """Record these inputs for the run in a folder."""
-        write_note(folder / FILE, self)
+        write_note(folder / INPUTS_FILE, self)
 
     def differences(self, earlier: Inputs) -> list[str]:
         """Return in what these inputs differ from those of an earlier run, each difference as a text."""
@@ -178,7 +177,7 @@ def _files(folder: Path, own: Collection[Path]) -> Iterator[Path]:
     seen = set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        if real in seen or Path(real) in own or FILE in names or has_run(Path(place)) or len(seen) > MOST_FILES:
+        if real in seen or Path(real) in own or INPUTS_FILE in names or has_run(Path(place)) or len(seen) > MOST_FILES:
             folders.clear()  # a run's own folder, or one that was read already
             continue
         seen.add(real)

@@ -233,6 +233,7 @@ CELLS: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("paused", "pause"): (0, f"{NOW} is paused already. To go on: {RESUME}"),
     ("paused", "resume"): (0, f"{NOW} goes on with {NEXT}. {START}"),
+    ("paused", "stop"): (0, f"{NOW} is finished after its present round, with {NEXT}."),
     ("paused", "rollback 0"): (
         0,
         f"{NOW} goes back to version 0 with {NEXT}. It is paused; to go on: {RESUME}",

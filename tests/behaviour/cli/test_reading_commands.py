@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -15,6 +16,7 @@ from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, flip_column, halfway_run, serve
 from kit.processes import command, without_permission
 
+from atoll.cli import main
 from atoll.errors import StateCorrupt, UsageError
 from atoll.store.reader import open_state
 
@@ -214,3 +216,54 @@ def test_reading_commands_report_a_damaged_journal(nursery: Nursery, ended: Path
         assert len(outcome.stderr.splitlines()) == 1
     assert look(folder / "state") == before
     assert list(temporary.iterdir()) == []
+
+
+# -- every command names the next one
+
+NEXT = {
+    "runs": ("runs",),
+    "status": ("status", "state"),
+    "logs": ("logs", "state"),
+    "pause": ("pause", "state"),
+    "resume": ("resume", "state"),
+    "stop": ("stop", "state"),
+    "rollback": ("rollback", "0", "state"),
+    "compare": ("compare", "state"),
+    "export": ("export", "out.safetensors", "state"),
+    "audit": ("audit", "state"),
+    "new": ("new", "mine"),
+    "config": ("config", "show"),
+    "doctor": ("doctor", "--port", "0"),
+}
+"""Command → a line with it that ends well on a run without a server."""
+ELSEWHERE = {"run", "server", "worker", "simulate", "page", "evaluate"}
+"""Commands that need a server, sites or a script: their own tests read their last lines."""
+WITHOUT_JSON = {"server", "worker", "page", "export", "new", "config"}
+"""Commands that read nothing, or whose output is a format of its own."""
+
+
+def options(command: Any) -> list[str]:
+    return [each for parameter in command.params for each in parameter.opts]
+
+
+def test_each_command_has_a_line_in_the_tables() -> None:
+    assert {*NEXT} | ELSEWHERE == {*main.COMMANDS}
+    without = {name for name in main.COMMANDS if "--json" not in options(main.loaded(name))}
+    assert without - WITHOUT_JSON == set()
+
+
+@pytest.mark.parametrize("words", NEXT.values(), ids=NEXT)
+def test_each_command_names_the_next_on_a_terminal(
+    halfway: Halfway,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+) -> None:
+    """Its last line, on standard output or on standard error, has a command to copy."""
+    monkeypatch.chdir(copy_folder(halfway.later, tmp_path / "run"))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    main.app([*words], standalone_mode=False)
+    shown = capsys.readouterr()
+    last = (shown.err.splitlines() or shown.out.splitlines())[-1]
+    assert re.search(r"atoll [a-z]+|load_file", last), last

@@ -1,9 +1,8 @@
-"""What commands print: reminders in the server's log, and tables of an evaluation."""
+"""What commands print: what they wait for, and tables of an evaluation."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 
@@ -20,71 +19,39 @@ from atoll.protocol.run_events import VersionEvaluated
 from atoll.protocol.status_messages import FragmentStatus, RoundSummary, Status
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
-# -- reminders of late sites
+# -- what a server waits for
 
 
 def fragment(
     reason: str = "", *, number: int = 0, phase: str = "open", **awaited_s: float
 ) -> status_messages.FragmentStatus:
     missing = [status_messages.Missing(site=site, for_s=seconds) for site, seconds in awaited_s.items()]
-    return status_messages.FragmentStatus(fragment=number, version=1, phase=phase, waiting_for=missing, reason=reason)
+    return status_messages.FragmentStatus(
+        fragment=number, version=1, round=1, phase=phase, waiting_for=missing, reason=reason
+    )
 
 
-def test_reminders_name_only_late_sites() -> None:
-    """A reminder in the server's log names only the sites that the round has waited for for at least 15 s."""
-    reminder = server.Reminder(0.0)
-    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
-    assert reminder.line([fragment("waits for a and b", a=15.0, b=2.0)], 101.0) == "waiting for a (15 s)"
-    assert server.Reminder(0.0).line([fragment("waits for 2 sites to join")], 20.0) == "waits for 2 sites to join"
+def status(*fragments: status_messages.FragmentStatus, **more: object) -> Status:
+    return Status(run="r", protocol=1, fragments=list(fragments)).model_copy(update=more)
 
 
-def test_reminders_combine_the_waiting_fragments() -> None:
-    """If all fragments wait for one reason, a reminder gives this reason once."""
-    # If the reasons differ, it names the fragment that waits for a late site. A finished fragment is left out.
+def test_a_server_names_what_each_fragment_waits_for() -> None:
+    """If all fragments wait for one reason, the line gives it once. A finished fragment is left out."""
     joins = [fragment("waits for 2 sites to join"), fragment("waits for 2 sites to join", number=1)]
-    assert server.Reminder(0.0).line(joins, 20.0) == "waits for 2 sites to join"
-    one = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
-    assert server.Reminder(0.0).line(one, 20.0) == "fragment 0 waiting for a (20 s)"
+    assert server.awaited_by(status(*joins)) == "round 1: waits for 2 sites to join"
+    two = [fragment("waits for a", a=20.0), fragment("waits for b", number=1, b=2.0)]
+    assert server.awaited_by(status(*two)) == "fragment 0 round 1: waiting for a; fragment 1 round 1: waiting for b"
     last = [fragment("is finished", phase="finished"), fragment("waits for a", number=1, a=20.0)]
-    assert server.Reminder(0.0).line(last, 20.0) == "fragment 1 waiting for a (20 s)"
+    assert server.awaited_by(status(*last)) == "fragment 1 round 1: waiting for a"
 
 
-def test_reminder_pauses_double_up_to_ten_minutes() -> None:
-    """The pause between two reminders of one site doubles, from 15 s up to ten minutes."""
-    reminder = server.Reminder(0.0)
-    said = [second for second in range(3000) if reminder.line([fragment(a=float(second))], float(second))]
-    # pauses of 15, 30, 60, 120, 240, 480, then 600 s, not 960
-    assert said == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
-    assert reminder.line([fragment(a=3000.0, b=20.0)], 3000.0) == "waiting for a (50 min 0 s), b (20 s)"
-
-
-def test_reminders_cost_nothing_before_they_are_due() -> None:
-    """The code of the server's log reminders reads the state of the rounds only when a reminder is due."""
-    reminder, asked = server.Reminder(0.0), list[int]()
-    for second in range(3000):
-        assert (reminder.rest_s(second) == 0.0) == (reminder.due_s <= second)
-        if reminder.due_s <= second:
-            reminder.due_s = math.inf
-            asked.append(second)
-            assert reminder.line([fragment(a=float(second))], float(second)) != ""
-    assert asked == [15, 45, 105, 225, 465, 945, 1545, 2145, 2745]
-
-
-def test_reminders_look_again_in_time() -> None:
-    """The next reminder in the server's log is due when the next missing site becomes late."""
-    reminder = server.Reminder(0.0)
-    reminder.due_s = math.inf
-    assert reminder.line([fragment("waits for a and b", a=14.0, b=2.0)], 100.0) == ""
-    assert reminder.due_s == 101.0
-    reminder.due_s = math.inf
-    assert reminder.line([fragment()], 101.0) == ""
-    assert (reminder.due_s, reminder.rest_s(101.0)) == (math.inf, 15.0)
-    before_s = time.monotonic()
-    reminder.on_event(None)
-    assert before_s + 15.0 <= reminder.due_s <= time.monotonic() + 15.0
-    reminder.due_s = 1.0
-    reminder.on_event(None)
-    assert reminder.due_s == 1.0
+def test_a_server_says_why_no_round_is_under_way() -> None:
+    """A paused run, a finished one and a workflow have their own words."""
+    one = fragment("waits for a", a=1.0)
+    assert server.awaited_by(status(one, paused=True)) == "the run is paused; `atoll resume` lets it go on"
+    assert server.awaited_by(status(one, finished=True)) == "the run is finished; its sites and its server end"
+    work = status_messages.WorkflowStatus(name="median", kind="function", state="running", detail="asks a")
+    assert server.awaited_by(status(one, workflows=[work])) == "the workflow median: asks a"
 
 
 # -- tables of an evaluation
@@ -193,36 +160,6 @@ def test_names_of_sites_are_never_cut(width: int) -> None:
     assert "it left the run" in " ".join(lines)
 
 
-# -- what a command waits for
-
-
-def test_silence_is_filled_with_what_is_awaited(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a pause without lines, one says what is awaited and for how long; none comes between other lines."""
-    monkeypatch.setattr(cli_text, "SILENT_S", 0.1)
-    monkeypatch.setattr(cli_text, "EARLY_S", 0.0)
-    logger = logging.getLogger("atoll.cli")
-    monkeypatch.setattr(logging.getLogger("atoll"), "propagate", True)
-    caplog.set_level(logging.INFO, "atoll")
-
-    def own() -> list[str]:
-        return [line for line in caplog.messages if line.startswith("PyTorch")]
-
-    with cli_text.telling_what_is_awaited(lambda: "PyTorch is loaded"):
-        wait_until(lambda: len(own()) == 3, "three lines")
-        times = [record.created for record in caplog.records]
-        assert own()[0].startswith("PyTorch is loaded (0.")
-        assert times[2] - times[1] > 0.1  # the pauses double
-        begin_s, said = time.monotonic(), 0
-        while time.monotonic() - begin_s < 0.5:
-            threading.Event().wait(0.02)
-            logger.info("another line")
-            said = max(said, len(own()))
-        assert said == 3
-    assert not [each for each in threading.enumerate() if each.name == "atoll-awaited"]
-
-
 def test_a_table_fits_into_the_terminal() -> None:
     """A last column with enough room is folded; with less, each row is a block of lines."""
     titles, rows = ("run", "state", "metrics"), [("digits-1", "finished", "accuracy 0.9, loss 0.25, recall 0.75")]
@@ -272,3 +209,35 @@ def test_a_run_says_what_its_admin_does(capsys: pytest.CaptureFixture[str]) -> N
 def test_logs_name_the_values_of_an_evaluated_version() -> None:
     event = VersionEvaluated(number=1, at="", fragment=0, round=3, version=3, metrics={"accuracy": 0.5}, seconds=2.0)
     assert line(event) == "version 3 is evaluated: accuracy 0.5, 2.0 s"
+
+
+# -- what a command waits for
+
+
+def test_silence_is_filled_with_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause without lines, one says what is awaited and for how long; none comes between other lines."""
+    monkeypatch.setattr(cli_text, "SILENT_S", 0.1)
+    monkeypatch.setattr(cli_text, "EARLY_S", 0.0)
+    said, texts, times = list[str](), ["PyTorch is loaded"], list[float]()
+
+    def tell(line: str) -> None:
+        said.append(line)
+        times.append(time.monotonic())
+
+    with cli_text.telling_what_is_awaited(lambda: texts[0], tell):
+        wait_until(lambda: len(said) >= 3, "three lines")
+        assert said[0].startswith("PyTorch is loaded (0.")
+        assert times[2] - times[1] > 0.1  # the pauses double
+        texts[0], count = "", len(said)
+        begin_s = time.monotonic()
+        while time.monotonic() - begin_s < 0.5:
+            threading.Event().wait(0.02)
+        assert len(said) <= count + 1  # an empty text tells nothing
+        texts[0], count = "the server starts", len(said)
+        begin_s = time.monotonic()
+        while time.monotonic() - begin_s < 0.5:
+            threading.Event().wait(0.02)
+            logging.getLogger("atoll.cli").info("another line")
+        assert len(said) <= count + 1
+        wait_until(lambda: said[-1].startswith("the server starts (0."), "the new text")
+    assert not [each for each in threading.enumerate() if each.name == "atoll-awaited"]

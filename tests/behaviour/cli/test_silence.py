@@ -1,0 +1,102 @@
+"""No command is silent while something takes long: it says what it waits for, from its first seconds on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from harness.processes import Nursery, Process, wait_until
+from kit.peers import Connection, Peer, Request
+from kit.processes import write_run_file
+
+TRAIN = """
+from pathlib import Path
+from kit_model import build_model
+
+def train(worker):
+    for fl_round in worker:
+        while Path(__file__).with_name("hold").exists():
+            pass
+        model = build_model()
+        fl_round.load_into(model)
+        fl_round.submit(model)
+"""
+
+ASKING = {
+    "status": "status --server {url}",
+    "logs": "logs --server {url}",
+    "pause": "pause --server {url}",
+    "rollback": "rollback 1 --server {url}",
+    "export": "export out.safetensors --server {url}",
+    "evaluate": "evaluate --server {url}",
+    "doctor": "doctor --port 0 --server {url}",
+    "worker": "worker --server {url} -- true",
+}
+
+
+@pytest.mark.parametrize("words", ASKING.values(), ids=ASKING)
+def test_a_command_says_that_a_server_is_slow(nursery: Nursery, tmp_path: Path, words: str) -> None:
+    """A server that does not answer is named on standard error, before the command gives up or has an answer."""
+    said = Event()
+
+    def answer(connection: Connection, request: Request) -> None:
+        if "content-length" in request.headers:
+            connection.body(request)
+        said.wait(60)
+        connection.answer(404, b"nothing here")
+
+    with Peer.answering(answer) as peer:
+        asking = nursery.start("atoll", *words.format(url=peer.url).split(), cwd=tmp_path)
+        wait_until(lambda: "still " in asking.output() or "waiting for " in asking.output(), "a line", 60)
+        said.set()
+        asking.wait(60)
+
+
+def count(process: Process, text: str) -> int:
+    return process.output().count(text)
+
+
+@pytest.mark.slow
+def test_a_server_says_again_what_it_waits_for(nursery: Nursery, tmp_path: Path) -> None:
+    """Off a terminal, as a line that comes again, with the seconds for which nothing has happened."""
+    write_run_file(tmp_path)
+    server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
+    wait_until(lambda: count(server, "round 1: waits for 2 sites to join; 0 joined so far (") >= 3, "three lines", 60)
+    server.kill()
+
+
+@pytest.mark.slow
+def test_a_simulation_says_what_it_waits_for(nursery: Nursery, tmp_path: Path) -> None:
+    """Before the first round has ended, and in a later one that takes long."""
+    (tmp_path / "hold").touch()
+    write_run_file(tmp_path, **{"run.script": "train.py:train"})
+    (tmp_path / "train.py").write_text(TRAIN)
+    simulation = nursery.start("atoll", "simulate", "run.toml", "--processes", "1", cwd=tmp_path)
+    first = "still starting the processes, and training the first round ("
+    wait_until(lambda: count(simulation, first) >= 2, "two lines", 60)
+    (tmp_path / "hold").unlink()
+    assert simulation.wait(60) == 0, simulation.output()
+
+
+# -- fewer lines, and more
+
+
+def test_quiet_and_verbose_exclude_each_other(atoll_command: Any) -> None:
+    for words in (("server",), ("simulate", "run.toml"), ("worker", "--", "true")):
+        outcome = atoll_command(words[0], "-q", "-v", *words[1:])
+        assert outcome.returncode == 2
+        assert "Both --quiet and --verbose are given." in outcome.stderr
+
+
+def test_quiet_and_verbose_reach_the_script(atoll_command: Any, canned: Any) -> None:
+    """`atoll worker -q` says nothing, its script prints Atoll's warnings alone; with `-v`, debug lines, too."""
+    levels = "import atoll.format_text as f; print(f.log_level())"
+    for flags, level, lines in ((("-q",), 30, 0), ((), 20, 1), (("-v",), 10, 1)):
+        outcome = atoll_command("worker", *flags, "--server", canned.url, "--", sys.executable, "-c", levels)
+        assert outcome.returncode == 0, outcome.stderr
+        assert len(outcome.stderr.splitlines()) == lines
+        assert json.loads(outcome.stdout or "20") == level
