@@ -154,7 +154,7 @@ LINES: dict[str, int] = {
     "server/http": 1182,
     "server/swarm": 726,
     "server/tasks": 1482,
-    "simulate": 2278,
+    "simulate": 2276,
     "store": 3811,
     "tensors": 2237,
     "testing": 479,

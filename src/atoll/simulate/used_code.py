@@ -91,8 +91,8 @@ def _module(name: str, folders: Sequence[Path]) -> list[Path]:
     with suppress(ImportError, ValueError, AttributeError):  # also a package that is installed to be edited
         spec = importlib.util.find_spec(top)
         places = [*(spec.submodule_search_locations or ())] if spec is not None else []
-        found += [file for place in places if not _is_installed(place) for file in [*_files(Path(place))]]
-        found += [file for place in places if not _is_installed(place) for file in _below(Path(place), rest)]
+        for place in (Path(each) for each in places if not _is_installed(each)):
+            found += [*_files(place), *_below(place, rest)]
         if spec is not None and not places and spec.origin and not _is_installed(spec.origin):
             found += [Path(spec.origin).resolve()] * spec.origin.endswith(".py")
     return found
@@ -200,9 +200,7 @@ def _values(function: FunctionType) -> dict[str, Any]:
     while todo:
         code = todo.pop()
         names |= {*code.co_names}
-        assigned |= {
-            each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_GLOBAL", "STORE_DEREF")
-        }
+        assigned |= {each.argval for each in dis.get_instructions(code) if each.opname in ASSIGNMENTS}
         todo += [each for each in code.co_consts if isinstance(each, CodeType)]
     found = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
