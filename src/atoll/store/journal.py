@@ -40,7 +40,7 @@ BUSY_S = 5.0
 LOG_PAGES = 16_000
 """SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
 
-SELDOM_CHANGED = {"run", "shapes", "heads", "versions", "deltas", "history", "generations"}
+SELDOM_CHANGED = {"meta", "run", "shapes", "heads", "versions", "deltas", "history", "generations"}
 """Tables that change about once a round, and are read many times: the journal remembers what it has read of them."""
 MOST_ANSWERS = 200
 """Number of answers that are remembered at most. A client can ask for any version, so it has to be bounded."""

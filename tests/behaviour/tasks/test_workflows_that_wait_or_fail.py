@@ -295,7 +295,7 @@ def test_a_payload_waits_for_free_disk_space(
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
     told = (
-        "The server has 0 B of disk left, but must keep 256.0 MB free. Free some space: the run then continues "
+        "The server has 10 B of disk left, but must keep 256.0 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."
     )
     with workflow_server(tmp_path, main, **settings) as server:
@@ -318,7 +318,7 @@ def test_a_full_disk_fails_a_task_at_timeout(tmp_path: Path, monkeypatch: pytest
 
     def workflow(controller: Any) -> Any:
         disk.low.set()
-        with pytest.raises(DiskFull, match="0 B of disk left"):
+        with pytest.raises(DiskFull, match="10 B of disk left"):
             controller.broadcast("train", TREE, timeout_s=0.1)
         return controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload
 

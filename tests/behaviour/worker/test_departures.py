@@ -279,12 +279,17 @@ def test_an_unanswered_heartbeat_is_repeated_soon(tmp_path: Path, action: Litera
 @pytest.mark.covers("L13")
 def test_a_changed_state_is_reported_at_once(tmp_path: Path) -> None:
     """If a worker's state changes, it reports it to the server without waiting for the next heartbeat."""
-    with serve(tmp_path, **SILENT) as server, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+    with (
+        serve(tmp_path, **SILENT) as server,
+        Proxy(server.port) as proxy,
+        atoll.join(proxy.url, "a", folder=tmp_path / "w") as worker,
+    ):
         fl_round = worker.next_round()
         model = fl_round.load_into(build_model())
         wait_until(lambda: told(server)[1] == "training", "training")
+        before = proxy.count("POST .*heartbeat")
         fl_round.submit(model)
-        wait_until(lambda: told(server)[1] == "submitting to round 1", "the update")
+        wait_until(lambda: proxy.count("POST .*heartbeat") > before, "a report of the submission")
 
 
 @pytest.mark.covers("L13")
