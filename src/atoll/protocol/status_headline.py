@@ -222,7 +222,8 @@ def _end(status: Status, waits_for: str) -> str:
     if not status.fragments or not status.model_bytes:
         return ""
     if waits_for:
-        more, usual_s = status.rounds - _slowest(status).round, usual_round_s(status.history)
+        slowest, usual_s = _slowest(status), usual_round_s(status.history)
+        more = status.rounds - slowest.round + (slowest.phase not in ("open", "closing"))
         each = f" of about {duration(usual_s)}" if usual_s else ""
         then = "" if status.stopping or more < 1 else f", then for {number_of(more, 'more round')}{each}"
         return f" The end waits for {waits_for}{then}."
@@ -268,7 +269,7 @@ def _learns(status: Status) -> str:
         moved = f"{'down' if last < first else 'up'} from {first:.4g} in" if last != first else "unchanged since"
         text += f", {moved} round {begun}"
     if best is not None and best.metric == name and best.value is not None:
-        text += f"; best {best.value:.4g} at version {best.version}"
+        text += f"; best {best.value:.4g} in round {best.round}, for version {best.version}"
     return f"{text}."
 
 

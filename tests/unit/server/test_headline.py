@@ -152,7 +152,7 @@ def test_a_metric_of_the_servers_evaluation_tells_whether_it_learns() -> None:
     best = BestStatus(metric="global.accuracy", mode="max", version=2, round=2, value=0.75)
     first = {"global.accuracy": Recorded(round=1, value=0.5)}
     said = headline_of(running(history=rounds, best=best, first=first))
-    assert "Accuracy at the server 0.75 in round 2, up from 0.5 in round 1; best 0.75 at version 2." in said.text
+    assert "Accuracy at the server 0.75 in round 2, up from 0.5 in round 1; best 0.75 in round 2, for version 2." in said.text
 
 
 def test_a_run_without_metrics_says_that_learning_is_not_known() -> None:
@@ -233,7 +233,7 @@ def test_the_headline_says_how_to_start_a_site(uptime_s: float, act: bool) -> No
     fragment = {"version": 0, "round": 1, "phase": "gathering", "waiting_for": [], "reason": reason, "open_s": 0.0}
     said = headline_of(running(fragment=fragment, workers=[], history=[], uptime_s=uptime_s))
     assert said == Headline(
-        text=f"The first round has not begun: it {reason}. The end waits for that, then for 19 more rounds.",
+        text=f"The first round has not begun: it {reason}. The end waits for that, then for 20 more rounds.",
         act=act,
         held_up=act,
         command=start("NAME"),
@@ -273,7 +273,7 @@ def test_the_headline_says_how_to_export_the_result() -> None:
     said = headline_of(running(finished=True, fragment=fragment, best=best, state_dir="/s"))
     assert said == Headline(
         text="The run is finished after 20 rounds. "
-        "Loss 0.5 in round 3, down from 0.9 in round 1; best 0.5 at version 2.",
+        "Loss 0.5 in round 3, down from 0.9 in round 1; best 0.5 in round 3, for version 2.",
         command="atoll export model.safetensors --dir /s",
     )
 

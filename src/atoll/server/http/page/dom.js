@@ -40,7 +40,8 @@ export const number = (value) => (value === null || value === undefined ? "–" 
 
 export function median(values) {
   const sorted = values.filter((each) => each > 0).sort((a, b) => a - b);
-  return sorted.length ? sorted[sorted.length >> 1] : 0;
+  const half = sorted.length >> 1;
+  return sorted.length ? (sorted[half] + sorted[(sorted.length - 1) >> 1]) / 2 : 0;
 }
 
 export function facts(list, pairs) {

@@ -83,7 +83,7 @@ function draw() {
   drawBytes(status);
   if (!document.activeElement?.closest("#version-table")) drawVersions(status, metric);
   drawEvents(events);
-  drawTimeline(rounds, status.workers, $("find").value.trim(), !over);
+  drawTimeline(rounds, status, $("find").value.trim(), !over);
 }
 
 // Ask for the status, and draw all. The more an answer costs, the rarer it is asked for.

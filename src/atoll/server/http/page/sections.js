@@ -44,7 +44,7 @@ export function drawVersions(status, metric) {
     kept = new Set(status.kept_versions),
     evaluated = evaluatedNames(status);
   $("versions-hint").replaceChildren(
-    "The last rounds. Choose two versions to compare them, or save one as a safetensors file. On the command line: ",
+    "The last rounds; what sites report in a round is of the version before it. Choose two versions to compare them, or save one as a safetensors file. On the command line: ",
     el("code", {}, `atoll export ${serves ? `--server ${status.address}` : `--dir ${quoted(dir)}`} model.safetensors`),
     status.best?.file ? `. The best version is kept in ${status.best.file}.` : "",
   );

@@ -53,6 +53,20 @@ export class Rounds {
     }
   }
 
+  // The clock of the server, from how long the open rounds have been open: an event may be old when the page gets it.
+  know(status) {
+    for (const { fragment, round, open_s } of status.fragments) {
+      const { opened, over } = this.known.get(`${fragment}:${round}`) || {};
+      if (opened && !over && opened + open_s * 1000 > this.now()) {
+        this.last = { at: opened + open_s * 1000, seen: performance.now() };
+      }
+    }
+  }
+
+  now() {
+    return this.last.at + performance.now() - this.last.seen;
+  }
+
   // What a site did since `begin`: [from, to, kind], in milliseconds of the server's clock.
   spans(site, begin, now) {
     const own = this.tickets.get(site) || [],
@@ -77,17 +91,19 @@ export class Rounds {
   }
 }
 
-export function drawTimeline(rounds, workers, find, live) {
+export function drawTimeline(rounds, status, find, live) {
   const shown = [...rounds.known.values()].slice(-ROUNDS),
     place = $("lanes");
   const begin = Math.min(...shown.map((each) => each.opened ?? Infinity));
-  if (!rounds.last) return place.replaceChildren("Loading …");
-  if (!Number.isFinite(begin)) return place.replaceChildren("No round has begun.");
-  const now = rounds.last.at + (live ? performance.now() - rounds.last.seen : 0),
+  if (!Number.isFinite(begin)) {
+    return place.replaceChildren(!rounds.last && status.history.length ? "Loading …" : "No round has begun.");
+  }
+  rounds.know(status);
+  const now = live ? rounds.now() : rounds.last.at,
     end = Math.max(now, begin + 1);
   const style = getComputedStyle(document.documentElement),
     colour = (kind) => style.getPropertyValue(`--${kind}`);
-  const sites = workers.map((each) => each.site).filter((each) => each.includes(find));
+  const sites = status.workers.map((each) => each.site).filter((each) => each.includes(find));
   const scale = el(
     "p",
     { class: "hint" },
