@@ -317,6 +317,16 @@ def test_a_held_up_run_is_amber(tmp_path: Path, chrome: Browser) -> None:
         assert colour(chrome) != calm
 
 
+def test_the_timeline_shows_how_long_a_round_is_open(tmp_path: Path, chrome: Browser) -> None:
+    """A page that is opened long after the last event shows the time of the server, not that of the event."""
+    with World(tmp_path, START, "ab", rounds=9) as world:
+        world.pull(number=1)
+        open_s = wait_until(lambda: max(0.0, world.status.fragments[0].open_s - 1.5), "a round open for 1.5 s") + 1.5
+        chrome.open(world.url)
+        said = chrome.wait("#lanes .hint", "1 round in ")
+        assert float(said.removeprefix("1 round in ").partition(" s;")[0]) >= round(open_s, 1) - 0.05
+
+
 def colour(chrome: Browser) -> str:
     return str(chrome.js("return getComputedStyle(document.getElementById('headline')).backgroundColor"))
 
