@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "Run a server and its sites on this machine.",
     "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
     "server": "Serve a run. Its settings come from a run file and from options; options take precedence.",
+    "enrol": "Enrol a site at a server with an invitation: make its key here, and get a certificate for it.",
     "worker": "Run a training script as a worker.",
     "simulate": "Train with many simulated sites, without a network.",
     "status": "Show the workers and rounds of a run, and for which sites a round waits, how long and why.",

@@ -40,6 +40,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_MAX_SYNC_RETRIES",
         "ATOLL_GIVE_UP_S",
         "ATOLL_TLS_CA",
+        "ATOLL_CREDENTIAL",
+        "ATOLL_INVITATION",
         "ATOLL_NEW_STATE",
         "ATOLL_SWARM",
         "ATOLL_PEER_HOST",

@@ -156,6 +156,28 @@ def identity_in(peer: Mapping[str, Any]) -> SiteIdentity | None:
     return SiteIdentity(found[0], serial) if len(found) == 1 else None
 
 
+def first_certificate(text: bytes) -> bytes:
+    """Return the first certificate of a PEM text alone: a fingerprint says nothing of those behind it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return _pem(x509.load_pem_x509_certificate(text))
+
+
+def why_unfit(certificate: bytes, key: bytes, site: str) -> str:
+    """Return why a certificate (PEM) is not one of a site for its key; empty if it is."""
+    try:
+        found = x509.load_pem_x509_certificate(certificate)
+        names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except (ValueError, x509.ExtensionNotFound) as error:
+        return f"it cannot be read: {error}"
+    if found.public_key() != _private(key).public_key():
+        return "it is for another key"
+    return "" if uris == [SITE_URI + site] else f"it names {', '.join(uris) or 'no site'}, not {site}"
+
+
 def fingerprint(certificate: bytes) -> str:
     """Return the SHA-256 of a certificate (PEM; of the first one in it), in hex."""
     return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()

@@ -29,7 +29,7 @@ class PartConnection:
     Args:
         host: host of the server.
         port: port of the server.
-        secure: TLS context; None for plain HTTP.
+        context: returns the TLS context for a new connection; None for plain HTTP.
         idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
         proxy: the proxy to connect through; None: connect to the server.
         require_ip: called with the IP address that a direct connection has reached, before the first byte is sent. If
@@ -44,18 +44,18 @@ class PartConnection:
         self,
         host: str,
         port: int,
-        secure: ssl.SSLContext | None,
+        context: Callable[[], ssl.SSLContext] | None,
         idle_timeout_s: float,
         proxy: Proxy | None = None,
         require_ip: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._connection = (
-            http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=secure)
-            if secure
+            http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=context())
+            if context
             else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
         )
         self._connection.response_class = Response
-        self._secure, self._idle_timeout_s, self._proxy = secure, idle_timeout_s, proxy
+        self._context, self._idle_timeout_s, self._proxy = context, idle_timeout_s, proxy
         self._require_ip = require_ip
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
@@ -206,8 +206,8 @@ class PartConnection:
         try:
             if proxy is not None:
                 proxy.open_tunnel(sock)
-            if self._secure:
-                sock = self._secure.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            if self._context:
+                sock = self._context().wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
                 self._hold(sock)
                 sock.do_handshake()
         except BaseException:

@@ -68,6 +68,54 @@ def client_context(ca: str | None) -> ssl.SSLContext:
     return context
 
 
+def unverified_context() -> ssl.SSLContext:
+    """Return the TLS context of a client that accepts any certificate. Nothing that comes over it may be believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def peer_context(authority: Path, end: int) -> ssl.SSLContext:
+    """Return the TLS context of a worker of a swarm: both ends need a certificate of the run's authority.
+
+    Such a certificate names a site, not a host, so the caller compares the site.
+
+    Args:
+        authority: PEM file with the run's authority.
+        end: `ssl.PROTOCOL_TLS_CLIENT` or `ssl.PROTOCOL_TLS_SERVER`.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    context = ssl.SSLContext(end)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The authority {str(authority)!r} cannot be used: {error}.") from error
+    return context
+
+
+def with_identity(context: ssl.SSLContext, path: Path, remedy: str) -> None:
+    """Let a TLS context show a certificate.
+
+    Args:
+        context: the context, which is changed.
+        path: file of mode 0600 with the certificate and its key, PEM.
+        remedy: advice for the error.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or key and certificate do not match.
+    """
+    require_private(path, "The site's key")
+    try:
+        context.load_cert_chain(path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The key and certificate in {str(path)!r} cannot be used: {error}.", remedy) from error
+
+
 def require_private(path: Path, what: str) -> None:
     """Check that only the owner can read a secret file.
 

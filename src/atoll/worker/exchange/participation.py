@@ -113,7 +113,7 @@ def take_part(
             something that the run names, such as its algorithm, is neither registered nor installed at this site.
     """
     may_swarm = takes_part_in_swarms(swarm)
-    filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
+    filters, http, terms = require_filters(filters), http_to(server, site=site), loop or LoopTerms()
     if terms.ranks.is_first:
         warn_of_overruled(server, site)
         say_proxy(http, site)
