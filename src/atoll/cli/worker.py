@@ -127,15 +127,15 @@ def _require_program(name: str, path: str) -> None:
     )
 
 
-def _require_server(address: str, site: str | None, signals: list[int]) -> str:
+def _require_server(address: str, signals: list[int], site: str | None = None) -> str:
     """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
     While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S` seconds.
 
     Args:
         address: the address of the server.
-        site: name of the site; None: it has none of its own.
         signals: the numbers of the signals received so far; a signal ends the wait.
+        site: name of the site; None: it has none of its own.
 
     Raises:
         ServerUnreachable: the server did not answer in that time, or its certificate is not accepted.
@@ -229,7 +229,7 @@ def _run_once(
     Raises:
         ServerUnreachable: the server did not answer in time, or its certificate is not accepted.
     """
-    name = _require_server(environment["ATOLL_SERVER"], environment.get("ATOLL_SITE"), signals)
+    name = _require_server(environment["ATOLL_SERVER"], signals, environment.get("ATOLL_SITE"))
     if signals:
         return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret

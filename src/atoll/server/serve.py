@@ -57,7 +57,7 @@ from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
-from atoll.transport.tls import server_context
+from atoll.transport.tls import fixed, server_context
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -392,7 +392,7 @@ class Server:
         with contextlib.closing(listener):
             context = None
             if network.tls_cert and network.tls_key:
-                context = server_context(network.tls_cert, network.tls_key)
+                context = fixed(server_context(network.tls_cert, network.tls_key))
 
             def accept(runner: Any) -> Awaitable[Listener]:
                 return start_listener(

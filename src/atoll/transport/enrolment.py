@@ -18,8 +18,16 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from atoll.errors import AuthError, PeerError
-from atoll.posix import FolderTaken, file_error, own_folder, require_writable_folder, take_lock
+from atoll.errors import AuthError, PeerError, UsageError
+from atoll.posix import (
+    FolderTaken,
+    file_error,
+    own_folder,
+    read_own,
+    replace_file,
+    require_writable_folder,
+    take_lock,
+)
 from atoll.protocol import routes
 from atoll.protocol.identity_messages import Credential, Enrol, Renew
 from atoll.protocol.invitation import Invitation
@@ -33,9 +41,11 @@ from atoll.transport.certificates import (
 )
 from atoll.transport.http_client import Http, damaged
 from atoll.transport.site_credentials import CredentialNote, SiteCredential, folder_for, store
-from atoll.transport.tls import unverified_context
+from atoll.transport.tls import is_loopback, unverified_context
 
 TIMEOUT_S = 20.0
+PENDING = "pending.pem"
+"""File with the key and the signing request of an enrolment that is not complete."""
 
 
 def enrol(invitation: Invitation, folder: Path | None = None) -> SiteCredential:
@@ -56,23 +66,57 @@ def enrol(invitation: Invitation, folder: Path | None = None) -> SiteCredential:
         PeerError: its answer does not fit.
         StoreError: the folder cannot be written.
     """
-    server = Http(invitation.server).server
+    server = _address_of(invitation)
     folder = folder or folder_for(server, invitation.site)
     try:
         own_folder(folder)
     except OSError as error:
         raise file_error(error, error.filename or folder) from error
     require_writable_folder(folder, "Give another folder with --dir.")
-    key, authority = b"", b""
+    key, request, authority = b"", "", b""
     if invitation.fingerprint:
-        key, authority = new_key(), authority_of(invitation)
+        authority = authority_of(invitation)
+        key, request = _key_and_request(folder, invitation.site)
     with _ca(authority) as ca, contextlib.closing(Http(invitation.server, ca=ca)) as http:
-        request = signing_request(key, invitation.site).decode() if key else ""
-        answer = http.post(
-            routes.ENROL, Enrol(secret=invitation.secret, request=request), Credential, timeout_s=TIMEOUT_S
-        )
+        message = Enrol(secret=invitation.secret, request=request)
+        answer = http.post(routes.ENROL, message, Credential, timeout_s=TIMEOUT_S)
     _store(folder, server, invitation.site, key, answer, authority)
+    (folder / PENDING).unlink(missing_ok=True)
     return SiteCredential(folder)
+
+
+def _key_and_request(folder: Path, site: str) -> tuple[bytes, str]:
+    """Return a key and its signing request, stored until the credential is.
+
+    If the answer of the server is lost, the invitation is used, but the same request gets the certificate again.
+    """
+    path, begin = folder / PENDING, b"-----BEGIN CERTIFICATE REQUEST-----"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            key, found, rest = read_own(path).partition(begin)
+            if found:
+                return key, (begin + rest).decode()
+        key = new_key()
+        request = signing_request(key, site)
+        replace_file(path, [key, request])
+    except OSError as error:
+        raise file_error(error, error.filename or path) from error
+    return key, request.decode()
+
+
+def _address_of(invitation: Invitation) -> str:
+    """Return the address of an invitation's server, as `Http.server` has it.
+
+    Raises:
+        UsageError: the address is malformed, or the secret would travel without TLS.
+    """
+    http = Http(invitation.server, context=unverified_context)
+    if not http.secure and (invitation.fingerprint or not is_loopback(http.host)):
+        raise UsageError(
+            f"The invitation is for {http.server}, without TLS: its secret could be read on the way.",
+            "Ask the admin for an invitation with the https:// address of the server.",
+        )
+    return http.server
 
 
 def authority_of(invitation: Invitation) -> bytes:

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +58,7 @@ from atoll.transport.site_credentials import (
     site_at,
     why_none,
 )
-from atoll.transport.tls import Token, client_context, read_token, unverified_context
+from atoll.transport.tls import OTHER_PEER, ContextMaker, Token, client_context, fixed, read_token, unverified_context
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -141,7 +140,7 @@ class _Connection(urllib3.connection.HTTPConnection):
 class _SecureConnection(_Connection, urllib3.connection.HTTPSConnection):
     """The same with TLS. The context is that of the moment: a site's certificate may have been renewed."""
 
-    def __init__(self, *args: Any, context: Callable[[], ssl.SSLContext], **options: Any) -> None:
+    def __init__(self, *args: Any, context: ContextMaker, **options: Any) -> None:
         super().__init__(*args, **options)
         self._context = context
 
@@ -198,7 +197,7 @@ class Http:
         environ: Mapping[str, str] = os.environ,
         require_ip: Callable[[str], None] | None = None,
         credential: SiteCredential | None = None,
-        context: Callable[[], ssl.SSLContext] | None = None,
+        context: ContextMaker | None = None,
     ) -> None:
         url = _parsed_address(server)
         self.require_ip = require_ip or (lambda _: None)
@@ -211,7 +210,7 @@ class Http:
         self.proxy = None if is_direct else proxy_of(self.host, self.port, secure=self.secure, environ=environ)
         self.credential, self.no_credential, self.context = credential, "", context
         if self.secure and context is None:
-            self.context = partial(credential.client_context, ca) if credential else _fixed(client_context(ca))
+            self.context = partial(credential.client_context, ca) if credential else fixed(client_context(ca))
         self._root, self._proxy_headers = self.path, {}
         if self.proxy is not None:
             self.where = f"{self.server} ({THROUGH}{self.proxy})"
@@ -244,6 +243,12 @@ class Http:
         pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **options)
         pool.ConnectionCls = _SecureConnection if self.secure else _Connection
         return pool
+
+    @property
+    def certificate(self) -> SiteCredential | None:
+        """The site's own credential, if it is a certificate."""
+        own = self.credential
+        return own if own is not None and own.note.kind == "certificate" else None
 
     @property
     def poll_s(self) -> float:
@@ -403,10 +408,6 @@ class Http:
                     "sides.",
                 )
             ) from None  # it may quote the answer, which may be a lease
-
-
-def _fixed(context: ssl.SSLContext) -> Callable[[], ssl.SSLContext]:
-    return lambda: context
 
 
 def _port_of(url: urllib3.util.Url) -> int:
@@ -673,6 +674,7 @@ _CERTIFICATES = {
     "has expired": "Renew the certificate at the server, or check the clock of this machine.",
     "not yet valid": "Check the clocks of this machine and of the server.",
     "ostname mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
+    OTHER_PEER: "Check ATOLL_PEER_NAME and ATOLL_PEER_HOST of the worker at this address.",
     "IP address mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
 }
 """Part of OpenSSL's message about a refused certificate → remedy. For other messages, the remedy is `_NO_AUTHORITY`."""
@@ -694,8 +696,8 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
         http: the client.
         text: full error text of the failed connection.
     """
-    credential = http.credential
-    note = credential.note if credential is not None and credential.note.kind == "certificate" else None
+    credential = http.certificate
+    note = credential.note if credential is not None else None
     refused = _REFUSED.search(text)
     if "CERTIFICATE_VERIFY_FAILED" in text and re.search("has expired|not yet valid", text):
         clocks = clock_difference(http)

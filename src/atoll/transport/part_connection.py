@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +20,7 @@ from atoll.protocol.routes import PROBLEM_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.answer import BadAnswer, Pace, Response
 from atoll.transport.http_proxy import Proxy
+from atoll.transport.tls import ContextMaker
 
 
 class PartConnection:
@@ -44,7 +44,7 @@ class PartConnection:
         self,
         host: str,
         port: int,
-        context: Callable[[], ssl.SSLContext] | None,
+        context: ContextMaker | None,
         idle_timeout_s: float,
         proxy: Proxy | None = None,
         require_ip: Callable[[str], None] = lambda _: None,

@@ -18,7 +18,6 @@ import re
 import ssl
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from atoll.errors import ConfigError, UsageError
 from atoll.format_text import listed
 from atoll.json_files import NoteDamaged, note_from, seal
 from atoll.posix import file_error, own_folder, read_own, replace_file
-from atoll.transport.tls import Token, client_context, peer_context, read_token_file, with_identity
+from atoll.transport.tls import ContextMaker, Token, client_context, peer_context, read_token_file, with_identity
 
 NOTE, IDENTITY, AUTHORITY, TOKEN = "credential.json", "identity.pem", "authority.pem", "token"
 MOST_SITES = 1000
@@ -97,13 +96,13 @@ class SiteCredential:
         trusted = ca if ca is not None else str(authority) if authority.exists() else None
         return self._context(f"client {trusted}", lambda: client_context(trusted))
 
-    def context_to_peers(self) -> ssl.SSLContext:
-        """Return the TLS context of a connection to another worker of a swarm: it has a certificate of this run."""
-        return self._context("to peers", lambda: peer_context(self.folder / AUTHORITY, ssl.PROTOCOL_TLS_CLIENT))
+    def context_to_peer(self, site: str) -> ssl.SSLContext:
+        """Return the TLS context of a connection to a swarm's worker: it has to have the certificate of this site."""
+        return self._context(f"to {site}", lambda: peer_context(self.folder / AUTHORITY, site))
 
     def context_for_peers(self) -> ssl.SSLContext:
         """Return the TLS context with which a worker of a swarm accepts connections, of certificates of this run."""
-        return self._context("for peers", lambda: peer_context(self.folder / AUTHORITY, ssl.PROTOCOL_TLS_SERVER))
+        return self._context("for peers", lambda: peer_context(self.folder / AUTHORITY))
 
     def is_due(self) -> bool:
         """Return whether the credential should be renewed now."""
@@ -115,7 +114,7 @@ class SiteCredential:
         note = self.note
         return bool(note.expires_at_s) and time.time() >= note.expires_at_s
 
-    def _context(self, key: str, make: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+    def _context(self, key: str, make: ContextMaker) -> ssl.SSLContext:
         files = self._current()
         with self._lock:
             if key not in files.contexts:

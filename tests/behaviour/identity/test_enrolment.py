@@ -166,3 +166,25 @@ def test_behind_a_proxy_the_site_has_a_token(tmp_path: Path, monkeypatch: pytest
         reach(server)
         reach(server, None)
         assert [header for *_, header in server.seen[-2:]] == [f"Bearer {'t' * 43}", "Bearer of-the-run"]
+
+
+def test_lost_answer_is_asked_for_again_with_the_same_key(tmp_path: Path) -> None:
+    """If the answer to an enrolment is lost, the next attempt sends the same request, so the server can repeat it."""
+    with EnrollingServer(tmp_path / "server") as server:
+        server.answers[routes.ENROL] = {"site": "damaged"}
+        with pytest.raises(AtollError):
+            enrol(server.invitation())
+        first = server.bytes_seen
+        server.answers, server.invited, server.bytes_seen = {}, {SECRET: "hospital-a"}, b""
+        folder = enrol(server.invitation()).folder
+        assert server.bytes_seen == first
+        assert not (folder / "pending.pem").exists()
+
+
+@pytest.mark.parametrize("address", ["http://example.org:8512", "http://127.0.0.1:8512"])
+def test_secret_does_not_travel_without_tls(tmp_path: Path, address: str) -> None:
+    """An invitation with a fingerprint, or for another machine, is not used over plain HTTP."""
+    with EnrollingServer(tmp_path / "server") as server:
+        invitation = server.invitation()
+        with pytest.raises(AtollError, match="without TLS"):
+            enrol(type(invitation)(address, invitation.site, invitation.secret, invitation.fingerprint))

@@ -179,7 +179,8 @@ class SwarmView:
         """
         work = PeerWork(
             stamp=0,
-            peers=self.peers.addresses(site),
+            peers=[self.peers[other].address for other in self.peers.others(site)],
+            sites=self.peers.others(site),
             probe=self.peers.to_probe(site),
             hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[

@@ -203,9 +203,9 @@ class Peers(dict[str, Peer]):
             other.tried_s.pop(address, None)
         return peer
 
-    def addresses(self, site: str) -> list[str]:
-        """Return the addresses of the live workers of all other sites."""
-        return [self[other].address for other in self.alive if other != site][:MOST_PEERS]
+    def others(self, site: str) -> list[str]:
+        """Return all other sites with a live worker."""
+        return [other for other in self.alive if other != site][:MOST_PEERS]
 
     @property
     def alive(self) -> list[str]:
