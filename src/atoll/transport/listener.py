@@ -237,6 +237,8 @@ class Listener:
                 await accept_tls(front, sock, self._secure)
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
+        except ssl.SSLCertVerificationError as error:
+            self._say("a client was refused, because its certificate is not accepted: %s", error.verify_message)
         except (OSError, EOFError) as error:  # the peer closed, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
