@@ -171,7 +171,7 @@ def _announce(server: Server, settings: Settings) -> None:
             "start a worker: %satoll worker --server %s --site NAME -- python train.py%s",
             "ATOLL_SWARM=1 " if settings.swarm.enabled else "",  # a site takes part in a swarm only if it says so
             server.url,
-            _FOR_TLS if settings.network.tls_cert else "",
+            _FOR_TLS if server.url.startswith("https") else "",
         )
 
 

@@ -161,7 +161,14 @@ TRUTHS = {
 }
 """Spellings of a boolean in a variable or after `--set`, in any case. A run file has only `true` and `false`."""
 
-FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
+FOLDERS = (
+    "network.tls_cert",
+    "network.tls_key",
+    "network.token_file",
+    "trust.authority",
+    "disk.state_dir",
+    "disk.export_dir",
+)
 CODE = (
     *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
     *("aggregation.upload_codec", "aggregation.download_codec"),

@@ -19,7 +19,12 @@ class Invite(Message):
     """Invite a site. An earlier invitation of the same name, if it was not used, is no longer valid."""
 
     site: Site
-    lasts_s: float = Field(86_400.0, gt=0, le=LONGEST_INVITATION_S, description="Seconds for which it can be used.")
+    lasts_s: float | None = Field(
+        None,
+        gt=0,
+        le=LONGEST_INVITATION_S,
+        description="Seconds for which it can be used; null: the setting trust.invitation_s.",
+    )
     again: bool = Field(False, description="Let an enrolled site enrol again; its credential is revoked when it does.")
 
 

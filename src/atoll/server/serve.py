@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -40,10 +42,11 @@ from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.round_configs import ConfigFunction, config_function
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.coordinator.site_credentials import Issuing
 from atoll.server.coordinator.user_code import Function
 from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
-from atoll.server.http.gate import open_gate
+from atoll.server.http.gate import has_tls, makes_tls, needs_credentials, open_gate
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.local_site import HOST, LocalSite, SiteCalls, VersionsInUse
 from atoll.server.saved_state import SavedState, save
@@ -51,10 +54,13 @@ from atoll.server.startup import CODE, open_again, open_run, settings_beside, ta
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.store.caller_tokens import keep_tokens, stored_tokens
-from atoll.store.reader import recorded_failure
+from atoll.store.identities import KnownSites
+from atoll.store.reader import open_state, recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
+from atoll.transport.authority_files import accept_clients_of, keep_authority, keep_server_certificate
+from atoll.transport.certificates import Keyed, common_name
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.tls import fixed, server_context
@@ -77,6 +83,8 @@ LONGEST_TELL_S = 120.0
 """Maximum seconds after the last request of a site for which a failed server waits for its next one."""
 TELL_S = 0.05
 """Seconds between two checks whether all sites were told."""
+RENEW_S = 86_400.0
+"""Seconds between two checks whether the server's own certificate is to be made anew."""
 STATUS_S = 1.0
 """Seconds between two checks for a new version. If there is one, the status is saved, in case the server is killed."""
 WATCHED_S = 3.0
@@ -175,6 +183,8 @@ class Server:
         self._last_status: status_messages.Status | None = None
         self._followers: dict[str, Callable[[Happened], None]] = {}
         self.port = 0
+        self._secure: ssl.SSLContext | None = None
+        self._authority: Keyed | None = None
 
     # -- life
 
@@ -242,7 +252,7 @@ class Server:
     def url(self) -> str:
         """The URL that workers connect to."""
         host = socket.gethostname() if self.settings.network.host in ANY_HOST else self.settings.network.host
-        return address_of(host, self.port, secure=bool(self.settings.network.tls_cert))
+        return address_of(host, self.port, secure=has_tls(self.settings))
 
     @property
     def exports(self) -> Path:
@@ -390,13 +400,17 @@ class Server:
             raise
         self.port = listener.getsockname()[1]
         with contextlib.closing(listener):
-            context = None
             if network.tls_cert and network.tls_key:
-                context = fixed(server_context(network.tls_cert, network.tls_key))
+                self._secure = server_context(network.tls_cert, network.tls_key)
 
-            def accept(runner: Any) -> Awaitable[Listener]:
-                return start_listener(
-                    listener.dup(), runner, context, files=files, idle_timeout_s=network.idle_timeout_s
+            async def accept(runner: Any) -> Listener:
+                secure = self._with_authority()
+                return await start_listener(
+                    listener.dup(),
+                    runner,
+                    fixed(secure) if secure else None,
+                    files=files,
+                    idle_timeout_s=network.idle_timeout_s,
                 )
 
             failed: Exception | None = None
@@ -422,6 +436,31 @@ class Server:
                     self._evaluator.close()
         if served.run.failed is not None:
             raise served.run.failed
+
+    def _with_authority(self) -> ssl.SSLContext | None:
+        """Return the TLS context, None without TLS. If the run has an authority of its own, read or make its files."""
+        settings, trust, folder = self.settings, self.settings.trust, self.settings.disk.state_dir
+        if not has_tls(settings):
+            return None
+        if self._authority is None and (makes_tls(settings) or needs_credentials(settings)):
+            self._authority = keep_authority(folder, f"atoll {secrets.token_hex(8)} {settings.run.name}")
+            self._gate.authority = common_name(self._authority.certificate)
+        if self._authority is not None and makes_tls(settings):
+            path = keep_server_certificate(folder, self._authority, _names_of(settings))
+            if self._secure is None:
+                self._secure = server_context(path, path)
+            else:
+                self._secure.load_cert_chain(path)  # for new connections, if it was made anew
+        assert self._secure is not None
+        if self._authority is not None or trust.authority is not None:
+            accept_clients_of(self._secure, self._authority, trust.authority)
+        return self._secure
+
+    async def _renew_certificate(self) -> None:
+        """Make the server's own certificate anew in time, as long as the server runs."""
+        while makes_tls(self.settings):
+            await asyncio.sleep(RENEW_S)
+            self._with_authority()
 
     async def _open(self) -> ServedRun:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
@@ -467,7 +506,10 @@ class Server:
             self._served, self._last_status = served, None  # the run may have gone back
             if schedule is not None:
                 schedule.start(served)
+            self._with_authority()
+            served.credentials.issuing = self._issuing()
             accepting = await accept(runner)
+            run.spawn(self._renew_certificate())
             run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
             if failed is not None:
@@ -487,6 +529,11 @@ class Server:
             finally:
                 await served.coordinator.stop(begins_again=is_again)
         return served, is_again and served.begins_again  # unless it has failed meanwhile
+
+    def _issuing(self) -> Issuing:
+        address = (self.settings.trust.address or "").rstrip("/")
+        authority = None if address else self._authority  # the proxy in front does not pass certificates on
+        return Issuing(address, authority, is_trusted_by_it=makes_tls(self.settings))
 
     async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:
         """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.
@@ -521,6 +568,8 @@ class Server:
         LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
         with contextlib.suppress(AtollError):
             self._gate.tokens.accept(stored_tokens(state_dir))
+            with open_state(state_dir) as state:
+                self._gate.known = KnownSites(state.identities())
         why = f"{before.rstrip('.')}. It" if before else "It"
         failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
         runner = runner_of(make_refusing_app(self._gate, failed, note), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
@@ -622,6 +671,19 @@ def _is_overdue(run: RunCore, site: str, begin_s: float) -> bool:
     presence, interval_s = run.roster[site], run.settings.network.heartbeat_interval_s
     since_s = presence.heard_s if interval_s else begin_s
     return time.monotonic() >= since_s + _asks_within_s(interval_s, presence.heard)
+
+
+def _names_of(settings: Settings) -> list[str]:
+    """Return the host names and addresses at which clients reach a server, for its certificate."""
+    host, names = settings.network.host, {"localhost", "127.0.0.1", socket.gethostname(), *settings.trust.names}
+    if host not in ANY_HOST:
+        names.add(host)
+    else:
+        with contextlib.suppress(OSError):
+            names |= {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+    if settings.trust.address:
+        names.add(urlsplit(settings.trust.address).hostname or host)
+    return sorted(name.strip("[]") for name in names)
 
 
 def _ports(port: int | None, before: str) -> tuple[Sequence[int], str]:

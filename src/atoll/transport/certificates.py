@@ -178,6 +178,16 @@ def why_unfit(certificate: bytes, key: bytes, site: str) -> str:
     return "" if uris == [SITE_URI + site] else f"it names {', '.join(uris) or 'no site'}, not {site}"
 
 
+def common_name(certificate: bytes) -> str:
+    """Return the common name in the subject of a certificate (PEM); empty if it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    found = x509.load_pem_x509_certificate(certificate).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
 def fingerprint(certificate: bytes) -> str:
     """Return the SHA-256 of a certificate (PEM; of the first one in it), in hex."""
     return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()

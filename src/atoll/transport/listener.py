@@ -12,6 +12,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -245,6 +246,8 @@ class Listener:
                 await accept_tls(front, sock, self._secure())
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
+        except ssl.SSLCertVerificationError as error:
+            self._say("a client was refused, because its certificate is not accepted: %s", error.verify_message)
         except (OSError, EOFError) as error:  # the peer closed, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
