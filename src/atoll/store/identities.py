@@ -230,8 +230,8 @@ class Identities:
         row = self.rows.get(site) or IdentityRow(site, "revoked", "")
         if row.state == "revoked" and row.since and not row.invitation:
             return row
-        row = replace(row, state="revoked", since=utc_text(), invitation="", used="")
-        return self._put(replace(row, credential="", previous="", previous_until=0.0, expires_at=0.0), "revoked")
+        # its credential stays in the row, so that a request with it is told why it is refused
+        return self._put(replace(row, state="revoked", since=utc_text(), invitation="", used=""), "revoked")
 
 
 def shown_time(at_s: float) -> str:

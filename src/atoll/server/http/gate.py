@@ -59,10 +59,10 @@ class SiteConnections:
     """The open connections of sites, to be closed when a site is revoked."""
 
     def __init__(self) -> None:
-        self._open: dict[str, WeakSet[asyncio.BaseTransport]] = {}
+        self._open: dict[str, WeakSet[asyncio.Transport]] = {}
 
     @contextmanager
-    def during(self, caller: Caller, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+    def during(self, caller: Caller, transport: asyncio.Transport | None) -> Iterator[None]:
         """Note that a connection has a request of a site; with the site's certificate, the connection stays the site's.
 
         Without one, it may be that of a proxy, and the next request another site's.
@@ -81,8 +81,7 @@ class SiteConnections:
     def close(self, site: str) -> None:
         """Close all connections of a site at once. Requests under way are cancelled."""
         for transport in self._open.pop(site, WeakSet()):
-            if isinstance(transport, asyncio.Transport):
-                transport.abort()
+            transport.abort()
 
 
 class Gate:
