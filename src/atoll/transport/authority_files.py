@@ -19,6 +19,7 @@ from cryptography import x509
 from atoll.errors import ConfigError, StoreError
 from atoll.posix import file_error, read_named, read_own, replace_file
 from atoll.transport.certificates import Keyed, common_name, new_authority, server_certificate, validity
+from atoll.transport.tls import peer_context, with_identity
 
 AUTHORITY, SERVER = "authority.key", "server.key"
 BEGIN = b"-----BEGIN CERTIFICATE-----"
@@ -89,6 +90,25 @@ def keep_server_certificate(directory: Path, authority: Keyed, names: Sequence[s
         made = server_certificate(authority, names)
         _write(path, made.key + made.certificate)
     return path
+
+
+def context_to_worker(directory: Path, site: str) -> ssl.SSLContext | None:
+    """Return the TLS context with which a server checks the address of a swarm's worker; None without an authority.
+
+    The worker has to have the certificate of its site, and sees that of the server.
+
+    Args:
+        directory: the state directory.
+        site: name of the worker's site.
+
+    Raises:
+        ConfigError: a file cannot be used.
+    """
+    if not (directory / SERVER).exists():
+        return None
+    context = peer_context(authority_file(directory), site)
+    with_identity(context, directory / SERVER, RESTORE)
+    return context
 
 
 def accept_clients_of(context: ssl.SSLContext, own: Keyed | None, other: Path | None) -> None:

@@ -91,7 +91,8 @@ def server_certificate(authority: Keyed, hosts: Iterable[str]) -> Keyed:
     issuer = x509.load_pem_x509_certificate(authority.certificate)
     builder = _builder(_name("atoll server"), issuer.subject, _private(key).public_key(), timedelta(days=SERVER_DAYS))
     builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return Keyed(_signed(builder, authority, (ExtendedKeyUsageOID.SERVER_AUTH,)) + authority.certificate, key)
+    usages = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)  # it connects to workers of a swarm
+    return Keyed(_signed(builder, authority, usages) + authority.certificate, key)
 
 
 def signing_request(key: bytes, site: str) -> bytes:

@@ -28,7 +28,7 @@ def at(site: str) -> str:
 def some(*sites: str) -> Peers:
     """These have joined, in this order."""
     members = {site: Member(site, lease, alive=True) for lease, site in enumerate(sites, 1)}
-    peers = Peers(lambda: members, why_unreachable=lambda _: "")
+    peers = Peers(lambda: members, why_unreachable=lambda *_: "")
     for site in sites:
         peers.add(site, at(site), "p1")
     return peers
