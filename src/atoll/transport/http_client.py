@@ -144,6 +144,11 @@ class _SecureConnection(_Connection, urllib3.connection.HTTPSConnection):
         super().__init__(*args, **options)
         self._context = context
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it can be used again: it is open, and no newer certificate replaces the one that it has shown."""
+        return super().is_connected and self._context() is self.ssl_context
+
     def connect(self) -> None:
         """Connect, and do the TLS handshake."""
         context = self._context()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -57,6 +58,7 @@ class PartConnection:
         self._connection.response_class = Response
         self._context, self._idle_timeout_s, self._proxy = context, idle_timeout_s, proxy
         self._require_ip = require_ip
+        self._shown: ssl.SSLContext | None = None  # that of the open connection
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None  # the connection's socket; set before it connects
@@ -187,7 +189,8 @@ class PartConnection:
     def _ready(self) -> http.client.HTTPConnection:
         """Return the open connection. If it is not open, or the server has closed it, connect first."""
         connection = self._connection
-        if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
+        is_old = self._context is not None and self._context() is not self._shown  # a certificate was renewed
+        if connection.sock is not None and (is_old or wait_for_read(connection.sock, timeout=0.0)):
             self.close()  # no request is open, so the socket is readable only if the server has closed it
         if connection.sock is None:
             self._connect()
@@ -207,7 +210,8 @@ class PartConnection:
             if proxy is not None:
                 proxy.open_tunnel(sock)
             if self._context:
-                sock = self._context().wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+                self._shown = self._context()
+                sock = self._shown.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
                 self._hold(sock)
                 sock.do_handshake()
         except BaseException:

@@ -188,3 +188,18 @@ def test_secret_does_not_travel_without_tls(tmp_path: Path, address: str) -> Non
         invitation = server.invitation()
         with pytest.raises(AtollError, match="without TLS"):
             enrol(type(invitation)(address, invitation.site, invitation.secret, invitation.fingerprint))
+
+
+def test_kept_connection_is_not_used_with_an_old_certificate(tmp_path: Path) -> None:
+    """After a renewal, a kept connection is opened anew: the server would refuse it once its certificate has ended."""
+    with EnrollingServer(tmp_path / "server", renew_after_s=0.001) as server:
+        credential = enrol(server.invitation())
+        with contextlib.closing(http_to(server.url, site="hospital-a")) as http:
+            for _ in range(2):
+                with pytest.raises(AuthError):
+                    http.reach(routes.STATUS, timeout_s=10)
+            assert renew(http, credential, 10)
+            with pytest.raises(AuthError):
+                http.reach(routes.STATUS, timeout_s=10)
+        before, again, after = (serial for path, _, serial, _ in server.seen if path == routes.STATUS)
+        assert before == again != after

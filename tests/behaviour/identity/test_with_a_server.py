@@ -79,7 +79,7 @@ def test_refused_sites_are_told_why(tmp_path: Path) -> None:
         (tmp_path / "elsewhere").mkdir()
         with pytest.raises(AuthError, match="was used") as raised:
             enrol(invitation, tmp_path / "elsewhere")
-        assert "--again" in str(raised.value)
+        assert "atoll invite hospital-a" in raised.value.remedy
         assert "Did you mean 'hospital-a'?" in refusal(server, "hospital-b").message
         with pytest.raises(AtollError, match="invitation"):
             enrol(type(invitation)(other.url, "hospital-a", invitation.secret))
