@@ -12,7 +12,7 @@ import typer
 from atoll.cli.text import print_line
 from atoll.errors import UsageError
 from atoll.protocol.invitation import MOST_CHARS, Invitation
-from atoll.transport.site_credentials import enrolled_server
+from atoll.transport.credential_store import enrolled_server
 from atoll.worker.arguments import require_site
 
 _WHERE = (

@@ -39,8 +39,8 @@ from atoll.transport.certificates import (
     validity,
     why_unfit,
 )
+from atoll.transport.credential_store import CredentialNote, SiteCredential, folder_for, store
 from atoll.transport.http_client import Http, damaged
-from atoll.transport.site_credentials import CredentialNote, SiteCredential, folder_for, store
 from atoll.transport.tls import is_loopback, unverified_context
 
 TIMEOUT_S = 20.0

@@ -47,8 +47,7 @@ from atoll.protocol import messages, routes
 from atoll.protocol.read_message import read_framed, read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
-from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
-from atoll.transport.site_credentials import (
+from atoll.transport.credential_store import (
     ANEW,
     SiteCredential,
     authority_at,
@@ -58,6 +57,7 @@ from atoll.transport.site_credentials import (
     site_at,
     why_none,
 )
+from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import OTHER_PEER, ContextMaker, Token, client_context, fixed, read_token, unverified_context
 
 Reply = TypeVar("Reply", bound=BaseModel)

@@ -47,10 +47,10 @@ from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.module_tensors import Tensors, is_expanded, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import authority_at
 from atoll.transport.http_client import Counters, Http, http_to
 from atoll.transport.object_server import LONGEST_S, ObjectHost, UnnamedFile, UnpublishedObject, nameless, written
 from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
-from atoll.transport.site_credentials import authority_at
 from atoll.transport.tls import ContextMaker
 
 LOG = logging.getLogger("atoll")

@@ -86,7 +86,7 @@ def unverified_context() -> ssl.SSLContext:
 
 
 OTHER_PEER = "shows the certificate of"
-"""Part of the message about a worker at whose address another one answers."""
+"""Part of the message if another worker answers at the address of one."""
 
 
 def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:

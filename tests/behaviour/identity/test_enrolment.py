@@ -15,9 +15,9 @@ from kit.enrolling_server import SECRET, EnrollingServer
 from atoll.errors import AtollError, AuthError, ServerUnreachable
 from atoll.protocol import routes
 from atoll.transport.certificates import new_authority
+from atoll.transport.credential_store import credential_at
 from atoll.transport.enrolment import enrol, renew
 from atoll.transport.http_client import enrolled_site, http_to, server_address
-from atoll.transport.site_credentials import credential_at
 
 
 @pytest.fixture(autouse=True)

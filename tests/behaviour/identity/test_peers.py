@@ -16,10 +16,10 @@ from atoll.errors import AtollError, ServerUnreachable
 from atoll.protocol import routes
 from atoll.tensors.layout import PART_BYTES
 from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import SiteCredential
 from atoll.transport.enrolment import enrol
 from atoll.transport.http_client import Counters
 from atoll.transport.object_client import object_http
-from atoll.transport.site_credentials import SiteCredential
 from atoll.transport.tls import client_context, fixed
 from atoll.worker.peer.peer_transfers import PeerServer, open_host
 

@@ -19,9 +19,9 @@ from swarm_world import Sites as SwarmSites
 
 import atoll
 from atoll.errors import AtollError, AuthError
+from atoll.transport.credential_store import SiteCredential
 from atoll.transport.enrolment import enrol
 from atoll.transport.http_client import http_to
-from atoll.transport.site_credentials import SiteCredential
 
 
 @pytest.fixture(autouse=True)

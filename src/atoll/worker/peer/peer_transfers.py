@@ -36,12 +36,12 @@ from atoll.runtime import OWN_RANDOM
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import SiteCredential
 from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.peer_address import NO_PATH, is_this_machine, require_peer, why_no_peer
-from atoll.transport.site_credentials import SiteCredential
 from atoll.transport.tls import ContextMaker, is_loopback
 from atoll.worker.arguments import insecure_peers
 from atoll.worker.log_lines import error_text
