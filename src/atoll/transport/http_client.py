@@ -713,18 +713,19 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
         )
     if credential is None or note is None:
         return None
-    name, until = f"certificate of site {note.site}", datetime.fromtimestamp(note.expires_at_s, UTC)
+    until = datetime.fromtimestamp(note.expires_at_s, UTC)
     has_expired = refused is not None and "expired" in refused[1].lower()
     if has_expired or (credential.has_expired() and any(each in text for each in _ENDED)):
         return _wrong_server(
-            f"{http.where} refuses the {name}: it has expired. It was valid until {until:%Y-%m-%d %H:%M} UTC."
+            f"{http.where} refuses the certificate of site {note.site}: it has expired. It was valid until "
+            f"{until:%Y-%m-%d %H:%M} UTC."
             f"{clock_difference(http)}",
             ANEW,
         )
     if refused is not None:
         return _wrong_server(
-            f"{http.where} refuses the {name}: its own authority has not signed it. Either the server has a new state "
-            "directory, or another server answers at this address.",
+            f"{http.where} refuses the certificate of site {note.site}: its own authority has not signed it. Either "
+            "the server has a new state directory, or another server answers at this address.",
             ANEW,
         )
     if "CERTIFICATE_VERIFY_FAILED" in text and ("issuer" in text or "self-signed" in text or "self signed" in text):
