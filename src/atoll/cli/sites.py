@@ -75,7 +75,7 @@ def invite(
     else:
         left_s = max(0.0, answer.expires_at - time.time())
         print(
-            f"Site {site} can enrol once, within {duration(round(left_s))}. Send it this line; whoever has it can "
+            f"Site {site} can enrol once, within {duration(round(left_s))}. Send it this line; any machine with it can "
             f"enrol as {site}:\n\n    atoll enrol {visible(answer.invitation)}"
         )
 

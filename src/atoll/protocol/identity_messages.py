@@ -37,7 +37,7 @@ class Invited(Message):
 
 
 class Enrol(Message):
-    """Use an invitation. Whoever sends it needs no other credential."""
+    """Use an invitation. The request needs no other credential."""
 
     secret: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{43}$")]
     request: Pem = Field("", description="Signing request of the site's key; empty: a token is asked for.")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
-import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -46,7 +44,8 @@ from atoll.server.coordinator.site_credentials import Issuing
 from atoll.server.coordinator.user_code import Function
 from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
-from atoll.server.http.gate import has_tls, makes_tls, needs_credentials, open_gate
+from atoll.server.http.gate import open_gate
+from atoll.server.http.server_tls import ANY_HOST, ServerTls
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.local_site import HOST, LocalSite, SiteCalls, VersionsInUse
 from atoll.server.saved_state import SavedState, save
@@ -59,19 +58,15 @@ from atoll.store.reader import open_state, recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
-from atoll.transport.authority_files import accept_clients_of, keep_authority, keep_server_certificate
-from atoll.transport.certificates import Keyed, common_name
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
-from atoll.transport.tls import fixed, server_context
+from atoll.transport.tls import fixed
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 Accept = Callable[..., Awaitable[Listener]]
 """Function that begins to accept connections for an aiohttp runner."""
 
-ANY_HOST = ("0.0.0.0", "::")
-"""Values of `network.host` with which the server listens on all addresses of the machine."""
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """Maximum seconds that the server stays after the last round, for workers that have not pulled the result yet."""
@@ -174,7 +169,7 @@ class Server:
         code = {name: value for name, value in code.items() if not isinstance(value, str)}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
-        self._gate = open_gate(self.settings)
+        self._gate, self._tls = open_gate(self.settings), ServerTls(self.settings)
         self._finished = Latch()
         self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
         self._started = False
@@ -183,8 +178,6 @@ class Server:
         self._last_status: status_messages.Status | None = None
         self._followers: dict[str, Callable[[Happened], None]] = {}
         self.port = 0
-        self._secure: ssl.SSLContext | None = None
-        self._authority: Keyed | None = None
 
     # -- life
 
@@ -252,7 +245,7 @@ class Server:
     def url(self) -> str:
         """The URL that workers connect to."""
         host = socket.gethostname() if self.settings.network.host in ANY_HOST else self.settings.network.host
-        return address_of(host, self.port, secure=has_tls(self.settings))
+        return address_of(host, self.port, secure=self._tls.is_used)
 
     @property
     def exports(self) -> Path:
@@ -400,12 +393,12 @@ class Server:
             raise
         self.port = listener.getsockname()[1]
         with contextlib.closing(listener):
-            if network.tls_cert and network.tls_key:
-                self._secure = server_context(network.tls_cert, network.tls_key)
+            self._tls.read_settings()
 
-            async def accept(runner: Any) -> Listener:
-                secure = self._with_authority()
-                return await start_listener(
+            def accept(runner: Any) -> Awaitable[Listener]:
+                secure = self._tls.context()
+                self._gate.authority = self._tls.authority_name
+                return start_listener(
                     listener.dup(),
                     runner,
                     fixed(secure) if secure else None,
@@ -437,30 +430,11 @@ class Server:
         if served.run.failed is not None:
             raise served.run.failed
 
-    def _with_authority(self) -> ssl.SSLContext | None:
-        """Return the TLS context, None without TLS. If the run has an authority of its own, read or make its files."""
-        settings, trust, folder = self.settings, self.settings.trust, self.settings.disk.state_dir
-        if not has_tls(settings):
-            return None
-        if self._authority is None and (makes_tls(settings) or needs_credentials(settings)):
-            self._authority = keep_authority(folder, f"atoll {secrets.token_hex(8)} {settings.run.name}")
-            self._gate.authority = common_name(self._authority.certificate)
-        if self._authority is not None and makes_tls(settings):
-            path = keep_server_certificate(folder, self._authority, _names_of(settings))
-            if self._secure is None:
-                self._secure = server_context(path, path)
-            else:
-                self._secure.load_cert_chain(path)  # for new connections, if it was made anew
-        assert self._secure is not None
-        if self._authority is not None or trust.authority is not None:
-            accept_clients_of(self._secure, self._authority, trust.authority)
-        return self._secure
-
     async def _renew_certificate(self) -> None:
         """Make the server's own certificate anew in time, as long as the server runs."""
-        while makes_tls(self.settings):
+        while True:
             await asyncio.sleep(RENEW_S)
-            self._with_authority()
+            self._tls.context()
 
     async def _open(self) -> ServedRun:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
@@ -506,8 +480,8 @@ class Server:
             self._served, self._last_status = served, None  # the run may have gone back
             if schedule is not None:
                 schedule.start(served)
-            self._with_authority()
-            served.credentials.issuing = self._issuing()
+            self._tls.context()
+            served.credentials.issuing = Issuing(*self._tls.issues())
             accepting = await accept(runner)
             run.spawn(self._renew_certificate())
             run.store.run_log.fail("")  # the start has succeeded
@@ -529,11 +503,6 @@ class Server:
             finally:
                 await served.coordinator.stop(begins_again=is_again)
         return served, is_again and served.begins_again  # unless it has failed meanwhile
-
-    def _issuing(self) -> Issuing:
-        address = (self.settings.trust.address or "").rstrip("/")
-        authority = None if address else self._authority  # the proxy in front does not pass certificates on
-        return Issuing(address, authority, is_trusted_by_it=makes_tls(self.settings))
 
     async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:
         """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.
@@ -671,19 +640,6 @@ def _is_overdue(run: RunCore, site: str, begin_s: float) -> bool:
     presence, interval_s = run.roster[site], run.settings.network.heartbeat_interval_s
     since_s = presence.heard_s if interval_s else begin_s
     return time.monotonic() >= since_s + _asks_within_s(interval_s, presence.heard)
-
-
-def _names_of(settings: Settings) -> list[str]:
-    """Return the host names and addresses at which clients reach a server, for its certificate."""
-    host, names = settings.network.host, {"localhost", "127.0.0.1", socket.gethostname(), *settings.trust.names}
-    if host not in ANY_HOST:
-        names.add(host)
-    else:
-        with contextlib.suppress(OSError):
-            names |= {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
-    if settings.trust.address:
-        names.add(urlsplit(settings.trust.address).hostname or host)
-    return sorted(name.strip("[]") for name in names)
 
 
 def _ports(port: int | None, before: str) -> tuple[Sequence[int], str]:

@@ -189,16 +189,11 @@ class Identities:
             secret, request: as for `find_invitation`.
         """
         now, hashed = utc_text(), hash_of_secret(secret)
-        used = {"used": hashed, "used_request": hash_of_secret(request) if request else "", "used_at": now}
-        is_first = row.invitation == hashed
-        ends = {"invitation": "", "enrolments": row.enrolments + 1} if is_first else {}
-        given = {"kind": kind, "credential": credential, "expires_at": expires_at, "previous": "", "since": now}
-        self._put(
-            replace(row, **(used | ends | given | {"state": "enrolled", "previous_until": 0.0})),
-            "enrolled",
-            kind=kind,
-            credential=credential,
-        )
+        if row.invitation == hashed:
+            row = replace(row, invitation="", enrolments=row.enrolments + 1)
+        row = replace(row, used=hashed, used_request=hash_of_secret(request) if request else "", used_at=now)
+        row = replace(row, state="enrolled", since=now, kind=kind, credential=credential, expires_at=expires_at)
+        self._put(replace(row, previous="", previous_until=0.0), "enrolled", kind=kind, credential=credential)
 
     def renew(self, site: str, shown: str, kind: str, credential: str, expires_at: float) -> None:
         """Record a site's new credential. The one that it has shown stays valid until the new one is used.

@@ -73,10 +73,8 @@ def enrol(invitation: Invitation, folder: Path | None = None) -> SiteCredential:
     except OSError as error:
         raise file_error(error, error.filename or folder) from error
     require_writable_folder(folder, "Give another folder with --dir.")
-    key, request, authority = b"", "", b""
-    if invitation.fingerprint:
-        authority = authority_of(invitation)
-        key, request = _key_and_request(folder, invitation.site)
+    authority = authority_of(invitation) if invitation.fingerprint else b""
+    key, request = _key_and_request(folder, invitation.site)
     with _ca(authority) as ca, contextlib.closing(Http(invitation.server, ca=ca)) as http:
         message = Enrol(secret=invitation.secret, request=request)
         answer = http.post(routes.ENROL, message, Credential, timeout_s=TIMEOUT_S)
@@ -183,9 +181,9 @@ def _store(folder: Path, server: str, site: str, key: bytes, answer: Credential,
     now_s, expires_at_s = time.time(), answer.expires_at
     if answer.site != site:
         why = f"it is for site {answer.site}, not {site}"
-    elif (answer.kind == "certificate") != bool(key):
-        why = f"it is a {answer.kind}"
-    elif key:
+    elif answer.kind == "token" and authority:
+        why = "it is a token, but the server has an authority"
+    elif answer.kind == "certificate":
         secret = key + answer.certificate.encode()
         why = why_unfit(answer.certificate.encode(), key, site)
         expires_at_s = 0.0 if why else validity(answer.certificate.encode())[1].timestamp()

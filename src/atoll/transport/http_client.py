@@ -49,6 +49,7 @@ from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.credential_store import (
     ANEW,
+    AUTHORITY,
     SiteCredential,
     authority_at,
     chosen,
@@ -254,6 +255,12 @@ class Http:
         """The site's own credential, if it is a certificate."""
         own = self.credential
         return own if own is not None and own.note.kind == "certificate" else None
+
+    @property
+    def peer_credential(self) -> SiteCredential | None:
+        """The site's own certificate, if workers of a swarm know each other by it: its authority is the server's."""
+        own = self.certificate
+        return own if own is not None and (own.folder / AUTHORITY).exists() else None
 
     @property
     def poll_s(self) -> float:

@@ -78,7 +78,7 @@ def test_only_the_authority_with_the_fingerprint_is_trusted(tmp_path: Path) -> N
     ("changes", "message"),
     [
         ({"site": "hospital-b"}, "it is for site hospital-b, not hospital-a"),
-        ({"kind": "token", "token": "t" * 43}, "it is a token"),
+        ({"kind": "token", "token": "t" * 43}, "it is a token, but the server has an authority"),
         ({"certificate": new_authority("no site").certificate.decode()}, "it is for another key|it cannot be read"),
         ({"certificate": ""}, "it cannot be read"),
     ],
@@ -161,6 +161,7 @@ def test_behind_a_proxy_the_site_has_a_token(tmp_path: Path, monkeypatch: pytest
     with EnrollingServer(tmp_path / "server") as server:
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "server" / "ca.pem"))
         monkeypatch.setenv("ATOLL_TOKEN", "of-the-run")
+        server.answers[routes.ENROL] = {"kind": "token", "token": "t" * 43}
         invitation = server.invitation()
         enrol(type(invitation)(invitation.server, invitation.site, invitation.secret))
         reach(server)
@@ -203,3 +204,16 @@ def test_kept_connection_is_not_used_with_an_old_certificate(tmp_path: Path) -> 
                 http.reach(routes.STATUS, timeout_s=10)
         before, again, after = (serial for path, _, serial, _ in server.seen if path == routes.STATUS)
         assert before == again != after
+
+
+def test_certificate_from_a_server_with_a_certificate_of_another_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a fingerprint, others vouch for the server, and the site gets a certificate all the same."""
+    with EnrollingServer(tmp_path / "server") as server:
+        monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "server" / "ca.pem"))
+        invitation = server.invitation()
+        credential = enrol(type(invitation)(invitation.server, invitation.site, invitation.secret))
+        reach(server)
+        assert credential.note.kind == "certificate"
+        assert server.seen[-1][1] == "hospital-a"

@@ -131,6 +131,18 @@ def test_every_operation_refuses_every_wrong_caller(asked: Asked, caller: str) -
     assert roster["a"].heard_s == heard_s
 
 
+def test_an_answer_cannot_take_the_object_of_another_site(asked: Asked) -> None:
+    """A site cannot answer a task with an object that another site has opened, even if it knows the secret."""
+    at, opened = asked.at, asked.values["object"]
+    lease, before = at.join("b"), at.dump()
+    key = {"object": opened, "secret": asked.named["Atoll_Secret"], "digest": "0" * 64, "expires_at": 1}
+    path = routes.TASK_ANSWER.format(task="0" * 32)
+    status, body = at.send("POST", path, {"body": {"object": key}}, site="b", Atoll_Lease=lease)
+    assert (status, body["code"]) == (403, "forbidden"), body
+    assert at.dump() == before
+    assert at.server._require_served().objects.store.owners_of(opened) == ["a"]
+
+
 def test_the_site_itself_is_refused_nowhere(asked: Asked) -> None:
     """With its own credential, a site may send each request that is not for the admin alone."""
     last = {"leave", "remove_object"}

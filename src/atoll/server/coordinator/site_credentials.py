@@ -50,7 +50,7 @@ class SiteCredentials:
 
     Attributes:
         issuing: how this server issues credentials; set before it accepts connections.
-        on_end: called with the name of a site whose credential has ended; it closes the site's connections.
+        on_end: called with the name of a site after its credential has ended; it closes the site's connections.
     """
 
     def __init__(self, run: RunCore) -> None:
@@ -178,7 +178,7 @@ def invite(
 
     Args:
         identities: the credentials of the run's sites.
-        message: whom to invite.
+        message: which site to invite.
         issuing: how the server issues credentials.
         address: where the server listens.
         trust: the settings of this group.

@@ -353,8 +353,9 @@ def _named_in(served: ServedRun, message: BaseModel) -> Iterator[str]:
     """Return the sites that a message names."""
     if isinstance(message, messages.Join):
         yield message.site
-    if isinstance(message, task_messages.TaskAnswer) and message.object is not None:
-        yield from served.objects.store.owners_of(message.object.object)
+    body = message.body if isinstance(message, task_messages.TaskAnswer) else None
+    if body is not None and body.object is not None:
+        yield from served.objects.store.owners_of(body.object.object)
 
 
 async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> Message:

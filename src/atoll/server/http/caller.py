@@ -153,8 +153,8 @@ class ShownCredentials:
     Attributes:
         known: what the server knows of credentials.
         now_s: Unix time.
-        certificate: the certificate of the connection, as `ssl.SSLSocket.getpeercert` returns it. TLS has checked who
-            has signed it.
+        certificate: the certificate of the connection, as `ssl.SSLSocket.getpeercert` returns it. TLS has checked its
+            signature and its dates.
         authority: common name of the run's own authority; empty if it has none.
     """
 

@@ -271,8 +271,8 @@ def _open_carrier(session: Session, processes: WorkerProcesses, folder: Path) ->
 
     plan_message = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
     plan = plan_of(plan_message, session.split)
-    host = open_host(session.site, http.host, info.idle_timeout_s, http.certificate)
-    peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"), http.certificate)
+    host = open_host(session.site, http.host, info.idle_timeout_s, http.peer_credential)
+    peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"), http.peer_credential)
     session.peer_proof = str(peer_server.prove())
     session.cleanup.callback(peer_server.close)
     peer = SwarmPeer(session, peer_server, plan, folder)
