@@ -39,6 +39,9 @@ def test_invites_lists_and_revokes_with_and_without_a_server(nursery: Nursery, t
         at.keep("a", key, at.use(invited(ask("invite", "a", "state")), key)[1])
         assert at.send("GET", routes.RUN, site="a")[0] == 200
         lines = ask("sites", "state").splitlines()
+        for words in (("status", "state"), ("logs", "state")):
+            outcome = command(nursery, tmp_path, *words)  # over TLS, with the run's own authority
+            assert (outcome.returncode, "refuses to answer" in outcome.stderr) == (0, False), outcome.stderr
         assert lines[0].split()[:3] == ["site", "state", "credential"]
         assert lines[1].split()[:3] == ["a", "enrolled", "certificate"]
         outcome = command(nursery, tmp_path, "invite", "a", "state")
