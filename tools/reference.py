@@ -35,7 +35,10 @@ WORKER = {
     "ATOLL_LOG_JSON": "1: print log lines as JSON objects, as `--log-json` does.",
     "ATOLL_LOG_LEVEL": "The least level of log lines: warning, info or debug; `-q` and `-v` set it. By default info.",
     "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
-    "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
+    "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate. Default: the one that `atoll enrol` has "
+    "stored, else the system's.",
+    "ATOLL_CREDENTIAL": "Folder with the site's credential, if `atoll enrol --dir` has put it there.",
+    "ATOLL_INVITATION": "Invitation for `atoll enrol`, in place of its argument.",
     "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever its script and "
     "`ATOLL_PEER_*` say.",
     "ATOLL_PEER_HOST": "In a swarm, the address on which a worker listens for the others; by default 127.0.0.1.",

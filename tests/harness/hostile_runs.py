@@ -74,11 +74,12 @@ UNASKED = frozenset(
         "get_page",
         "get_page_file",
         "pause_run",
+        *("invite", "revoke", "get_sites", "get_authority", "enrol", "renew"),
         "stop_run",
         "roll_back",
     ]
 )
-"""Operations with an answer that no site and no command reads."""
+"""Operations with an answer that the recorded programs do not read."""
 OF_A_SWARM = frozenset({"get_swarm_plan", "work_in_swarm"})
 """Operations of workers that aggregate; their answers name other workers, so that no tape can give them again."""
 

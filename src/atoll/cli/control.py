@@ -9,14 +9,15 @@ from __future__ import annotations
 import json as json_module
 import os
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel
 
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, environ_of, stored_status
 from atoll.cli.text import still
 from atoll.cli.which_run import (
     HERE,
@@ -35,7 +36,7 @@ from atoll.errors import TRANSIENT, Conflict, ServerUnreachable
 from atoll.format_text import visible
 from atoll.protocol import admin_messages, routes, status_messages
 from atoll.store.reader import has_run, open_state
-from atoll.transport.http_client import ask, http_to, server_address
+from atoll.transport.http_client import Http, ask, http_to, server_address
 from atoll.transport.tls import read_token_file
 
 Server = Annotated[str | None, typer.Option(help="Server address. Default: ATOLL_SERVER.", show_default=False)]
@@ -49,6 +50,9 @@ TokenFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
+Answer = TypeVar("Answer")
+ANSWER_S = 30.0
+"""Seconds to wait for an answer of the server."""
 BACK_S = 120.0
 """Seconds within which a server has gone back to an earlier version."""
 LOOK_S = 0.2
@@ -62,8 +66,8 @@ def pause(
     json: AsJson = False,
 ) -> None:
     """Pause a run: no round begins, and its sites wait. Updates that they are training still count."""
-    target = _Target(run, state_dir, server, token_file)
-    answer = target.ask(routes.PAUSE, admin_messages.PauseRun(paused=True))
+    target = Target(run, state_dir, server, token_file)
+    answer = target.control(routes.PAUSE, admin_messages.PauseRun(paused=True))
     target.show(answer, json, f"To go on: atoll resume{target.named}{target.and_start}")
 
 
@@ -75,8 +79,8 @@ def resume(
     json: AsJson = False,
 ) -> None:
     """Let a paused run go on. With RUN, while no server runs, also a run that was stopped."""
-    target = _Target(run, state_dir, server, token_file)
-    answer = target.ask(routes.PAUSE, admin_messages.PauseRun(paused=False))
+    target = Target(run, state_dir, server, token_file)
+    answer = target.control(routes.PAUSE, admin_messages.PauseRun(paused=False))
     target.show(answer, json, target.watch)
 
 
@@ -91,8 +95,8 @@ def stop(
     json: AsJson = False,
 ) -> None:
     """End a run in good order: after the present round its result is saved, and its sites and its server end."""
-    target = _Target(run, state_dir, server, token_file)
-    answer = target.ask(routes.STOP, admin_messages.StopRun(now=now))
+    target = Target(run, state_dir, server, token_file)
+    answer = target.control(routes.STOP, admin_messages.StopRun(now=now))
     later = f" To train further later: atoll resume{target.named}, and then {target.again}" if target.again else ""
     target.show(answer, json, f"{target.watch}{later}")
 
@@ -112,8 +116,8 @@ def rollback(
     A server keeps the newest disk.keep_versions versions: 2 by default, so a run can go back by one. To be able to go
     back further, set it higher before. The server's log says at the beginning what each further version takes on disk.
     """
-    target = _Target(run, state_dir, server, token_file)
-    answer = target.ask(routes.ROLLBACK, admin_messages.RollBack(version=version))
+    target = Target(run, state_dir, server, token_file)
+    answer = target.control(routes.ROLLBACK, admin_messages.RollBack(version=version))
     if answer.text.startswith("the run goes back"):
         with still(f"still waiting until the server has gone back to version {version}"):
             answer = target.wait_until_back(answer, version)
@@ -121,7 +125,7 @@ def rollback(
     target.show(answer, json, then if answer.paused else target.watch)
 
 
-class _Target:
+class Target:
     """The run that a command is for: at a server, or in a state directory without one.
 
     Attributes:
@@ -156,12 +160,27 @@ class _Target:
         """The words that start the server after another command, if it does not run."""
         return "" if self.is_served else f", and then {self.again}"
 
-    def ask(self, path: str, message: BaseModel) -> admin_messages.Controlled:
-        """Ask the server. If none runs, write into the journal.
+    def control(self, path: str, message: BaseModel) -> admin_messages.Controlled:
+        """Ask the server to control the run. If none runs, write the wish into the journal. It raises what `ask` does.
+
+        Raises:
+            Conflict, Gone: the run does not allow it.
+        """
+        return self.ask(
+            lambda http: http.post(path, message, admin_messages.Controlled, timeout_s=ANSWER_S),
+            lambda state_dir: _in_journal(state_dir, message),
+        )
+
+    def ask(self, at_server: Callable[[Http], Answer], in_journal: Callable[[Path], Answer]) -> Answer:
+        """Ask the server. If none runs, work on the journal.
+
+        Args:
+            at_server: asks the server.
+            in_journal: does the same in the journal of a state directory.
 
         Raises:
             ServerUnreachable: no server answers, and no state directory is given.
-            Conflict, Gone: the run does not allow it.
+            Conflict: the run has never had a server.
             StateLocked: a server uses the state directory, but does not answer.
         """
         try:
@@ -174,9 +193,9 @@ class _Target:
                 raise ServerUnreachable(f"The server at {self._address} has another run.")
             with (
                 still(f"still waiting for the answer of {self._address}"),
-                closing(http_to(self._address, token=self._token)) as http,
+                closing(http_to(self._address, environ_of(self._dir), self._token)) as http,
             ):
-                return http.post(path, message, admin_messages.Controlled, timeout_s=30.0)
+                return at_server(http)
         except ServerUnreachable as error:
             if self._dir is None or error.is_other:
                 last = run_folders()[-1:]
@@ -185,10 +204,12 @@ class _Target:
                     error.message, f"{error.remedy} If no server runs, name the run{name}.".strip()
                 ) from error
         self.is_served = False
-        return _in_journal(self._dir, message)
+        return in_journal(self._dir)
 
     def _status(self) -> status_messages.Status:
-        return ask(self._address, routes.STATUS, status_messages.Status, token=self._token)
+        return ask(
+            self._address, routes.STATUS, status_messages.Status, environ=environ_of(self._dir), token=self._token
+        )
 
     def wait_until_back(self, before: admin_messages.Controlled, version: int) -> admin_messages.Controlled:
         """Wait until the server serves the run again, after it has gone back to a version.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, environ_of, stored_status
 from atoll.cli.text import next_step, still
 from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
 from atoll.errors import Gone, ServerUnreachable
@@ -64,7 +64,7 @@ def command(
     address, token = _server_of(folder) if folder is not None else (server_address(server), None)
     if token_file is not None:
         token = read_token_file(token_file)
-    for page in _pages(address, token, last, follow=follow):
+    for page in _pages(address, token, last, environ_of(folder), follow=follow):
         if _print(page, site, as_json=json):
             break
     next_step(f"atoll status{f' {quoted(run_folder(folder))}' if folder else f' --server {address}'}")
@@ -82,7 +82,9 @@ def _server_of(folder: Path) -> tuple[str, Token | None]:
     return address, admin_token(folder)
 
 
-def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> Iterator[list[run_events.RunEvent]]:
+def _pages(
+    address: str, token: Token | None, after: int, environ: Mapping[str, str], *, follow: bool
+) -> Iterator[list[run_events.RunEvent]]:
     """Yield the events of a server after one, page by page; with `follow`, until the server ends.
 
     Raises:
@@ -96,7 +98,7 @@ def _pages(address: str, token: Token | None, after: int, *, follow: bool) -> It
         path = f"{routes.EVENTS}?after={after}&within={within}&wait_s={wait_s}"
         try:
             with nullcontext() if follow else still(f"still waiting for the answer of {address}"):
-                page = ask(address, path, EventPage, token=token, timeout_s=routes.CALL_TIMEOUT_S)
+                page = ask(address, path, EventPage, environ=environ, token=token, timeout_s=routes.CALL_TIMEOUT_S)
         except Gone:
             if not after:
                 raise

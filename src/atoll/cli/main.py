@@ -29,6 +29,7 @@ COMMANDS = {
     "run": "Run a server and its sites on this machine.",
     "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
     "server": "Serve a run. Its settings come from a run file and from options; options take precedence.",
+    "enrol": "Enrol a site at a server with an invitation: make its key here, and get a certificate for it.",
     "worker": "Run a training script as a worker.",
     "simulate": "Train with many simulated sites, without a network.",
     "status": "Show the workers and rounds of a run, and for which sites a round waits, how long and why.",
@@ -37,6 +38,9 @@ COMMANDS = {
     "resume": "Let a paused run go on. With RUN, while no server runs, also a run that was stopped.",
     "stop": "End a run in good order: after the present round its result is saved, and its sites and its server end.",
     "rollback": "Let a run go back to an earlier version that its server still has.",
+    "invite": "Invite a site: it enrols once with what this prints, and then has a credential of its own.",
+    "sites": "List the sites that were invited, enrolled or revoked, and until when their credentials are valid.",
+    "revoke": "Revoke a site's credential and invitation, at once: its connections are closed.",
     "compare": "Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.",
     "page": "Show the page of a run: of one that runs from its server, of any other from its state directory.",
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
@@ -50,6 +54,7 @@ COMMANDS = {
 MODULES = {"run": "run_command", "runs": "run_folders"} | dict.fromkeys(
     ("pause", "resume", "stop", "rollback"), "control"
 )
+MODULES |= {"invite": "sites", "revoke": "sites"}
 
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""

@@ -185,14 +185,23 @@ def _announce(server: Server, settings: Settings) -> None:
             "start a worker: %satoll worker --server %s --site NAME -- python train.py%s",
             "ATOLL_SWARM=1 " if settings.swarm.enabled else "",  # a site takes part in a swarm only if it says so
             server.url,
-            _FOR_TLS if settings.network.tls_cert else "",
+            _for_sites(server),
         )
 
 
-_FOR_TLS = (
-    "; use a host name that the certificate contains, ATOLL_TLS_CA if you use your own authority, and "
-    "ATOLL_TOKEN_FILE for the token"
-)
+def _for_sites(server: Server) -> str:
+    """Return what a site needs before its worker can connect, as the end of a log line."""
+    from atoll.server.http.gate import needs_credentials
+
+    if needs_credentials(server.settings):
+        folder = shlex.quote(str(server.settings.disk.state_dir))
+        return f"; before that, invite each site: atoll invite NAME --dir {folder}"
+    if not server.url.startswith("https"):
+        return ""
+    return (
+        "; use a host name that the certificate contains, ATOLL_TLS_CA if you use your own authority, and "
+        "ATOLL_TOKEN_FILE for the token"
+    )
 
 
 def _watch(server: Server) -> None:

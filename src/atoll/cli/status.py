@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.stored_status import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, environ_of, stored_status
 from atoll.cli.text import (
     against_data_parallel,
     aligned,
@@ -129,7 +129,7 @@ def _show_run(state_dir: Path, *, json: bool, watch: bool) -> None:
     if not watch or not stored.address or _asked_by(stored, token) is None:
         _show_stored(state_dir, json=json)
         return
-    fetch = _asking(stored.address, token)
+    fetch = _asking(stored.address, token, state_dir)
     _show(fetch(), stored.address, fetch, f" {quoted(run_folder(state_dir))}", json=json)
 
 
@@ -200,7 +200,7 @@ def _asked_by(stored: status_messages.Status, token: Token | None) -> status_mes
     If the server there refuses to answer, or another program answers, print the error, too.
     """
     try:
-        live = _asking(stored.address, token)()
+        live = _asking(stored.address, token, Path(stored.state_dir) if stored.state_dir else None)()
     except AtollError as error:
         if not isinstance(error, ServerUnreachable) or error.is_other:  # for example, a refused certificate
             print(f"atoll: the server at {stored.address} refuses to answer: {error}", file=sys.stderr)
@@ -208,8 +208,9 @@ def _asked_by(stored: status_messages.Status, token: Token | None) -> status_mes
     return live if live.run == stored.run else None
 
 
-def _asking(address: str, token: Token | None) -> Fetch:
-    return partial(ask, address, routes.STATUS, status_messages.Status, token=token)
+def _asking(address: str, token: Token | None, state_dir: Path | None = None) -> Fetch:
+    environ = environ_of(state_dir)
+    return partial(ask, address, routes.STATUS, status_messages.Status, environ=environ, token=token)
 
 
 def _ask_until_answered(fetch: Fetch) -> status_messages.Status:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,6 +21,8 @@ from atoll.store.reader import StateReader, open_state, saved_status
 from atoll.tensors.schema import Schema
 from atoll.transport.tls import Token
 
+AUTHORITY = "authority.pem"
+"""Name of the file with the certificate of a run's own authority, in its state directory."""
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
 UNDER_WAY = "was under way; if no server runs, `atoll server` "
 PHASES = {"open": "open", "frozen": "closing"}
@@ -30,6 +34,18 @@ def admin_token(state_dir: Path) -> Token | None:
         if (text := stored_tokens(state_dir).get("admin")) is not None:
             return Token(text, str(state_dir / "admin.token"))
     return None
+
+
+def environ_of(state_dir: Path | None) -> Mapping[str, str]:
+    """Return the environment for requests to the server of a run: with the run's own authority, if it has one.
+
+    Args:
+        state_dir: state directory of the run; None: it is not known.
+    """
+    authority = None if state_dir is None else state_dir / AUTHORITY
+    if authority is None or not authority.exists():
+        return os.environ
+    return {**os.environ, "ATOLL_TLS_CA": str(authority)}
 
 
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:

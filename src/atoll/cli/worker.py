@@ -1,8 +1,8 @@
 """`atoll worker -- python train.py`: run a training script as one worker of a run.
 
 The script gets the server's address, the site's name and the site's folder in variables: ATOLL_SERVER, ATOLL_SITE and
-ATOLL_DIR. A token comes only from the environment (ATOLL_TOKEN, ATOLL_TOKEN_FILE), because other users of the machine
-can read a command line.
+ATOLL_DIR. The credential is the one that `atoll enrol` has stored. A token comes only from the environment
+(ATOLL_TOKEN, ATOLL_TOKEN_FILE), because other users of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
 from atoll.posix import remove_left_behind
 from atoll.protocol import messages, routes
-from atoll.transport.http_client import ask, server_address
+from atoll.transport.http_client import ask, enrolled_site, server_address
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import ENDED_WELL, LEASES, RUN_FAILED, SUPERSEDED, leave_for
 
@@ -65,10 +65,18 @@ def command(
         list[str], typer.Argument(help="The command to run, after `--`: python train.py …", metavar="-- COMMAND")
     ],
     server: Annotated[
-        str | None, typer.Option(help="Address of the server. Default: ATOLL_SERVER.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Address of the server. Default: ATOLL_SERVER, or that at which a site here has enrolled.",
+            show_default=False,
+        ),
     ] = None,
     site: Annotated[
-        str | None, typer.Option(help="Name of the site. Default: from host and process number.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Name of the site. Default: ATOLL_SITE, the site enrolled here, or from host and process number.",
+            show_default=False,
+        ),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -88,11 +96,12 @@ def command(
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     print_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
-    address = server_address(server)
+    address = server_address(server, enrolled=True)
     environment = os.environ | {"ATOLL_SERVER": address}
+    site = site or os.environ.get("ATOLL_SITE") or enrolled_site(address)
     if site is not None:
         environment["ATOLL_SITE"] = require_site(site)
-    elif "ATOLL_SITE" not in environment and restarts:
+    elif restarts:
         raise UsageError(
             "--restarts needs a site name that stays the same after a restart.", "Give --site NAME, or set ATOLL_SITE."
         )
@@ -129,7 +138,7 @@ def _require_program(name: str, path: str) -> None:
     )
 
 
-def _require_server(address: str, signals: list[int]) -> str:
+def _require_server(address: str, signals: list[int], site: str | None = None) -> str:
     """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
     While the server does not answer, print why: the first time, when the reason changes, and at growing intervals.
@@ -137,6 +146,7 @@ def _require_server(address: str, signals: list[int]) -> str:
     Args:
         address: the address of the server.
         signals: the numbers of the signals received so far; a signal ends the wait.
+        site: name of the site; None: it has none of its own.
 
     Raises:
         ServerUnreachable: the server did not answer in that time, or its certificate is not accepted.
@@ -155,7 +165,7 @@ def _require_server(address: str, signals: list[int]) -> str:
         while True:
             try:
                 timeout_s = min(10.0, max(1.0, end - time.monotonic()))
-                return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
+                return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s, site=site).name
             except ServerUnreachable as error:
                 # is_other: TLS or its certificate is wrong; waiting does not help
                 if signals or time.monotonic() >= end or error.is_other:
@@ -240,7 +250,7 @@ def _run_once(
     Raises:
         ServerUnreachable: the server did not answer in time, or its certificate is not accepted.
     """
-    name = _require_server(environment["ATOLL_SERVER"], signals)
+    name = _require_server(environment["ATOLL_SERVER"], signals, environment.get("ATOLL_SITE"))
     if signals:
         return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret

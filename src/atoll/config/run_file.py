@@ -40,6 +40,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_MAX_SYNC_RETRIES",
         "ATOLL_GIVE_UP_S",
         "ATOLL_TLS_CA",
+        "ATOLL_CREDENTIAL",
+        "ATOLL_INVITATION",
         "ATOLL_NEW_STATE",
         "ATOLL_SWARM",
         "ATOLL_PEER_HOST",
@@ -160,7 +162,14 @@ TRUTHS = {
 }
 """Spellings of a boolean in a variable or after `--set`, in any case. A run file has only `true` and `false`."""
 
-FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
+FOLDERS = (
+    "network.tls_cert",
+    "network.tls_key",
+    "network.token_file",
+    "trust.authority",
+    "disk.state_dir",
+    "disk.export_dir",
+)
 CODE = (
     *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
     *("aggregation.upload_codec", "aggregation.download_codec"),

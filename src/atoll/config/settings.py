@@ -1,4 +1,4 @@
-"""The settings of a run: eleven typed groups, validated when they are built, and immutable.
+"""The settings of a run: thirteen typed groups, validated when they are built, and immutable.
 
 The name of a setting is `group.key`. Set it in the run file (as a key in the TOML table of its group), with the
 environment variable `ATOLL_<GROUP>__<KEY>`, or with the option `--set group.key=value`. The command line overrides the
@@ -104,6 +104,10 @@ ChunkBytes = Annotated[int, AfterValidator(_chunk)]
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """Type of a setting that seeds torch's random numbers."""
+
+
+SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""Type of a setting with the name of a site: 1 to 64 letters, digits, `.`, `_`, `-`."""
 
 
 class _WrongValue(ValueError):
@@ -505,7 +509,11 @@ class Workflow(Group):
 class Network(Group):
     """How workers connect to the server."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on; any other than loopback needs TLS and a token.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address to listen on. On any other than loopback, the server uses TLS, and sites need credentials "
+        "(`trust.required`).",
+    )
     port: int | None = Field(
         None,
         ge=0,
@@ -516,7 +524,7 @@ class Network(Group):
     tls_cert: Path | None = Field(None, description="File with the certificate chain (PEM).")
     tls_key: Path | None = Field(None, description="File with the private key of the certificate (PEM, mode 0600).")
     token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or set ATOLL_TOKEN.")
-    insecure: bool = Field(False, description="Allow addresses other than loopback without TLS or a token.")
+    insecure: bool = Field(False, description="Allow addresses other than loopback without TLS or credentials.")
     heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: no heartbeats.")
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Seconds without any request after which a worker is declared dead; 0: never."
@@ -531,6 +539,43 @@ class Network(Group):
         2, ge=1, le=MOST_CONNECTIONS, description="A worker's parallel connections for transferring tensors."
     )
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
+
+
+class Trust(Group):
+    """Which sites may take part, and how each proves its name."""
+
+    sites: tuple[SiteName, ...] = Field(
+        (), description="Names of the sites that may take part. Default: each site that may connect."
+    )
+    required: bool | None = Field(
+        None,
+        description="Whether each site needs a credential of its own, by `atoll invite`. Default: true if other "
+        "machines can reach the server and `network.insecure` is not set; also with `trust.address` or "
+        "`trust.authority`.",
+    )
+    address: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/?#@]+[^\s?#@]*$",
+        description="Address of the server in invitations, if a proxy in front of it ends TLS. Sites then get tokens "
+        "of their own, because the proxy does not pass client certificates on.",
+    )
+    names: tuple[str, ...] = Field(
+        (), description="More host names and IP addresses at which sites reach the server, for its own certificate."
+    )
+    authority: Path | None = Field(
+        None,
+        description="File with the certificates (PEM) of your own authority of client certificates. A site's name is "
+        "in a SPIFFE URI, else the common name.",
+    )
+    certificate_s: float = Field(
+        7 * 86_400.0,
+        ge=1.0,
+        le=366 * 86_400.0,
+        description="Seconds for which the credential of a site is valid; its worker renews it at half of this time.",
+    )
+    invitation_s: float = Field(
+        86_400.0, gt=0, le=30 * 86_400.0, description="Seconds for which an invitation can be used."
+    )
 
 
 def _by_name(value: object) -> object:
@@ -655,6 +700,7 @@ class Settings(BaseModel):
     aggregation: Aggregation = Aggregation()
     workflow: Workflow = Workflow()
     network: Network = Network()
+    trust: Trust = Trust()
     disk: Disk = Disk()
     server: Server = Server()
     _source: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -90,7 +90,7 @@ class TrainerDriver:
     @property
     def site(self) -> str:
         """This site's name. If none was given, a name is made on first use and kept."""
-        self._given_site = site_of(self._given_site)
+        self._given_site = site_of(self._given_site, self.server)
         return self._given_site
 
     def state(self) -> NextTraining:

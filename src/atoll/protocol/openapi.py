@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 
 from atoll.protocol import (
     admin_messages,
+    identity_messages,
     messages,
     routes,
     run_events,
@@ -56,8 +57,9 @@ STATUS_OF: dict[str, int] = {
 CallerKind = Literal["stranger", "site", "peer", "reader", "admin"]
 """The kind of sender of a request, as its token, lease or secret shows.
 
-A `site` has the run's token or a lease, a `peer` the secret of a published object, a `reader` and the `admin` the token
-in their file of the server's state directory. A `stranger` has none of these.
+A `site` has a credential of its own; where none is needed, the run's token or a lease. A `peer` has the secret of a
+published object, a `reader` and the `admin` the token in their file of the server's state directory. A `stranger` has
+none of these.
 """
 
 EVERYONE: tuple[CallerKind, ...] = ("stranger", "site", "peer", "reader", "admin")
@@ -90,6 +92,7 @@ class Operation:
         body_bytes: maximum size of a JSON body, in bytes.
         streams: whether a request that accepts `text/event-stream` gets server-sent events, each a `reply`.
         media: type of an answer that is bytes or text, if it is not the usual one.
+        identity: whether the handler is told the identity that the caller's credential proves.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Operation:
     body_bytes: int = routes.CONTROL_BODY_BYTES
     streams: bool = False
     media: str = ""
+    identity: bool = False
 
 
 def callers_at(operation: Operation, *, is_open: bool) -> tuple[CallerKind, ...]:
@@ -273,6 +277,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "Ask the server to keep an object; its parts follow. The answer has the object's secret.",
         callers=SITES,
         request=messages.ObjectOpen,
+        identity=True,
         reply=messages.ObjectOpened,
         problems=("busy", "disk_full"),
     ),
@@ -407,6 +412,64 @@ OPERATIONS: tuple[Operation, ...] = (
         problems=("conflict", "gone", "busy", "disk_full"),
     ),
     Operation(
+        "get_authority",
+        "GET",
+        routes.AUTHORITY,
+        "Get the certificate of the run's authority (PEM). Compare its fingerprint with that of the invitation.",
+        callers=EVERYONE,
+        reply=str,
+        problems=("gone",),
+    ),
+    Operation(
+        "enrol",
+        "POST",
+        routes.ENROL,
+        "Use an invitation: its secret is the credential. The answer has the site's own one.",
+        callers=EVERYONE,
+        request=identity_messages.Enrol,
+        reply=identity_messages.Credential,
+        problems=("busy", "disk_full"),
+    ),
+    Operation(
+        "renew",
+        "POST",
+        routes.RENEW,
+        "Get a new credential. The present one stays valid until the new one was used.",
+        callers=SITES,
+        request=identity_messages.Renew,
+        reply=identity_messages.Credential,
+        identity=True,
+        problems=("disk_full",),
+    ),
+    Operation(
+        "invite",
+        "POST",
+        routes.INVITE,
+        "Invite a site: it can enrol once with the invitation in the answer.",
+        callers=ADMIN,
+        request=identity_messages.Invite,
+        reply=identity_messages.Invited,
+        problems=("config", "conflict", "disk_full"),
+    ),
+    Operation(
+        "revoke",
+        "POST",
+        routes.REVOKE,
+        "Revoke a site's credential and invitation. Its lease ends, and its connections are closed.",
+        callers=ADMIN,
+        request=identity_messages.Revoke,
+        reply=identity_messages.SiteRecord,
+        problems=("disk_full",),
+    ),
+    Operation(
+        "get_sites",
+        "GET",
+        routes.SITES,
+        "Get the sites that were invited, enrolled, named or revoked.",
+        callers=ADMIN,
+        reply=identity_messages.SiteRecords,
+    ),
+    Operation(
         "get_status", "GET", routes.STATUS, "Get the status of the run.", callers=READERS, reply=status_messages.Status
     ),
     Operation(
@@ -535,7 +598,7 @@ def openapi(version: str, *, is_open: bool = False, more: Sequence[Operation] = 
 
 
 _TOKENS = {
-    "site": "The run's token.",
+    "site": "A token of the site's own; or instead a client certificate. Where sites need none: the run's token.",
     "reader": "The token in the file reader.token of the server's state directory.",
     "admin": "The token in the file admin.token of the server's state directory.",
 }

@@ -35,6 +35,12 @@ SWARM_PLAN = "/v1/swarm/plan"
 PAUSE = "/v1/run/pause"
 STOP = "/v1/run/stop"
 ROLLBACK = "/v1/run/rollback"
+AUTHORITY = "/v1/authority"
+ENROL = "/v1/enrol"
+RENEW = "/v1/enrol/renew"
+SITES = "/v1/sites"
+INVITE = "/v1/sites/invite"
+REVOKE = "/v1/sites/revoke"
 STATUS = "/v1/status"
 EVENTS = "/v1/events"
 SITE_CURVES = "/v1/site-curves"
@@ -86,6 +92,7 @@ ANSWER_BYTES: dict[str, int] = {
     STATUS: 16 * 2**20,
     EVENTS: 2**20,
     SITE_CURVES: 2**20,
+    SITES: 16 * 2**20,
     EVALUATION: 16 * 2**20,
     SETTINGS: 2**20,
 }

@@ -272,6 +272,7 @@ class Status(Message):
     stopping: bool = Field(False, description="Whether the admin has ended the run: the current round is the last.")
     failed: Shown = Field("", description="Why the run has failed and the server has ended; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
+    public_address: Shown = Field("", description="Address of the proxy in front of it, from trust.address.")
     state_dir: Shown = Field("", description="State directory of the server.")
     mode: Literal["rounds", "asynchronous", "swarm"] = Field(
         "rounds",

@@ -165,6 +165,9 @@ class PeerWork(Message):
         max_length=MOST_PEERS,
         description="Addresses of all other workers, which the server has checked. A worker connects to no others.",
     )
+    sites: list[Site] = Field(
+        default_factory=list, max_length=MOST_PEERS, description="The site of each of `peers`, in the same order."
+    )
     probe: list[Address] = Field(
         default_factory=list, max_length=MOST_PEERS, description="Test the connection to these; they are in `peers`."
     )

@@ -26,6 +26,7 @@ from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
 from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.coordinator.site_credentials import SiteCredentials
 from atoll.server.coordinator.site_operations import SiteOperations
 from atoll.server.coordinator.stalls import Stalls
 from atoll.server.coordinator.ticket_operations import TicketOperations
@@ -124,6 +125,7 @@ def assemble(
         tickets=TicketOperations(run, leases, shapes, place, tasks, history.time_left, configs),
         updates=UpdateOperations(run, leases, place, admission, filtering),
         admin=AdminOperations(run, place, tasks),
+        credentials=SiteCredentials(run),
         admission=admission,
         history=history,
         background=background,

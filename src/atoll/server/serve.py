@@ -40,10 +40,12 @@ from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.round_configs import ConfigFunction, config_function
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
+from atoll.server.coordinator.site_credentials import Issuing
 from atoll.server.coordinator.user_code import Function
 from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.gate import open_gate
+from atoll.server.http.server_tls import ANY_HOST, ServerTls
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.local_site import HOST, LocalSite, SiteCalls, VersionsInUse
 from atoll.server.saved_state import SavedState, save
@@ -51,21 +53,20 @@ from atoll.server.startup import CODE, open_again, open_run, settings_beside, ta
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.store.caller_tokens import keep_tokens, stored_tokens
-from atoll.store.reader import recorded_failure
+from atoll.store.identities import KnownSites
+from atoll.store.reader import open_state, recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
-from atoll.transport.tls import server_context
+from atoll.transport.tls import fixed
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
 Accept = Callable[..., Awaitable[Listener]]
 """Function that begins to accept connections for an aiohttp runner."""
 
-ANY_HOST = ("0.0.0.0", "::")
-"""Values of `network.host` with which the server listens on all addresses of the machine."""
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """Maximum seconds that the server stays after the last round, for workers that have not pulled the result yet."""
@@ -77,6 +78,8 @@ LONGEST_TELL_S = 120.0
 """Maximum seconds after the last request of a site for which a failed server waits for its next one."""
 TELL_S = 0.05
 """Seconds between two checks whether all sites were told."""
+RENEW_S = 86_400.0
+"""Seconds between two checks whether the server's own certificate is to be made anew."""
 STATUS_S = 1.0
 """Seconds between two checks for a new version. If there is one, the status is saved, in case the server is killed."""
 WATCHED_S = 3.0
@@ -166,7 +169,7 @@ class Server:
         code = {name: value for name, value in code.items() if not isinstance(value, str)}
         self._code = {name: _described(value) for name, value in code.items() if value}
         self._saved: SavedState | None = None
-        self._gate = open_gate(self.settings)
+        self._gate, self._tls = open_gate(self.settings), ServerTls(self.settings)
         self._finished = Latch()
         self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
         self._started = False
@@ -242,7 +245,7 @@ class Server:
     def url(self) -> str:
         """The URL that workers connect to."""
         host = socket.gethostname() if self.settings.network.host in ANY_HOST else self.settings.network.host
-        return address_of(host, self.port, secure=bool(self.settings.network.tls_cert))
+        return address_of(host, self.port, secure=self._tls.is_used)
 
     @property
     def exports(self) -> Path:
@@ -390,13 +393,17 @@ class Server:
             raise
         self.port = listener.getsockname()[1]
         with contextlib.closing(listener):
-            context = None
-            if network.tls_cert and network.tls_key:
-                context = server_context(network.tls_cert, network.tls_key)
+            self._tls.read_settings()
 
             def accept(runner: Any) -> Awaitable[Listener]:
+                secure = self._tls.context()
+                self._gate.authority = self._tls.authority_name
                 return start_listener(
-                    listener.dup(), runner, context, files=files, idle_timeout_s=network.idle_timeout_s
+                    listener.dup(),
+                    runner,
+                    fixed(secure) if secure else None,
+                    files=files,
+                    idle_timeout_s=network.idle_timeout_s,
                 )
 
             failed: Exception | None = None
@@ -422,6 +429,12 @@ class Server:
                     self._evaluator.close()
         if served.run.failed is not None:
             raise served.run.failed
+
+    async def _renew_certificate(self) -> None:
+        """Make the server's own certificate anew in time, as long as the server runs."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self._tls.context()
 
     async def _open(self) -> ServedRun:
         # load functions first: if one is wrong, no run is left that a corrected start would continue
@@ -467,7 +480,10 @@ class Server:
             self._served, self._last_status = served, None  # the run may have gone back
             if schedule is not None:
                 schedule.start(served)
+            self._tls.context()
+            served.credentials.issuing = Issuing(*self._tls.issues())
             accepting = await accept(runner)
+            run.spawn(self._renew_certificate())
             run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
             if failed is not None:
@@ -521,6 +537,8 @@ class Server:
         LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
         with contextlib.suppress(AtollError):
             self._gate.tokens.accept(stored_tokens(state_dir))
+            with open_state(state_dir) as state:
+                self._gate.known = KnownSites(state.identities())
         why = f"{before.rstrip('.')}. It" if before else "It"
         failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
         runner = runner_of(make_refusing_app(self._gate, failed, note), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)

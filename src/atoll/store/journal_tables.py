@@ -28,7 +28,7 @@ from atoll.protocol.messages import Report
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds", "events"),
-    "configs",
+    *("configs", "identities"),
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed."""
 
@@ -365,6 +365,42 @@ class ConfigRow:
 
 
 @dataclass(frozen=True, slots=True)
+class IdentityRow:
+    """What the server knows of a site's credential and of its newest invitation. Times are Unix times, in seconds.
+
+    Attributes:
+        state: invited: it has had no credential yet. A site that is enrolled or revoked may also have an invitation.
+        kind: kind of the credential; empty before the first one.
+        credential: serial number of the certificate, or hash of the token; empty if the site has none.
+        expires_at: time at which the credential expires.
+        previous: the credential before the last renewal; empty if there is none.
+        previous_until: time until which `previous` is accepted, too.
+        invitation: hash of the secret of the open invitation; empty if there is none.
+        invited_until: time until which the open invitation can be used.
+        used: hash of the secret of the last invitation that was used.
+        used_request: hash of the signing request for which it was used; empty if a token was asked for.
+        used_at: when it was used, ISO 8601.
+        since: since when the site is in this state, ISO 8601.
+        enrolments: number of invitations that were used.
+    """
+
+    site: str
+    state: Literal["invited", "enrolled", "revoked"]
+    since: str
+    kind: str = ""
+    credential: str = ""
+    expires_at: float = 0.0
+    previous: str = ""
+    previous_until: float = 0.0
+    invitation: str = ""
+    invited_until: float = 0.0
+    used: str = ""
+    used_request: str = ""
+    used_at: str = ""
+    enrolments: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRow:
     """One entry of the audit log. `hash` is the BLAKE3 of the other fields, `prev_hash` the previous entry's hash."""
 
@@ -528,14 +564,15 @@ SITE_ROUNDS = Table(
 )
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 CONFIGS = Table("configs", ConfigRow, "PRIMARY KEY (site, round)")
+IDENTITIES = Table("identities", IdentityRow, "PRIMARY KEY (site)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
 TABLES = (
     *(RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS),
-    *(HISTORY, SITE_ROUNDS, GENERATIONS, CONFIGS, AUDIT),
+    *(HISTORY, SITE_ROUNDS, GENERATIONS, CONFIGS, IDENTITIES, AUDIT),
 )
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 
 SCHEMA = f"""
 CREATE TABLE meta (

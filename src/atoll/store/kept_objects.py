@@ -61,6 +61,8 @@ class Entry:
         own: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
             no note, so the server's next start removes it.
         counts: whether the object counts towards the store's `max_bytes`.
+        owner: the site that has opened the object with a credential of its own: no other may change or remove it. Empty
+            if none has.
         removed: event that is set when the object is removed.
     """
 
@@ -74,6 +76,7 @@ class Entry:
     touched_s: float = 0.0
     own: bool = False
     counts: bool = True
+    owner: str = ""
     removed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -112,13 +115,14 @@ class ObjectStore:
 
     # -- calls of a publisher
 
-    def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Entry, str]:
+    def open(self, cuts: Cuts, *, inline: bool, expires_s: float, owner: str = "") -> tuple[Entry, str]:
         """Create an empty object. Its publisher sends the parts later.
 
         Args:
             cuts: sizes of the object and its parts.
             inline: whether the object's bytes are sent within its manifest.
             expires_s: requested lifetime in seconds, reduced to `max_expires_s` if it is longer.
+            owner: as in `Entry`.
 
         Returns:
             The object and its secret. The store keeps only a hash of the secret.
@@ -148,7 +152,7 @@ class ObjectStore:
         secret = new_id()
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, file=Descriptor(fd))
+        entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, file=Descriptor(fd), owner=owner)
         entry.touched_s = time.monotonic()
         self._objects[entry.object] = entry
         return entry, secret
@@ -293,6 +297,11 @@ class ObjectStore:
 
     # -- calls of a process that has the reference
 
+    def owners_of(self, object_id: str) -> list[str]:
+        """Return the site that owns an object, alone in a list; an empty list if none does."""
+        entry = self._objects.get(object_id)
+        return [entry.owner] if entry is not None and entry.owner else []
+
     def find(self, object_id: str, secret: str) -> Entry:
         """Return an object, complete or still arriving, if the secret is right.
 
@@ -411,6 +420,7 @@ def _note(entry: Entry) -> dict[str, Any]:
         "cuts": [cuts.head_bytes, cuts.nbytes, cuts.part_bytes],
         "inline": entry.inline,
         "expires_at": entry.expires_at,
+        "owner": entry.owner,
         "digests": [entry.digests[index].hex() for index in range(cuts.count)],
     }
 
@@ -426,6 +436,7 @@ def _read_note(path: Path) -> Entry | None:
             note["inline"],
             float(note["expires_at"]),
             {index: bytes.fromhex(digest) for index, digest in enumerate(note["digests"])},
+            owner=note["owner"],
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         LOG.warning(

@@ -38,6 +38,7 @@ from atoll.store.journal import JOURNAL, require_journal, require_unchanged
 from atoll.store.journal_tables import (
     AuditRow,
     Controls,
+    IdentityRow,
     MemberRow,
     RoundState,
     Row,
@@ -139,6 +140,10 @@ class StateReader:
     def members(self) -> list[MemberRow]:
         """Return the sites that have ever joined, in the order of their names."""
         return self._select(journal_tables.MEMBERS, "ORDER BY site")
+
+    def identities(self) -> list[IdentityRow]:
+        """Return what is known of the credentials of sites."""
+        return self._select(journal_tables.IDENTITIES)
 
     def ended_workflows(self) -> set[int]:
         """Return the places of the workflows that have ended, in the run's list of workflows."""

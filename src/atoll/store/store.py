@@ -43,6 +43,7 @@ from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
+from atoll.store.identities import Identities
 from atoll.store.journal import JOURNAL, Durability, Journal
 from atoll.store.journal_tables import files_of
 from atoll.store.kept_events import EventRows
@@ -73,6 +74,7 @@ class Store:
         run_log: the journal's rows about the run, its sites, rounds, history and workflows.
         slots: the preallocated tensor files.
         tickets: the tickets and their updates.
+        identities: the credentials of the sites.
         versions: the versions, and the encoded differences between versions (deltas).
     """
 
@@ -123,6 +125,7 @@ class Store:
         self.run_log = RunLog(journal, self.audit)
         self.tickets = Tickets(journal, self.audit, self.slots)
         self.events = EventRows(journal)
+        self.identities = Identities(journal, self.audit)
         self.versions = Versions(
             journal,
             self.audit,

@@ -8,13 +8,17 @@ Commands that must answer before torch is loaded also use this module, so it imp
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
 import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +30,7 @@ from atoll.config import DEFAULT_PORT, FIELDS, require_known_variables
 from atoll.errors import (
     BY_CODE,
     AtollError,
+    AuthError,
     BadRequest,
     Busy,
     ConfigError,
@@ -37,13 +42,24 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
-from atoll.format_text import shown, visible
+from atoll.format_text import duration, shown, visible
 from atoll.protocol import messages, routes
 from atoll.protocol.read_message import read_framed, read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
+from atoll.transport.credential_store import (
+    ANEW,
+    AUTHORITY,
+    SiteCredential,
+    authority_at,
+    chosen,
+    credential_at,
+    enrolled_server,
+    site_at,
+    why_none,
+)
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
-from atoll.transport.tls import Token, client_context, read_token
+from atoll.transport.tls import OTHER_PEER, ContextMaker, Token, client_context, fixed, read_token, unverified_context
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -123,7 +139,24 @@ class _Connection(urllib3.connection.HTTPConnection):
 
 
 class _SecureConnection(_Connection, urllib3.connection.HTTPSConnection):
-    """The same with TLS."""
+    """The same with TLS. The context is that of the moment: a site's certificate may have been renewed."""
+
+    def __init__(self, *args: Any, context: ContextMaker, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._context = context
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it can be used again: it is open, and no newer certificate replaces the one that it has shown."""
+        return super().is_connected and self._context() is self.ssl_context
+
+    def connect(self) -> None:
+        """Connect, and do the TLS handshake."""
+        context = self._context()
+        self.ssl_context, self.cert_reqs = context, context.verify_mode  # urllib3 would set the latter in the context
+        self.assert_hostname = None if context.check_hostname else False
+        super().connect()
+        self.is_verified = True  # or deliberately not: without this, urllib3 prints a warning then
 
 
 class Http:
@@ -138,14 +171,19 @@ class Http:
         require_ip: called with the IP address that a connection has reached, before the first byte is sent. If it
             raises an error, the connection is closed: a host name may lead elsewhere than when it was checked. With
             it, connect directly, because the address that a proxy reaches is not known. None: any address will do.
+        credential: the site's own credential: its authority is trusted, its certificate shown, its token sent.
+        context: returns the TLS context for a new connection; None: that of `credential`, or one that trusts `ca`.
 
     Attributes:
         server: address of the server.
+        context: as the argument; None for plain HTTP.
+        credential: as the argument.
+        no_credential: which credentials this machine has in place of the one that is missing; empty if none is.
         require_ip: as the argument; without one, a function that does nothing.
         path: path of the server's address; empty if it has none.
         proxy: the proxy between this machine and the server; None if there is none.
         where: the server's address and the proxy, for messages.
-        secure: TLS context; None for plain HTTP.
+        secure: whether connections use TLS.
         counters: counts of bytes and retries.
         lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
         secret: secret of a published object to send with every request; empty if there is none.
@@ -164,23 +202,26 @@ class Http:
         ca: str | None = None,
         environ: Mapping[str, str] = os.environ,
         require_ip: Callable[[str], None] | None = None,
+        credential: SiteCredential | None = None,
+        context: ContextMaker | None = None,
     ) -> None:
         url = _parsed_address(server)
         self.require_ip = require_ip or (lambda _: None)
-        secure = url.scheme == "https"
+        self.secure = url.scheme == "https"
         self.host = (url.host or "").strip("[]")
-        self.port = url.port or (443 if secure else 80)
+        self.port = _port_of(url)
         self.path = (url.path or "").rstrip("/")
-        origin = f"{url.scheme}://{url.host}:{self.port}"
-        self.where = self.server = origin + self.path
+        self.where = self.server = server_in(url)
         is_direct = require_ip is not None
-        self.proxy = None if is_direct else proxy_of(self.host, self.port, secure=secure, environ=environ)
+        self.proxy = None if is_direct else proxy_of(self.host, self.port, secure=self.secure, environ=environ)
+        self.credential, self.no_credential, self.context = credential, "", context
+        if self.secure and context is None:
+            self.context = partial(credential.client_context, ca) if credential else fixed(client_context(ca))
         self._root, self._proxy_headers = self.path, {}
         if self.proxy is not None:
             self.where = f"{self.server} ({THROUGH}{self.proxy})"
             if not self.proxy.tunnels:
                 self._root, self._proxy_headers = self.server, dict(self.proxy.headers)
-        self.secure = client_context(ca) if secure else None
         self.counters = Counters()
         self.lease = self.secret = self.date = ""
         self.patience_s = math.inf
@@ -200,13 +241,26 @@ class Http:
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        options: dict[str, Any] = {"ssl_context": self.secure} if self.secure else {}
-        options["require_ip"] = self.require_ip
+        options: dict[str, Any] = {"require_ip": self.require_ip}
+        if self.secure:
+            options["context"] = self.context
         if self.proxy is not None:
             options["proxy_on_the_way"] = self.proxy
         pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **options)
         pool.ConnectionCls = _SecureConnection if self.secure else _Connection
         return pool
+
+    @property
+    def certificate(self) -> SiteCredential | None:
+        """The site's own credential, if it is a certificate."""
+        own = self.credential
+        return own if own is not None and own.note.kind == "certificate" else None
+
+    @property
+    def peer_credential(self) -> SiteCredential | None:
+        """The site's own certificate, if workers of a swarm know each other by it: its authority is the server's."""
+        own = self.certificate
+        return own if own is not None and (own.folder / AUTHORITY).exists() else None
 
     @property
     def poll_s(self) -> float:
@@ -217,7 +271,9 @@ class Http:
         """Return the headers of a request: `more`, and token, lease and object's secret if they are set."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
-        return {**self._headers, **self._proxy_headers, **lease, **secret, **(more or {})}
+        own = self.credential.token if self.credential else None
+        headers = {"Authorization": f"Bearer {own.text}"} if own else self._headers
+        return {**headers, **self._proxy_headers, **lease, **secret, **(more or {})}
 
     def target(self, path: str) -> str:
         """Return what the first line of a request names: `path` behind the path of the server's address.
@@ -228,17 +284,28 @@ class Http:
 
     def reference(self, object_id: str, secret: str, digest: str, expires_at: int) -> TensorRef:
         """Return a reference to an object that this server keeps."""
-        return TensorRef(
-            self.host, self.port, self.secure is not None, object_id, secret, digest, expires_at, self.path
-        )
+        return TensorRef(self.host, self.port, self.secure, object_id, secret, digest, expires_at, self.path)
 
     def problem_of(self, status: int, body: bytes | bytearray) -> AtollError:
         """Return the error to raise for an answer with an error status, of the server or of the proxy before it."""
         if self.proxy is not None and self.proxy.answered_itself(status) and not _is_problem(body):
             return self.proxy.refusal(status).error()
-        error = problem_of(status, body, self._token_origin)
+        own = self.credential.token if self.credential else None
+        error = problem_of(status, body, own.origin if own else self._token_origin)
+        if isinstance(error, AuthError) and self.no_credential:
+            error = type(error)(f"{error.message} {self.no_credential}", error.remedy)
         self.on_problem(error)
         return error
+
+    def network_error(self, timeout_s: float, error: Exception) -> AtollError:
+        """Return the error to raise for a failed connection: that of `network_error`, or one about certificates.
+
+        Args:
+            timeout_s: the timeout in seconds, for the message.
+            error: one of `NETWORK_ERRORS`.
+        """
+        why = _why_no_tls(self, str(error)) if self.secure else None
+        return why or network_error(self.where, timeout_s, error)
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """GET a path, and parse the answer as a message of class `reply`."""
@@ -302,7 +369,7 @@ class Http:
         except NETWORK_ERRORS as error:
             if is_silence(error):
                 self.drop_idle()
-            raise self._named(path, network_error(self.where, timeout_s, error)) from error
+            raise self._named(path, self.network_error(timeout_s, error)) from error
         is_passed_on = self.proxy is None or not self.proxy.answered_itself(status)
         if path in (routes.RUN, routes.STATUS) and is_passed_on:
             require_atoll(self.where, status, answer)
@@ -353,6 +420,15 @@ class Http:
                     "sides.",
                 )
             ) from None  # it may quote the answer, which may be a lease
+
+
+def _port_of(url: urllib3.util.Url) -> int:
+    return url.port or (443 if url.scheme == "https" else 80)
+
+
+def server_in(url: urllib3.util.Url) -> str:
+    """Return a server's address in the form that `Http.server` has: with its port, without a slash at the end."""
+    return f"{url.scheme}://{url.host}:{_port_of(url)}{(url.path or '').rstrip('/')}"
 
 
 def _parsed_address(server: str) -> urllib3.util.Url:
@@ -487,26 +563,34 @@ def _plain(error: Exception) -> str:
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
-def server_address(given: str | None) -> str:
+def server_address(given: str | None, *, enrolled: bool = False) -> str:
     """Return the address of a command's server: the flag `given`, or ATOLL_SERVER, or `DEFAULT_SERVER`.
+
+    Args:
+        given: the flag.
+        enrolled: whether the server at which a site of this machine has enrolled comes before `DEFAULT_SERVER`.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable.
+        UsageError: sites of this machine have enrolled at several servers.
     """
     require_known_variables(os.environ, FIELDS)
-    return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
+    address = given or os.environ.get("ATOLL_SERVER")
+    return address or (enrolled_server() if enrolled else None) or DEFAULT_SERVER
 
 
 def server_of(given: str | None, *, require_server: bool = False) -> str | None:
-    """Return the address of the server that a script joins: the argument `given`, or ATOLL_SERVER.
+    """Return the address of the server that a script joins: `given`, ATOLL_SERVER, or that of ATOLL_CREDENTIAL.
 
-    With neither, return None: the script trains alone.
+    With none, return None: the script trains alone.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
     """
     require_known_variables(os.environ, FIELDS)
     server = given or os.environ.get("ATOLL_SERVER")
+    if not server and (credential := chosen()) is not None:
+        server = credential.note.server
     if not server and require_server:
         raise ConfigError(
             "No server address is set, and require_server forbids training alone.",
@@ -515,23 +599,46 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     return server or None
 
 
-def http_to(server: str, environ: Mapping[str, str] = os.environ, token: Token | None = None) -> Http:
-    """Return a client for a server, with the token and the certificate authority from the environment.
+def enrolled_site(server: str) -> str | None:
+    """Return the name of the only site of this machine that has enrolled at a server; None if there is none.
+
+    Raises:
+        UsageError: there are several, or `server` is not an address.
+    """
+    return site_at(server_in(_parsed_address(server)))
+
+
+def http_to(
+    server: str, environ: Mapping[str, str] = os.environ, token: Token | None = None, site: str | None = None
+) -> Http:
+    """Return a client for a server, with the credential of this machine's site, or with the token of the environment.
+
+    With `site`, the credential that `atoll enrol` has stored for it comes before the token of the environment. Without,
+    a token comes first: the admin's commands may run at a site, too.
 
     Args:
         server: address of the server.
         environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies. ATOLL_TOKEN is always read from
             `os.environ`.
         token: the token to send in place of the one from the environment.
+        site: name of the site that asks; None: a command that is no site.
 
     Raises:
         UsageError: `server` is not an address.
-        ConfigError: the token or the certificate authority cannot be read.
+        ConfigError: the token, the certificate authority or the credential cannot be read.
     """
-    if token is None:
+    origin, ca = server_in(_parsed_address(server)), environ.get("ATOLL_TLS_CA")
+    credential = credential_at(origin, site or environ.get("ATOLL_SITE") or None) if token is None else None
+    if token is None and (site is None or credential is None):
         token_file = environ.get("ATOLL_TOKEN_FILE")
         token = read_token(Path(token_file) if token_file else None)
-    return Http(server, token=token, ca=environ.get("ATOLL_TLS_CA"), environ=environ)
+        credential = credential if token is None else None
+    if credential is None:
+        ca = ca or authority_at(origin)
+    http = Http(server, token=token, ca=ca, environ=environ, credential=credential)
+    if credential is None:
+        http.no_credential = why_none(origin, site)
+    return http
 
 
 def ask(
@@ -542,6 +649,7 @@ def ask(
     timeout_s: float = 10.0,
     environ: Mapping[str, str] = os.environ,
     token: Token | None = None,
+    site: str | None = None,
 ) -> Reply:
     """GET one message from a server, with a client that is used only once.
 
@@ -552,6 +660,7 @@ def ask(
         timeout_s: seconds to wait for the answer.
         environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies.
         token: the token to send in place of the one from the environment.
+        site: name of the site that asks, as for `http_to`.
 
     Raises:
         UsageError: `server` is not an address.
@@ -560,7 +669,7 @@ def ask(
         PeerError: a web server that is not Atoll answers, or the answer is malformed or too long.
         VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
-    http = http_to(server, environ, token)
+    http = http_to(server, environ, token, site)
     try:
         return http.get(path, reply, timeout_s=timeout_s)
     except TransferStalled as error:
@@ -577,9 +686,84 @@ _CERTIFICATES = {
     "has expired": "Renew the certificate at the server, or check the clock of this machine.",
     "not yet valid": "Check the clocks of this machine and of the server.",
     "ostname mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
+    OTHER_PEER: "Check ATOLL_PEER_NAME and ATOLL_PEER_HOST of the worker at this address.",
     "IP address mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
 }
 """Part of OpenSSL's message about a refused certificate → remedy. For other messages, the remedy is `_NO_AUTHORITY`."""
+
+
+_REFUSED = re.compile(r"ALERT[ _](CERTIFICATE[ _]EXPIRED|UNKNOWN[ _]CA|BAD[ _]CERTIFICATE|CERTIFICATE[ _]\w+)", re.I)
+"""What OpenSSL says when the server refuses this machine's certificate."""
+_ENDED = ("reset by peer", "EOF occurred", "Remote end closed", "Broken pipe")
+"""What is seen in its place if the connection ended before the refusal was read."""
+CLOCK_ERROR_S = 600.0
+"""Difference of two clocks, in seconds, that certificates do not allow for."""
+CLOCK_TIMEOUT_S = 3.0
+
+
+def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
+    """Return the error of a connection that failed because of certificates; None: for another reason, or a plain one.
+
+    Args:
+        http: the client.
+        text: full error text of the failed connection.
+    """
+    credential = http.certificate
+    note = credential.note if credential is not None else None
+    refused = _REFUSED.search(text)
+    if "CERTIFICATE_VERIFY_FAILED" in text and re.search("has expired|not yet valid", text):
+        clocks = clock_difference(http)
+        return _wrong_server(
+            f"{http.where} cannot prove its identity: its certificate "
+            f"{'has expired' if 'has expired' in text else 'is not valid yet'}.{clocks}",
+            "Set the clock that is wrong." if clocks else "Renew the certificate at the server.",
+        )
+    if credential is None or note is None:
+        return None
+    until = datetime.fromtimestamp(note.expires_at_s, UTC)
+    has_expired = refused is not None and "expired" in refused[1].lower()
+    if has_expired or (credential.has_expired() and any(each in text for each in _ENDED)):
+        return _wrong_server(
+            f"{http.where} refuses the certificate of site {note.site}: it has expired. It was valid until "
+            f"{until:%Y-%m-%d %H:%M} UTC."
+            f"{clock_difference(http)}",
+            ANEW,
+        )
+    if refused is not None:
+        return _wrong_server(
+            f"{http.where} refuses the certificate of site {note.site}: its own authority has not signed it. Either "
+            "the server has a new state directory, or another server answers at this address.",
+            ANEW,
+        )
+    if "CERTIFICATE_VERIFY_FAILED" in text and ("issuer" in text or "self-signed" in text or "self signed" in text):
+        return _wrong_server(
+            f"{http.where} is not the server at which site {note.site} has enrolled: another authority has signed its "
+            "certificate.",
+            f"Check the address. If the server has a new state directory: {ANEW[0].lower()}{ANEW[1:]}",
+        )
+    return None
+
+
+def clock_difference(http: Http) -> str:
+    """Return a sentence that says how far the clocks of this machine and of a server differ; empty if they do not.
+
+    The server is asked without a check of its certificate, so the answer is for a message only.
+    """
+    plain = Http(http.server, require_ip=http.require_ip, context=unverified_context) if http.proxy is None else None
+    if plain is None:
+        return ""
+    with contextlib.closing(plain), contextlib.suppress(AtollError):
+        plain.reach(routes.AUTHORITY, timeout_s=CLOCK_TIMEOUT_S)
+    try:
+        ahead_s = time.time() - parsedate_to_datetime(plain.date).timestamp()
+    except ValueError:
+        return ""
+    if abs(ahead_s) < CLOCK_ERROR_S:
+        return ""
+    return (
+        f" The clock of this machine is {duration(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} that of the "
+        "server."
+    )
 
 
 def require_atoll(server: str, status: int, body: bytes | bytearray) -> None:

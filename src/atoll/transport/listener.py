@@ -21,7 +21,7 @@ from aiohttp import web
 from atoll.errors import ConfigError, PortInUse
 from atoll.protocol import routes
 from atoll.transport.request_body import BodyInterceptor
-from atoll.transport.tls import accept_tls
+from atoll.transport.tls import ContextMaker, accept_tls
 
 LOG = logging.getLogger("atoll.server")
 
@@ -134,14 +134,19 @@ async def _without_server_name(_: web.Request, response: web.StreamResponse) -> 
 
 
 async def start_listener(
-    listener: socket.socket, runner: web.AppRunner, secure: ssl.SSLContext | None, *, files: int, idle_timeout_s: float
+    listener: socket.socket,
+    runner: web.AppRunner,
+    secure: ContextMaker | None,
+    *,
+    files: int,
+    idle_timeout_s: float,
 ) -> Listener:
     """Begin to accept connections for a runner.
 
     Args:
         listener: socket that listens already.
         runner: runner that answers the requests.
-        secure: TLS context; None for plain TCP.
+        secure: returns the TLS context for a new connection; None for plain TCP.
         files: number of files that this process may open; it limits the number of connections.
         idle_timeout_s: seconds after which a peer that reads no bytes of an answer is disconnected.
     """
@@ -164,12 +169,16 @@ class Listener:
     Args:
         listener: the listening socket; `close` closes it.
         make: function that creates the asyncio protocol of a new connection.
-        secure: TLS context; None for plain TCP.
+        secure: returns the TLS context for a new connection; None for plain TCP.
         most: maximum number of connections at a time. Further connections are accepted and closed immediately.
     """
 
     def __init__(
-        self, listener: socket.socket, make: Callable[[], BodyInterceptor], secure: ssl.SSLContext | None, most: int
+        self,
+        listener: socket.socket,
+        make: Callable[[], BodyInterceptor],
+        secure: ContextMaker | None,
+        most: int,
     ) -> None:
         self._listener, self._make, self._secure, self._most = listener, make, secure, most
         self._open_count = 0
@@ -234,9 +243,11 @@ class Listener:
         front.on_lost = self._count_end
         try:
             if self._secure is not None:
-                await accept_tls(front, sock, self._secure)
+                await accept_tls(front, sock, self._secure())
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
+        except ssl.SSLCertVerificationError as error:
+            self._say("a client was refused, because its certificate is not accepted: %s", error.verify_message)
         except (OSError, EOFError) as error:  # the peer closed, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:

@@ -51,11 +51,12 @@ class LoopThread:
         If this thread is interrupted meanwhile, the coroutine is stopped, so that nothing is left running.
         """
         self._loop = asyncio.new_event_loop()
-        self._thread.start()
         try:
+            self._thread.start()
             self._ready.wait()
         except BaseException:
-            self.stop()
+            if self._thread.ident is not None:  # it has begun, also if `Thread.start` itself was interrupted
+                self.stop()
             raise
         if self.error is not None:
             self._finished.wait()

@@ -47,9 +47,11 @@ from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.module_tensors import Tensors, is_expanded, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import authority_at
 from atoll.transport.http_client import Counters, Http, http_to
 from atoll.transport.object_server import LONGEST_S, ObjectHost, UnnamedFile, UnpublishedObject, nameless, written
 from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
+from atoll.transport.tls import ContextMaker
 
 LOG = logging.getLogger("atoll")
 
@@ -105,7 +107,12 @@ class Abort(Protocol):
         ...
 
 
-def object_http(ref: TensorRef, *, require_ip: Callable[[str], None] | None = None) -> Http:
+def object_http(
+    ref: TensorRef,
+    *,
+    require_ip: Callable[[str], None] | None = None,
+    context: ContextMaker | None = None,
+) -> Http:
     """Return a client for the server that a reference names.
 
     The client sends the reference's secret, but not ATOLL_TOKEN: the reference may name a server that is not trusted.
@@ -114,8 +121,11 @@ def object_http(ref: TensorRef, *, require_ip: Callable[[str], None] | None = No
         ref: the reference.
         require_ip: for one of a swarm's workers, the check of its IP address (see `Http`). They connect to each other
             without a proxy. None: another server.
+        context: returns the TLS context for a connection to a swarm's worker; None: one that trusts ATOLL_TLS_CA, or
+            the authority of a credential of this machine for that server.
     """
-    http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"), require_ip=require_ip)
+    ca = os.environ.get("ATOLL_TLS_CA") or (authority_at(ref.server) if require_ip is None else None)
+    http = Http(ref.server, ca=ca, require_ip=require_ip, context=context)
     http.secret = ref.secret
     return http
 

@@ -43,7 +43,7 @@ from atoll.transport.loop_thread import LoopThread
 from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, Sink, read_parts
 from atoll.transport.request_body import break_off
 from atoll.transport.serve_range import problem, serve_file
-from atoll.transport.tls import is_loopback, server_context
+from atoll.transport.tls import ContextMaker, fixed, is_loopback, server_context
 
 
 @dataclass(eq=False)
@@ -276,6 +276,7 @@ class ObjectHost:
         insecure: whether to allow an address other than loopback without TLS.
         idle_timeout_s: seconds after which a receiver that reads no byte is disconnected.
         folder: folder for the files of the objects; None for the folder of temporary files.
+        context: returns the TLS context for a new connection, in place of one with `tls_cert`; None: there is none.
 
     Raises:
         ConfigError: the address needs TLS, or is not an address of this machine.
@@ -293,16 +294,19 @@ class ObjectHost:
         insecure: bool,
         idle_timeout_s: float,
         folder: Path | None,
+        context: ContextMaker | None = None,
     ) -> None:
         if (tls_cert is None) != (tls_key is None):
             raise ConfigError("Only one of tls_cert and tls_key is set.", "Set both, or neither.")
-        if tls_cert is None and not is_loopback(host) and not insecure:
+        if tls_cert is None and context is None and not is_loopback(host) and not insecure:
             raise ConfigError(
                 f"Objects would be published without TLS on {host}, which other machines can reach.",
                 "Pass tls_cert and tls_key, publish on 127.0.0.1 or through the server (server=…), or pass "
                 "insecure=True on a trusted network.",
             )
-        self._context = server_context(tls_cert, tls_key) if tls_cert and tls_key else None
+        self._context = context
+        if context is None and tls_cert and tls_key:
+            self._context = fixed(server_context(tls_cert, tls_key))
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
         self._objects: dict[str, ServedBlob] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")

@@ -21,6 +21,7 @@ from atoll.protocol.routes import PROBLEM_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.answer import BadAnswer, Pace, Response
 from atoll.transport.http_proxy import Proxy
+from atoll.transport.tls import ContextMaker
 
 
 class PartConnection:
@@ -29,7 +30,7 @@ class PartConnection:
     Args:
         host: host of the server.
         port: port of the server.
-        secure: TLS context; None for plain HTTP.
+        context: returns the TLS context for a new connection; None for plain HTTP.
         idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
         proxy: the proxy to connect through; None: connect to the server.
         require_ip: called with the IP address that a direct connection has reached, before the first byte is sent. If
@@ -44,19 +45,20 @@ class PartConnection:
         self,
         host: str,
         port: int,
-        secure: ssl.SSLContext | None,
+        context: ContextMaker | None,
         idle_timeout_s: float,
         proxy: Proxy | None = None,
         require_ip: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._connection = (
-            http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=secure)
-            if secure
+            http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=context())
+            if context
             else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
         )
         self._connection.response_class = Response
-        self._secure, self._idle_timeout_s, self._proxy = secure, idle_timeout_s, proxy
+        self._context, self._idle_timeout_s, self._proxy = context, idle_timeout_s, proxy
         self._require_ip = require_ip
+        self._shown: ssl.SSLContext | None = None  # that of the open connection
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None  # the connection's socket; set before it connects
@@ -187,7 +189,8 @@ class PartConnection:
     def _ready(self) -> http.client.HTTPConnection:
         """Return the open connection. If it is not open, or the server has closed it, connect first."""
         connection = self._connection
-        if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
+        is_old = self._context is not None and self._context() is not self._shown  # a certificate was renewed
+        if connection.sock is not None and (is_old or wait_for_read(connection.sock, timeout=0.0)):
             self.close()  # no request is open, so the socket is readable only if the server has closed it
         if connection.sock is None:
             self._connect()
@@ -206,8 +209,9 @@ class PartConnection:
         try:
             if proxy is not None:
                 proxy.open_tunnel(sock)
-            if self._secure:
-                sock = self._secure.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
+            if self._context:
+                self._shown = self._context()
+                sock = self._shown.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
                 self._hold(sock)
                 sock.do_handshake()
         except BaseException:

@@ -30,7 +30,7 @@ from atoll.posix import Descriptor
 from atoll.runtime import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
-from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, is_silence, network_error
+from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, is_silence
 from atoll.transport.part_connection import PartConnection
 
 P = ParamSpec("P")
@@ -628,7 +628,7 @@ class HttpTransfer:
         connection, losses, timeout_s = self._idle_connection(), self._http.losses, self._timeout_s
         if connection is None:
             http = self._http
-            connection = PartConnection(http.host, http.port, http.secure, timeout_s, http.proxy, http.require_ip)
+            connection = PartConnection(http.host, http.port, http.context, timeout_s, http.proxy, http.require_ip)
         try:
             connection.on_move = on_move
             with pool.using(connection):
@@ -638,7 +638,7 @@ class HttpTransfer:
             connection.close()
             if is_silence(error):
                 self._http.drop_idle()
-            raise network_error(self._http.where, timeout_s, error) from error
+            raise self._http.network_error(timeout_s, error) from error
         except BaseException:
             connection.close()
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable
 from functools import partial
 
@@ -18,7 +19,7 @@ from atoll.errors import AtollError, ServerUnreachable
 from atoll.protocol import messages, routes
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import object_http
-from atoll.transport.tls import is_loopback
+from atoll.transport.tls import fixed, is_loopback
 
 CHECK_S = 5.0
 """Timeout of one attempt to check an address, in seconds."""
@@ -76,18 +77,21 @@ ANY_PEER: Callable[[str], None] = partial(require_peer, loopback=True)
 """The check of a process that may have workers of a swarm on its own machine."""
 
 
-def why_unreachable(proof: TensorRef) -> str:
+def why_unreachable(proof: TensorRef, context: ssl.SSLContext | None = None) -> str:
     """Return why the process that made a reference does not answer at its address; an empty text if it does.
 
     Pull the manifest of the object: only the process that made the reference has an object with this digest.
 
     Args:
         proof: the reference, from a message.
+        context: TLS context for the connection; None: one that trusts ATOLL_TLS_CA.
     """
     why = why_no_peer(proof.host, loopback=True) or (NO_PATH if proof.path else "")
     for _ in range(ATTEMPTS if not why else 0):
         try:
-            with contextlib.closing(object_http(proof, require_ip=ANY_PEER)) as http:
+            with contextlib.closing(
+                object_http(proof, require_ip=ANY_PEER, context=fixed(context) if context else None)
+            ) as http:
                 path = routes.OBJECT.format(object=proof.object)
                 manifest = http.get(path, messages.BlobManifest, timeout_s=CHECK_S).manifest()
             return "" if manifest.id == proof.digest else "another process answers there"

@@ -9,11 +9,15 @@ import socket
 import ssl
 import stat
 from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import ConfigError
 from atoll.posix import read_named, require_regular
+
+ContextMaker = Callable[[], ssl.SSLContext]
+"""Returns the TLS context for a new connection: that of a site changes when its certificate is renewed."""
 
 
 def is_loopback(host: str) -> bool:
@@ -66,6 +70,82 @@ def client_context(ca: str | None) -> ssl.SSLContext:
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
+
+
+def fixed(context: ssl.SSLContext) -> ContextMaker:
+    """Return a function that returns this TLS context for each connection."""
+    return lambda: context
+
+
+def unverified_context() -> ssl.SSLContext:
+    """Return the TLS context of a client that accepts any certificate. Nothing that comes over it may be believed."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+OTHER_PEER = "shows the certificate of"
+"""Part of the message if another worker answers at the address of one."""
+
+
+def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
+    """Return the TLS context of a worker of a swarm: both ends need a certificate of the run's authority.
+
+    Args:
+        authority: PEM file with the run's authority.
+        site: name of the site that a connection has to reach: a certificate of a site names no host. None: the context
+            is for accepting connections, of any site of the run.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if site is None else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    if site is not None:
+        context.sslsocket_class = _socket_to(site)
+    try:
+        context.load_verify_locations(authority)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The authority {str(authority)!r} cannot be used: {error}.") from error
+    return context
+
+
+def _socket_to(site: str) -> type[ssl.SSLSocket]:
+    """Return a class of sockets that end a connection, before its first byte, if it has reached another site."""
+
+    class SiteSocket(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            from atoll.transport.certificates import identity_in  # its library takes a while to load
+
+            found = identity_in(self.getpeercert() or {})
+            if found is None or found.site != site:
+                shown = f"site {found.site}" if found else "no site"
+                raise ssl.SSLCertVerificationError(
+                    f"CERTIFICATE_VERIFY_FAILED: it {OTHER_PEER} {shown}, not of site {site}"
+                )
+
+    return SiteSocket
+
+
+def with_identity(context: ssl.SSLContext, path: Path, remedy: str) -> None:
+    """Let a TLS context show a certificate.
+
+    Args:
+        context: the context, which is changed.
+        path: file of mode 0600 with the certificate and its key, PEM.
+        remedy: advice for the error.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or key and certificate do not match.
+    """
+    require_private(path, "The site's key")
+    try:
+        context.load_cert_chain(path)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"The key and certificate in {str(path)!r} cannot be used: {error}.", remedy) from error
 
 
 def require_private(path: Path, what: str) -> None:

@@ -16,23 +16,31 @@ from atoll.config.run_file import TRUTHS
 from atoll.errors import ConfigError, UsageError
 from atoll.format_text import shown
 from atoll.protocol import messages
+from atoll.transport.http_client import enrolled_site
 from atoll.worker.log_lines import LOG
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 """A lone surrogate: half of a character, which UTF-8 cannot encode."""
 
 
-def site_of(given: str | None, *, is_alone: bool = False) -> str:
-    """Return the name of a script's site: `given`, else the name in `ATOLL_SITE`.
+def site_of(given: str | None, server: str | None = None) -> str:
+    """Return the name of a script's site: `given`, else the name in `ATOLL_SITE`, else that of the enrolled site.
 
-    With neither, the name is "alone" for a script without a server, else made of host name and process id.
+    With none of them, the name is "alone" for a script without a server, else made of host name and process id.
+
+    Args:
+        given: what the script says.
+        server: address of the server; None: the script has none.
 
     Raises:
         ConfigError: the name is empty, is too long, or has a character that is not allowed.
+        UsageError: several sites of this machine have enrolled at the server, and no name says which one.
     """
     host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
-    default = "alone" if is_alone else f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
-    return require_site(given or os.environ.get("ATOLL_SITE") or default)
+    name = given or os.environ.get("ATOLL_SITE")
+    if not name and server:
+        name = enrolled_site(server) or f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
+    return require_site(name or "alone")
 
 
 def require_site(site: str) -> str:

@@ -177,8 +177,8 @@ def test_refuses_a_certificate_of_another_authority(
 
 
 NO_FOLDER = "atoll: The folder {folder}/file/out cannot be made (Not a directory). Use a %s that this user may write."
-NO_TLS = (
-    "which other machines can reach, but the server lacks TLS (network.tls_cert, network.tls_key) and a token",
+NO_TOKEN = (
+    "which other machines can reach, but trust.required is false, and the server has no token",
     "set network.insecure = true",
 )
 ENDINGS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
@@ -189,8 +189,12 @@ ENDINGS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "optimizer": ({"algorithm.outer_optimizer.name": "sdg"}, 2, ("sdg", "Did you mean 'sgd'?")),
     "algorithm": ({"algorithm.name": "fedavgg"}, 2, ("fedavgg", "fedavg")),
     "key": ({"rounds.site": 3}, 2, ("run.toml", "rounds.site", "Did you mean rounds.sites?")),
-    "other machines": ({"network.host": "0.0.0.0"}, 2, NO_TLS),
-    "not insecure": ({"network.host": "0.0.0.0", "network.insecure": False}, 2, NO_TLS),
+    "other machines": ({"network.host": "0.0.0.0", "trust.required": False}, 2, NO_TOKEN),
+    "not insecure": (
+        {"network.host": "0.0.0.0", "network.insecure": False, "trust.required": False},
+        2,
+        NO_TOKEN,
+    ),
     "mode of a token": ({"network.token_file": "{folder}/wide"}, 2, ("has mode 0644: others can read it",)),
     "folder as a token": (
         {"network.token_file": "{folder}"},
@@ -216,7 +220,7 @@ def test_a_wrong_start_gives_one_line_and_an_exit_code(
     (tmp_path / "wide").chmod(0o644)
     settings, code, words = ENDINGS[case]
     given = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in settings.items()}
-    found, output = start(nursery, tmp_path, **{"network.port": 0} | ({} if words is NO_TLS else secured) | given)
+    found, output = start(nursery, tmp_path, **{"network.port": 0} | ({} if words is NO_TOKEN else secured) | given)
     assert (found, len(output.splitlines())) == (code, 1), output
     assert [word for word in words if word.format(folder=tmp_path) not in output] == []
     assert TOKEN not in output

@@ -26,13 +26,13 @@ FILES = ("reader.token", "admin.token")
 
 CALLERS = {
     "site": "join leave heartbeat request_ticket get_ticket put_part complete sit_out get_delta open_object "
-    "put_object_part complete_object request_task answer_task get_swarm_plan work_in_swarm",
+    "put_object_part complete_object request_task answer_task get_swarm_plan work_in_swarm renew",
     "site admin": "get_run get_schema get_manifest get_version get_model_part",
     "site peer": "get_object get_object_data remove_object",
     "site reader admin": "get_status get_events get_site_curves get_settings get_metrics get_evaluation get_openapi "
     "get_model get_updates_table",
-    "admin": "pause_run stop_run roll_back",
-    "stranger site peer reader admin": "get_health get_readiness get_page get_page_file",
+    "admin": "pause_run stop_run roll_back invite revoke get_sites",
+    "stranger site peer reader admin": "get_health get_readiness get_page get_page_file get_authority enrol",
 }
 """Kinds of callers → the operations that they may use, at a server with a token."""
 MAY = {name: set(kinds.split()) for kinds, names in CALLERS.items() for name in names.split()}

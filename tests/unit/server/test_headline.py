@@ -152,7 +152,10 @@ def test_a_metric_of_the_servers_evaluation_tells_whether_it_learns() -> None:
     best = BestStatus(metric="global.accuracy", mode="max", version=2, round=2, value=0.75)
     first = {"global.accuracy": Recorded(round=1, value=0.5)}
     said = headline_of(running(history=rounds, best=best, first=first))
-    assert "Accuracy at the server 0.75 in round 2, up from 0.5 in round 1; best 0.75 in round 2, for version 2." in said.text
+    assert (
+        "Accuracy at the server 0.75 in round 2, up from 0.5 in round 1; best 0.75 in round 2, for version 2."
+        in said.text
+    )
 
 
 def test_a_run_without_metrics_says_that_learning_is_not_known() -> None:

@@ -158,7 +158,7 @@ async def scripted_swarm(folder: Path, *sites: str, **settings: Any) -> AsyncIte
     served.coordinator.start()
     try:
         swarm = ScriptedSwarm(served)
-        swarm.swarm.view.peers._why_unreachable = lambda _: ""  # these workers have no addresses
+        swarm.swarm.view.peers._why_unreachable = lambda *_: ""  # these workers have no addresses
         await swarm.join(*sites)
         await swarm.hold(*sites)
         yield swarm

@@ -28,7 +28,7 @@ def at(site: str) -> str:
 def some(*sites: str) -> Peers:
     """These have joined, in this order."""
     members = {site: Member(site, lease, alive=True) for lease, site in enumerate(sites, 1)}
-    peers = Peers(lambda: members, why_unreachable=lambda _: "")
+    peers = Peers(lambda: members, why_unreachable=lambda *_: "")
     for site in sites:
         peers.add(site, at(site), "p1")
     return peers
@@ -68,7 +68,7 @@ def test_a_message_has_a_limited_number_of_peers(monkeypatch: pytest.MonkeyPatch
     """The server tells a worker at most `MOST_PEERS` other workers in a message."""
     monkeypatch.setattr("atoll.server.swarm.peer_reachability.MOST_PEERS", 2)
     peers = some("a", "b", "c", "d")
-    assert peers.addresses("b") == [at("a"), at("c")]
+    assert peers.others("b") == ["a", "c"]
     assert peers.to_probe("b") == [at("a"), at("c")]
 
 

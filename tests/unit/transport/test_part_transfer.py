@@ -555,7 +555,7 @@ def test_a_connecting_socket_can_be_cut(peer: StandingStill) -> None:
 
     The peer accepts the connection and never answers the TLS handshake.
     """
-    connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
+    connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context, IDLE_S)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(connection.get, "/", {}, 0)
         wait_until(lambda: peer.accepted == 1, "the handshake")

@@ -47,6 +47,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
         stopping=run.state.stopping,
         failed=run.failed.message if run.failed is not None else "",
         address=run.address,
+        public_address=run.settings.trust.address or "",
         state_dir=str(settings.disk.state_dir),
         mode="swarm" if settings.swarm.enabled else "asynchronous" if settings.async_.enabled else "rounds",
         best=_best(run, served.background.best),

@@ -10,6 +10,7 @@ from atoll.protocol import messages, routes
 from atoll.server.coordinator.extension import Extension
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.kept_objects import ObjectStore
+from atoll.transport.certificates import SiteIdentity
 
 
 class PublishedObjects(Extension):
@@ -39,8 +40,14 @@ class PublishedObjects(Extension):
         """Remove incomplete objects and the server's own ones."""
         self.store.close()
 
-    async def open_object(self, message: messages.ObjectOpen) -> messages.ObjectOpened:
+    async def open_object(
+        self, message: messages.ObjectOpen, identity: SiteIdentity | None = None
+    ) -> messages.ObjectOpened:
         """Create an empty object, to which the publisher sends parts. The answer has the object's secret.
+
+        Args:
+            message: sizes of the object.
+            identity: what the publisher's credential proves. The object is then this site's alone.
 
         Raises:
             BadRequest: the object is too large, or its part sizes are invalid.
@@ -54,7 +61,9 @@ class PublishedObjects(Extension):
                 f"Inside a message, send at most {routes.INLINE_BYTES} bytes. For more, leave chunk_bytes out.",
             )
         self._run.require_space()
-        entry, secret = self.store.open(cuts, inline=message.inline, expires_s=message.expires_s)
+        entry, secret = self.store.open(
+            cuts, inline=message.inline, expires_s=message.expires_s, owner=identity.site if identity else ""
+        )
         return messages.ObjectOpened(
             object=entry.object, secret=secret, expires_s=max(0.0, entry.expires_at - time.time())
         )

@@ -19,6 +19,7 @@ from atoll.server.coordinator.round_configs import RoundConfigs
 from atoll.server.coordinator.round_history import RoundHistory
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.run_warnings import RunWarnings
+from atoll.server.coordinator.site_credentials import SiteCredentials
 from atoll.server.coordinator.site_operations import SiteOperations
 from atoll.server.coordinator.ticket_operations import TicketOperations
 from atoll.server.coordinator.update_operations import UpdateOperations
@@ -41,6 +42,7 @@ class ServedRun:
     tickets: TicketOperations
     updates: UpdateOperations
     admin: AdminOperations
+    credentials: SiteCredentials
     admission: UpdateAdmission
     history: RoundHistory
     background: BackgroundWriter

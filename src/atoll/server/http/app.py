@@ -6,6 +6,7 @@ A request's limits are checked before its handler runs. Errors are sent as `Prob
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -29,6 +30,7 @@ from atoll.errors import (
     BadRequest,
     ConfigError,
     Forbidden,
+    Gone,
     ServerFailed,
     StoreError,
     is_transient,
@@ -36,7 +38,7 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, run_events, status_messages
+from atoll.protocol import messages, routes, run_events, status_messages, task_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
 from atoll.protocol.site_curves import SiteCurvesQuery
@@ -88,6 +90,7 @@ def make_app(served: ServedRun, gate: Gate, version: str) -> web.Application:
         gate: the server's tokens, and the check of the Host header.
         version: version of Atoll, for the OpenAPI document.
     """
+    gate.known, served.credentials.on_end = served.run.store.identities.known, gate.connections.close
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, served)])
     owners = (
         ServerPages(served, version, gate),
@@ -97,16 +100,17 @@ def make_app(served: ServedRun, gate: Gate, version: str) -> web.Application:
         served.tickets,
         served.updates,
         served.admin,
+        served.credentials,
         *served.extensions.own,
         served.place,
         NoSwarm(),
     )
     for operation in served.extensions.operations:
-        handler = _adapt(operation, served.extensions.method(operation), served)
+        handler = _adapt(operation, served.extensions.method(operation), served, gate)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     for operation in OPERATIONS:
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
-        handler = _adapt(operation, method, served)
+        handler = _adapt(operation, method, served, gate)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
         if operation.path in (routes.HEALTH, routes.READY):  # load balancers ask with HEAD, too
             app.router.add_route("HEAD", operation.path, handler, name=f"{operation.name}_head")
@@ -275,31 +279,21 @@ class ServerPages:
         return web.Response(text="ready\n")
 
 
-def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], served: ServedRun) -> RequestHandler:
+def _adapt(
+    operation: Operation, method: Callable[..., Awaitable[Any]], served: ServedRun, gate: Gate
+) -> RequestHandler:
     """Return the aiohttp handler of an operation. It parses the request, calls `method`, and encodes the result.
 
     Args:
         operation: the operation.
         method: function that carries out the operation.
         served: the run.
+        gate: tells whether the caller may act for the sites that the request names.
     """
-    takes_message = isinstance(operation.request, type) and issubclass(operation.request, BaseModel)
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        arguments = parameters(request)
         caller = CALLER.get()
-        if operation.secret:
-            arguments["secret"] = caller.stated_secret()
-        if operation.lease:
-            arguments["lease"] = served.leases.require_lease(caller.stated_lease())
-        if operation.query is not None:
-            arguments["query"] = query_of(operation.query, request.query)
-        if takes_message:
-            arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
-        if operation.request is bytes or operation.reply is bytes or operation.streams:
-            arguments["request"] = request
-        if operation.reply is bytes:
-            arguments["caller"] = caller
+        arguments = await _arguments(operation, request, caller, served, gate)
         if operation.path in (routes.STATUS, routes.EVENTS) and caller.lease is None:
             served.run.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
         result = await method(**arguments)
@@ -312,6 +306,56 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], served: 
         return web.Response(body=result.model_dump_json().encode(), content_type="application/json")
 
     return handle
+
+
+async def _arguments(
+    operation: Operation, request: web.Request, caller: Caller, served: ServedRun, gate: Gate
+) -> dict[str, Any]:
+    """Return the arguments for the method of an operation, from a request that names no site but the caller's own."""
+    arguments = parameters(request)
+    if operation.secret:
+        arguments["secret"] = caller.stated_secret()
+    for site in _named(served, operation, arguments, caller):
+        gate.require_own(caller, site)
+    if operation.lease:
+        arguments["lease"] = served.leases.require_lease(caller.stated_lease())
+    if operation.identity:
+        arguments["identity"] = caller.identity
+    if operation.query is not None:
+        arguments["query"] = query_of(operation.query, request.query)
+    if isinstance(operation.request, type) and issubclass(operation.request, BaseModel):
+        message = await _read(request, operation.request, operation.body_bytes)
+        for site in _named_in(served, message):
+            gate.require_own(caller, site)
+        arguments["message"] = message
+    if operation.request is bytes or operation.reply is bytes or operation.streams:
+        arguments["request"] = request
+    if operation.reply is bytes:
+        arguments["caller"] = caller
+    return arguments
+
+
+def _named(served: ServedRun, operation: Operation, arguments: Mapping[str, Any], caller: Caller) -> Iterator[str]:
+    """Return the sites that a request names before its message is read: by its lease, its ticket and its object.
+
+    Others may read an object if they have its secret.
+    """
+    if operation.lease:
+        yield caller.stated_lease().site
+    if "ticket" in arguments:
+        with contextlib.suppress(Gone):  # the handler says so
+            yield served.run.store.tickets.get(arguments["ticket"]).site
+    if "object" in arguments and operation.method != "GET":
+        yield from served.objects.store.owners_of(arguments["object"])
+
+
+def _named_in(served: ServedRun, message: BaseModel) -> Iterator[str]:
+    """Return the sites that a message names."""
+    if isinstance(message, messages.Join):
+        yield message.site
+    body = message.body if isinstance(message, task_messages.TaskAnswer) else None
+    if body is not None and body.object is not None:
+        yield from served.objects.store.owners_of(body.object.object)
 
 
 async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> Message:
@@ -414,7 +458,9 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 return problem(refused.code, refused.message, refused.remedy)
             if (failed := failure()) is not None:
                 raise failed
-            return await handler(request)
+            with gate.connections.during(caller, request.transport):
+                served.credentials.note_use(caller.identity)
+                return await handler(request)
         except TimeoutError:
             raise
         except ConnectionError as error:  # the worker joins again, or is declared dead
@@ -424,8 +470,7 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
         except web.HTTPException as refused:
             return _refused(request, refused)
         except Exception as error:
-            if request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
-                gate.refusals.note("join", f"refused to let a site join from {caller.address}: {error.message}")
+            _note_refusal(gate, request, error)
             return _failed(served.run, request, failure() or error)  # the run may have failed meanwhile
         finally:
             interceptor = interceptor_of(request)
@@ -433,6 +478,14 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 interceptor.end_part()
 
     return guard
+
+
+def _note_refusal(gate: Gate, request: web.Request, error: Exception) -> None:
+    """Count and log a refused request for another site, or of a site that may not join."""
+    if isinstance(error, Forbidden):
+        gate.refusals.note("caller", f"refused a request from {request.remote}: {error.message}")
+    elif request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
+        gate.refusals.note("join", f"refused to let a site join from {request.remote}: {error.message}")
 
 
 NO_OPERATION = Operation("", "", "", "", callers=READERS)
@@ -450,12 +503,18 @@ def admit(gate: Gate, request: web.Request, operation: Operation | None, roster:
     Raises:
         AuthError: the request is refused.
     """
-    caller = caller_of(request.remote, request.headers, gate.tokens, roster)
+    shown = gate.shown(request.get_extra_info("peercert"))
+    caller = caller_of(request.remote, request.headers, gate.tokens, roster, shown)
     reason = "host"
     try:
         gate.require_host(request.headers.getall("Host", []))
         reason = "token"
-        require_caller(caller, operation or NO_OPERATION, is_open=gate.tokens.is_open)
+        require_caller(
+            caller,
+            operation or NO_OPERATION,
+            is_open=gate.tokens.is_open,
+            own_credentials=gate.tokens.own_credentials,
+        )
     except AuthError as error:
         reason = "caller" if isinstance(error, Forbidden) else reason
         gate.refusals.note(reason, f"refused a request from {caller.address}: {error.message}")

@@ -1,16 +1,21 @@
-"""The gate of a server: its tokens, the Host header of requests to one without a token, and the log of refusals."""
+"""The gate of a server: credentials, the connections of each site, the Host header, and the log of refusals."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
 
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
-from atoll.server.http.caller import Tokens
+from atoll.server.http.caller import Caller, ShownCredentials, Tokens, require_own
+from atoll.store.identities import KnownSites
 from atoll.transport.tls import is_loopback, read_token
 
 LOG = logging.getLogger("atoll.server")
@@ -50,22 +55,73 @@ class Refusals:
         self._said_s[text] = now_s
 
 
+class SiteConnections:
+    """The open connections of sites, to be closed when a site is revoked."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, WeakSet[asyncio.Transport]] = {}
+
+    @contextmanager
+    def during(self, caller: Caller, transport: asyncio.Transport | None) -> Iterator[None]:
+        """Note that a connection has a request of a site; with the site's certificate, the connection stays the site's.
+
+        Without one, it may be that of a proxy, and the next request another site's.
+        """
+        if caller.identity is None or transport is None:
+            yield
+            return
+        of_site = self._open.setdefault(caller.identity.site, WeakSet())
+        of_site.add(transport)
+        try:
+            yield
+        finally:
+            if not caller.by_certificate:
+                of_site.discard(transport)
+
+    def close(self, site: str) -> None:
+        """Close all connections of a site at once. Requests under way are cancelled."""
+        for transport in self._open.pop(site, WeakSet()):
+            transport.abort()
+
+
 class Gate:
-    """The tokens of a server, and the check of the Host header of every request.
+    """The credentials that a server knows, and the check of the Host header of every request.
 
     Args:
         token: token of the run's sites; None if the server needs none of them.
         local: whether the server listens on loopback only. If so, and if there is no token, the Host header of every
             request must name a loopback address.
+        own_credentials: whether each site needs a credential of its own.
+        allowed: the setting `trust.sites`.
 
     Attributes:
         tokens: the tokens of sites, readers and the admin.
         refusals: counts and logs the requests that this server has refused.
+        known: what the server knows of the credentials of sites.
+        authority: common name of the run's own authority; empty if it has none.
+        connections: the open connections of sites.
+        clock: returns the Unix time in seconds.
     """
 
-    def __init__(self, token: str | None, *, local: bool = False) -> None:
-        self.refusals, self.tokens = Refusals(), Tokens(token)
-        self._needs_local_name = local and self.tokens.is_open
+    def __init__(
+        self, token: str | None, *, local: bool = False, own_credentials: bool = False, allowed: Sequence[str] = ()
+    ) -> None:
+        self.refusals, self.tokens = Refusals(), Tokens(token, own_credentials=own_credentials)
+        self._needs_local_name, self._allowed = local and self.tokens.is_open, allowed
+        self.known, self.authority, self.connections = KnownSites(), "", SiteConnections()
+        self.clock: Callable[[], float] = time.time
+
+    def shown(self, certificate: Mapping[str, Any] | None) -> ShownCredentials:
+        """Return what decides which site a request is from, for a connection with this certificate."""
+        return ShownCredentials(self.known, self.clock(), certificate, self.authority)
+
+    def require_own(self, caller: Caller, named: str) -> None:
+        """Refuse a request for a site that its credential does not prove. See `caller.require_own`.
+
+        Raises:
+            Forbidden: as there.
+        """
+        require_own(caller, named, self.known, self.tokens, self._allowed)
 
     def require_host(self, hosts: Sequence[str]) -> None:
         """Refuse a request of a web page that reaches this server through a browser on this machine, by DNS rebinding.
@@ -98,27 +154,45 @@ def _is_local_name(host: str) -> bool:
     return match is not None and is_loopback(match[1].lower().removesuffix("."))
 
 
+def needs_credentials(settings: Settings) -> bool:
+    """Return whether each site needs a credential of its own (`trust.required`)."""
+    network, trust = settings.network, settings.trust
+    if trust.required is not None:
+        return trust.required
+    is_open = not is_loopback(network.host) and not network.insecure
+    return is_open or trust.address is not None or trust.authority is not None
+
+
+def makes_tls(settings: Settings) -> bool:
+    """Return whether the server makes a certificate of its own: it uses TLS, and no setting names a certificate."""
+    network, trust = settings.network, settings.trust
+    if network.tls_cert is not None or network.insecure:
+        return False
+    return not is_loopback(network.host) or (needs_credentials(settings) and trust.address is None)
+
+
+def has_tls(settings: Settings) -> bool:
+    """Return whether the server uses TLS."""
+    return settings.network.tls_cert is not None or makes_tls(settings)
+
+
 def open_gate(settings: Settings) -> Gate:
     """Return the check of requests for a server with these settings.
 
     Raises:
-        ConfigError: other machines can reach the server, but it has no TLS or no token, and `network.insecure` is not
-            set.
+        ConfigError: other machines can reach the server, but its sites need neither credentials nor a token, and
+            `network.insecure` is not set.
     """
-    token = read_token(settings.network.token_file)
-    if not is_loopback(settings.network.host) and not settings.network.insecure:
-        lacking = [
-            name
-            for name, is_set in (
-                ("TLS (network.tls_cert, network.tls_key)", settings.network.tls_cert),
-                ("a token (ATOLL_TOKEN or network.token_file)", token),
-            )
-            if not is_set
-        ]
-        if lacking:
-            raise ConfigError(
-                f"network.host is {settings.network.host}, which other machines can reach, but the server "
-                f"lacks {' and '.join(lacking)}.",
-                "Set them, or listen on 127.0.0.1, or set network.insecure = true on a trusted network.",
-            )
-    return Gate(token.text if token else None, local=is_loopback(settings.network.host))
+    token, network, own = read_token(settings.network.token_file), settings.network, needs_credentials(settings)
+    if not (is_loopback(network.host) or network.insecure or token or own):
+        raise ConfigError(
+            f"network.host is {network.host}, which other machines can reach, but trust.required is false, and the "
+            "server has no token (ATOLL_TOKEN or network.token_file).",
+            "Leave trust.required out, or listen on 127.0.0.1, or set network.insecure = true on a trusted network.",
+        )
+    return Gate(
+        token.text if token else None,
+        local=is_loopback(network.host),
+        own_credentials=own,
+        allowed=settings.trust.sites,
+    )

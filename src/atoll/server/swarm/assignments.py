@@ -53,6 +53,9 @@ from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 from atoll.store.tickets import why_closed
 from atoll.store.versions import VersionDigests
+from atoll.tensors.reference import TensorRef
+from atoll.transport.authority_files import context_to_worker
+from atoll.transport.peer_address import why_unreachable
 
 LOG = logging.getLogger("atoll.server")
 
@@ -162,7 +165,7 @@ class SwarmView:
 
     def __init__(self, plan: Plan, store: Store, ledger: Ledger) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
-        self.peers = Peers(lambda: ledger.state.members)
+        self.peers = Peers(lambda: ledger.state.members, self._why_unreachable)
         self.assignments = [Assignment() for _ in plan.fragments]
         self.offers: dict[int, Offer] = {}
 
@@ -170,6 +173,10 @@ class SwarmView:
         """Return references to a version at up to `MOST_SOURCES` workers that have it. A download needs only one."""
         found = [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
         return found if len(found) <= MOST_SOURCES else OWN_RANDOM.sample(found, MOST_SOURCES)
+
+    def _why_unreachable(self, proof: TensorRef, site: str) -> str:
+        """Return why a site's worker does not answer at the address in a reference; empty if it does."""
+        return why_unreachable(proof, context_to_worker(self._store.directory, site) if proof.secure else None)
 
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now.
@@ -179,7 +186,8 @@ class SwarmView:
         """
         work = PeerWork(
             stamp=0,
-            peers=self.peers.addresses(site),
+            peers=[self.peers[other].address for other in self.peers.others(site)],
+            sites=self.peers.others(site),
             probe=self.peers.to_probe(site),
             hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[

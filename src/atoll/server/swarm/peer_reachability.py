@@ -14,7 +14,6 @@ from atoll.protocol import messages
 from atoll.protocol.swarm_messages import MOST_PEERS, CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound
 from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
-from atoll.transport.peer_address import why_unreachable
 
 _WHERE = (
     "Set ATOLL_PEER_HOST, ATOLL_PEER_PORT and ATOLL_PEER_NAME at this worker, and with TLS ATOLL_TLS_CA at the server, "
@@ -133,12 +132,12 @@ class Peers(dict[str, Peer]):
 
     Args:
         members: function that returns the members of the run.
-        why_unreachable: function that connects to the address in a reference, and returns why the process that made the
-            reference does not answer there; an empty text if it does.
+        why_unreachable: function that connects to the address in a reference of a site, and returns why the process
+            that made the reference does not answer there; an empty text if it does.
     """
 
     def __init__(
-        self, members: Callable[[], Mapping[str, Member]], why_unreachable: Callable[[TensorRef], str] = why_unreachable
+        self, members: Callable[[], Mapping[str, Member]], why_unreachable: Callable[[TensorRef, str], str]
     ) -> None:
         super().__init__()
         self._members, self._why_unreachable = members, why_unreachable
@@ -187,7 +186,7 @@ class Peers(dict[str, Peer]):
                 f"Worker {site} names no address at which other workers can reach it.",
                 f"Use the same Atoll version at {site} and at the server.",
             ) from None
-        if why := await asyncio.get_running_loop().run_in_executor(self._checks, self._why_unreachable, ref):
+        if why := await asyncio.get_running_loop().run_in_executor(self._checks, self._why_unreachable, ref, site):
             raise ConfigError(
                 f"The server cannot reach {site} at {ref.server} ({why}), but in a swarm the server checks the address "
                 f"of each worker before it tells the others. {site} cannot take part.",
@@ -203,9 +202,9 @@ class Peers(dict[str, Peer]):
             other.tried_s.pop(address, None)
         return peer
 
-    def addresses(self, site: str) -> list[str]:
-        """Return the addresses of the live workers of all other sites."""
-        return [self[other].address for other in self.alive if other != site][:MOST_PEERS]
+    def others(self, site: str) -> list[str]:
+        """Return all other sites with a live worker."""
+        return [other for other in self.alive if other != site][:MOST_PEERS]
 
     @property
     def alive(self) -> list[str]:

@@ -113,7 +113,7 @@ def take_part(
             something that the run names, such as its algorithm, is neither registered nor installed at this site.
     """
     may_swarm = takes_part_in_swarms(swarm)
-    filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
+    filters, http, terms = require_filters(filters), http_to(server, site=site), loop or LoopTerms()
     if terms.ranks.is_first:
         warn_of_overruled(server, site)
         say_proxy(http, site)
@@ -271,8 +271,8 @@ def _open_carrier(session: Session, processes: WorkerProcesses, folder: Path) ->
 
     plan_message = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
     plan = plan_of(plan_message, session.split)
-    host = open_host(session.site, http.host, info.idle_timeout_s)
-    peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
+    host = open_host(session.site, http.host, info.idle_timeout_s, http.peer_credential)
+    peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"), http.peer_credential)
     session.peer_proof = str(peer_server.prove())
     session.cleanup.callback(peer_server.close)
     peer = SwarmPeer(session, peer_server, plan, folder)

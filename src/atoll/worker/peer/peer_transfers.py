@@ -4,7 +4,7 @@ Each worker serves its files to the others over HTTP. Environment variables of t
 
     ATOLL_PEER_HOST, ATOLL_PEER_PORT           address to listen on
     ATOLL_PEER_NAME                            host name under which other workers reach this one
-    ATOLL_PEER_TLS_CERT, ATOLL_PEER_TLS_KEY    certificate and its key
+    ATOLL_PEER_TLS_CERT, ATOLL_PEER_TLS_KEY    certificate and its key, if the site has no credential of its own
     ATOLL_PEER_INSECURE                        true allows plain HTTP beyond this machine
 """
 
@@ -14,11 +14,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -35,12 +36,13 @@ from atoll.runtime import OWN_RANDOM
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import SiteCredential
 from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.peer_address import NO_PATH, is_this_machine, require_peer, why_no_peer
-from atoll.transport.tls import is_loopback
+from atoll.transport.tls import ContextMaker, is_loopback
 from atoll.worker.arguments import insecure_peers
 from atoll.worker.log_lines import error_text
 
@@ -49,13 +51,17 @@ MOST_ADDRESSES = 4096
 """Largest number of addresses of other workers that a worker learns in a run: its memory and log stay bounded."""
 
 
-def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
+def open_host(
+    site: str, server_host: str, idle_timeout_s: float, credential: SiteCredential | None = None
+) -> ObjectHost:
     """Start this worker's HTTP server. Other workers of the swarm download this worker's files from it.
 
     Args:
         site: the site's name, for messages.
         server_host: host of the run's server.
         idle_timeout_s: seconds without a byte after which a connection is closed.
+        credential: the site's certificate, with which it takes connections of other sites of the run alone; None: it
+            has none.
 
     Raises:
         ConfigError: the run's server is on another machine, and `ATOLL_PEER_HOST` is not set. Or the address needs TLS,
@@ -80,6 +86,7 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             insecure=insecure_peers(),
             idle_timeout_s=idle_timeout_s,
             folder=None,
+            context=credential.context_for_peers if credential is not None else None,
         )
     except (ConfigError, PortInUse) as error:
         raise type(error)(
@@ -128,7 +135,12 @@ def host_of(address: str) -> str:
 
 @contextmanager
 def connected(
-    text: str, idle_timeout_s: float, counters: Counters, *, loopback: bool
+    text: str,
+    idle_timeout_s: float,
+    counters: Counters,
+    *,
+    loopback: bool,
+    context: ContextMaker | None = None,
 ) -> Iterator[tuple[TensorRef, HttpTransfer]]:
     """Connect to the worker that a reference names; the connections close at the end of the `with` block.
 
@@ -137,6 +149,7 @@ def connected(
         idle_timeout_s: seconds without a byte after which a transfer fails.
         counters: counters of the transferred bytes.
         loopback: whether that worker may be on this machine.
+        context: returns the TLS context for the connection; None: one that trusts ATOLL_TLS_CA.
 
     Yields:
         The parsed reference, and the connections.
@@ -147,7 +160,7 @@ def connected(
     ref = TensorRef.parse(text)
     if ref.path:
         raise Gone(f"The reference to {ref.server} is not followed: {NO_PATH}.", "Ask another worker.")
-    http = object_http(ref, require_ip=partial(require_peer, loopback=loopback))
+    http = object_http(ref, require_ip=partial(require_peer, loopback=loopback), context=context)
     http.counters = counters
     parts = HttpTransfer(http, CONNECTIONS, idle_timeout_s)
     try:
@@ -174,15 +187,18 @@ class PeerServer:
         counters: counts the bytes that other workers download.
         ca: PEM file of the certificate authority that signed other workers' certificates; None: the system's
             authorities.
+        credential: the site's certificate, for connections to other sites of the run; None: it has none.
 
     Attributes:
         served: number of bytes that other workers have downloaded.
     """
 
-    def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
-        self._host, self._counters, self._ca = host, counters, ca
+    def __init__(
+        self, host: ObjectHost, counters: Counters, ca: str | None, credential: SiteCredential | None = None
+    ) -> None:
+        self._host, self._counters, self._ca, self._credential = host, counters, ca, credential
         self._lock = threading.Lock()
-        self._peers: frozenset[str] = frozenset()
+        self._peers: dict[str, str] = {}  # address → site
         self._learnt: set[str] = set()
         self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
         self.served = 0
@@ -203,16 +219,19 @@ class PeerServer:
         finally:
             os.close(fd)
 
-    def learn(self, addresses: Collection[str]) -> list[str]:
+    def learn(self, addresses: Sequence[str], sites: Sequence[str] = ()) -> list[str]:
         """Allow connections to the workers at these addresses, and to no others. Return those that are new.
 
         Args:
             addresses: the addresses of all other workers, from the newest answer of the server.
+            sites: the site of each, if the server names them.
         """
         new = [address for address in dict.fromkeys(addresses) if address not in self._learnt]
         new = new[: MOST_ADDRESSES - len(self._learnt)]
         self._learnt.update(new)
-        self._peers = frozenset(self._learnt.intersection(addresses))
+        self._peers = {
+            address: site for address, site in zip_longest(addresses, sites, fillvalue="") if address in self._learnt
+        }
         return new
 
     def _why_refused(self, address: str) -> str:
@@ -223,6 +242,12 @@ class PeerServer:
         if address not in self._peers:
             return "the server has not named a worker at this address"
         return why_no_peer(host_of(address), loopback=self._on_loopback)
+
+    def _context_to(self, address: str) -> ContextMaker | None:
+        """Return what makes the TLS context for a connection to another worker; None: that of `ca`."""
+        if self._credential is None or not address.startswith("https://"):
+            return None
+        return partial(self._credential.context_to_peer, self._peers.get(address, ""))
 
     @property
     def _on_loopback(self) -> bool:
@@ -305,7 +330,10 @@ class PeerServer:
             raise Gone(f"The reference to {ref.server} is not followed: {why}.", "Ask another worker.")
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
         if own is None:
-            with connected(text, idle_timeout_s, self._counters, loopback=self._on_loopback) as reached:
+            context = self._context_to(ref.server)
+            with connected(
+                text, idle_timeout_s, self._counters, loopback=self._on_loopback, context=context
+            ) as reached:
                 yield reached
             return
         try:
@@ -342,7 +370,8 @@ class PeerServer:
                 wait(sum(AGAIN_S))
                 return why
             try:
-                with contextlib.closing(Http(address, ca=self._ca, require_ip=require_ip)) as http:
+                context = self._context_to(address)
+                with contextlib.closing(Http(address, ca=self._ca, require_ip=require_ip, context=context)) as http:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:

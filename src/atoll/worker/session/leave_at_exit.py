@@ -230,7 +230,7 @@ def leave_for(folder: Path, why: str | None) -> list[str]:
     for path in sorted(folder.glob("[!.]*")):
         try:
             server, lease = _noted_in(path)
-            with contextlib.closing(http_to(server)) as http:
+            with contextlib.closing(http_to(server, site=path.name)) as http:
                 http.lease = lease
                 http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)
             names.append(path.name)

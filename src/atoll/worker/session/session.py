@@ -67,6 +67,8 @@ LONGEST_BACKOFF_S = 8.0
 BRIEF_S = 1.0
 """A server that is busy for less than this many seconds does what is part of a run, so the log has no warning."""
 HEARTBEAT_RETRY_S = 2.0
+RENEW_RETRY_S = 600.0
+"""Most seconds between two attempts to renew the site's credential."""
 DELAYS, LONG_DELAY_S = 4, 0.03
 """Number of heartbeats of which the shortest exchange counts as the delay of the link; a delay that is worth a warning,
 in seconds."""
@@ -361,6 +363,7 @@ class Session:
         self._beat: threading.Thread | None = None
         self._is_silent = False  # whether a call has timed out since the last answer
         self._fatal: AtollError | None = None
+        self._renew_from_s = 0.0  # time before which no further attempt to renew the credential is made
         self.read_run()
 
     def read_run(self) -> None:
@@ -485,6 +488,30 @@ class Session:
                 return
             self._news.clear()
             answered = self.beat()
+            if answered:
+                self.renew()
+
+    def renew(self) -> None:
+        """Renew the site's credential if it is due. If that fails, go on with the present one, and try again later."""
+        credential = self.http.credential
+        if credential is None or time.monotonic() < self._renew_from_s or not credential.is_due():
+            return
+        from atoll.transport.enrolment import renew, until
+
+        timeout_s = max(1.0, self.info.heartbeat_interval_s / 2)
+        try:
+            if renew(self.http, credential, timeout_s):
+                LOG.info("%s: the credential was renewed; it is valid until %s", self.site, until(credential.note))
+                return
+        except AtollError as error:
+            LOG.warning(
+                "%s: the credential, valid until %s, could not be renewed yet: %s",
+                self.site,
+                until(credential.note),
+                error,
+            )
+        left_s = credential.note.expires_at_s - time.time()
+        self._renew_from_s = time.monotonic() + min(RENEW_RETRY_S, max(1.0, left_s / 10))
 
     def _send_heartbeat(self, most_s: float = 30.0) -> None:
         counters = self.counters

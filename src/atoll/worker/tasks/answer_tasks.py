@@ -639,10 +639,10 @@ def tasks(
             "atoll.tasks has no server to get tasks from.", "Pass the server's address, or set ATOLL_SERVER."
         )
     for_tasks(filters)  # check the filters before any request
-    site = site_of(site)
+    site = site_of(site, server)
     warn_of_overruled(server, site)
     kept_in = _folder_for_models(folder)
-    http = http_to(server)
+    http = http_to(server, site=site)
     say_proxy(http, site)
     session = Session(http, site, labels=labels)
     worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)

@@ -365,7 +365,7 @@ class DiLoCo:
             )
         self._process, self._thread = os.getpid(), threading.get_ident()
         if not self._server:
-            self._site = site_of(self._site, is_alone=True)
+            self._site = site_of(self._site)
         self._require_trains()
         self._find_tensors()
         if not self._server:
@@ -377,7 +377,7 @@ class DiLoCo:
             self._started = True
             return self
         try:
-            site = self._ranks.from_rank0(lambda: site_of(self._site))
+            site = self._ranks.from_rank0(lambda: site_of(self._site, self._server))
             for layers in self._layers:
                 self._copies.watch(layers[0])
             with self._copies.loading(self.model, self._tensors):

@@ -692,7 +692,7 @@ def join(
         return _simulated
     ensure_lines()
     server, filters = server_of(server, require_server=require_server), require_filters(filters)
-    site = site_of(site, is_alone=not server)
+    site = site_of(site, server)
     if not server:
         LOG.info("%s", ALONE)
         return Worker(ScriptAlone(site))
@@ -729,6 +729,6 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         return _run_of(_simulated).info
     if not server:
         return None
-    session = Session(http_to(server), site)
+    session = Session(http_to(server, site=site), site)
     session.http.close()
     return session.info

@@ -1,0 +1,97 @@
+"""Workers of a swarm know each other by the certificates of their sites."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from kit.enrolling_server import EnrollingServer
+
+from atoll.blobs.manifest import Cuts, Manifest
+from atoll.errors import AtollError, ServerUnreachable
+from atoll.protocol import routes
+from atoll.tensors.layout import PART_BYTES
+from atoll.tensors.reference import TensorRef
+from atoll.transport.credential_store import SiteCredential
+from atoll.transport.enrolment import enrol
+from atoll.transport.http_client import Counters
+from atoll.transport.object_client import object_http
+from atoll.transport.tls import client_context, fixed
+from atoll.worker.peer.peer_transfers import PeerServer, open_host
+
+
+@contextlib.contextmanager
+def peer_of(site: str, credential: SiteCredential | None) -> Iterator[PeerServer]:
+    server = PeerServer(open_host(site, "127.0.0.1", 10.0, credential), Counters(), None, credential)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def enrolled(server: EnrollingServer, site: str) -> SiteCredential:
+    server.invited[site.ljust(43, "-")] = site
+    return enrol(server.invitation(site, site.ljust(43, "-")))
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+def offered(peer: PeerServer) -> tuple[TensorRef, bytes]:
+    """A small file that a worker serves, and its content."""
+    content = b"of this site" * 100
+    fd = os.memfd_create("update", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, content)
+        return peer.serve(fd, Manifest.of_cuts(Cuts(0, len(content), PART_BYTES), [blake3(content).digest()])), content
+    finally:
+        os.close(fd)
+
+
+def test_sites_of_one_run_reach_each_other_by_certificate(tmp_path: Path) -> None:
+    """A worker reads another's file over TLS, both with the certificate of their site, without any ATOLL_PEER_TLS_*."""
+    with EnrollingServer(tmp_path / "server") as server:
+        a, b = enrolled(server, "a"), enrolled(server, "b")
+        with peer_of("a", a) as mine, peer_of("b", b) as other:
+            ref, content = offered(other)
+            assert other.address.startswith("https://")
+            mine.learn([other.address], ["b"])
+            assert mine.why_unreached(other.address, lambda _: False) == ""
+            with mine.connected(str(ref), 10.0) as (_, source):
+                assert content in bytes(source.read(routes.OBJECT_DATA.format(object=ref.object), 10_000))
+
+
+def test_worker_of_another_site_is_not_believed(tmp_path: Path) -> None:
+    """If another site answers at the address that the server named for a site, nothing is read from it."""
+    with EnrollingServer(tmp_path / "server") as server:
+        a, b = enrolled(server, "a"), enrolled(server, "b")
+        with peer_of("a", a) as mine, peer_of("b", b) as other:
+            ref, _ = offered(other)
+            mine.learn([other.address], ["c"])
+            assert "the certificate of site b, not of site c" in mine.why_unreached(other.address, lambda _: False)
+            with pytest.raises(ServerUnreachable, match="not of site c"):
+                with mine.connected(str(ref), 10.0) as (_, source):
+                    source.read(routes.OBJECT_DATA.format(object=ref.object), 10_000)
+
+
+@pytest.mark.parametrize("kind", ["no certificate", "another authority"])
+def test_stranger_reads_nothing_from_a_worker(tmp_path: Path, kind: str) -> None:
+    """A worker sends nothing without a certificate of the run, even to a holder of the file's reference."""
+    with EnrollingServer(tmp_path / "server") as server, EnrollingServer(tmp_path / "other") as foreign:
+        b, stranger = enrolled(server, "b"), enrolled(foreign, "a")
+        with peer_of("b", b) as other:
+            ref, _ = offered(other)
+            (tmp_path / "ca.pem").write_bytes(server.authority.certificate)
+            context = stranger.context_to_peer("b") if kind == "another authority" else client_context(None)
+            context.check_hostname = False
+            context.load_verify_locations(tmp_path / "ca.pem")  # it knows which server it wants to reach
+            http = object_http(ref, require_ip=lambda _: None, context=fixed(context))
+            with contextlib.closing(http), pytest.raises(AtollError):
+                http.reach(routes.OBJECT.format(object=ref.object), timeout_s=10)
+            assert other.served == 0
