@@ -48,6 +48,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_CERT",
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
+        "ATOLL_POLICY",
+        "ATOLL_DRY_RUN",
         "ATOLL_LEASES",
         "ATOLL_LOG_JSON",
         "ATOLL_FAILPOINTS",

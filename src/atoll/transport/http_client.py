@@ -44,6 +44,7 @@ from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import Token, client_context, read_token
+from atoll.transport.way_out import WayOut, way_out
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -188,6 +189,7 @@ class Http:
         self.on_problem: Callable[[AtollError], None] = lambda _: None
         self._headers = {"Authorization": f"Bearer {token.text}"} if token else {}
         self._token_origin = token.origin if token else ""
+        self._way_out: WayOut | None = None
         self._pool = self._new_pool()
 
     def close(self) -> None:
@@ -207,6 +209,30 @@ class Http:
         pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **options)
         pool.ConnectionCls = _SecureConnection if self.secure else _Connection
         return pool
+
+    @property
+    def way_out(self) -> WayOut:
+        """What every message and part passes before it leaves this machine.
+
+        Raises:
+            ConfigError, StoreError: the site's policy or its log cannot be used.
+        """
+        if self._way_out is None:
+            self._way_out = way_out()
+        return self._way_out
+
+    @property
+    def site(self) -> str:
+        """The site of the lease; empty without one."""
+        return self.lease.partition(":")[0]
+
+    def allowed(self, path: str, message: BaseModel) -> bytes:
+        """Return the text of a message for this server, as the site's policy lets it leave.
+
+        Raises:
+            ConfigError: the policy forbids it.
+        """
+        return self.way_out.message(self.server, path, message, getattr(message, "site", "") or self.site)
 
     @property
     def poll_s(self) -> float:
@@ -272,7 +298,7 @@ class Http:
         self._posted(path, message, timeout_s)
 
     def _posted(self, path: str, message: BaseModel, timeout_s: float | None = None) -> bytearray:
-        body = message.model_dump_json(exclude_defaults=True).encode()
+        body = self.allowed(path, message)
         return self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:

@@ -36,6 +36,7 @@ from atoll.protocol.values import (
 from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import Tensors
+from atoll.transport.way_out import ClearedUpdate
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.carrier import Carrier, Upload
@@ -111,8 +112,11 @@ class Exchange:
         while True:
             holds = self.base.digest_of(self.session.info.run) if self.processes.has_whole_model else None
             reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes, holds=holds)
+            if isinstance(reply, Next) and reply.previous is not None:
+                self.session.way_out.receipt(reply.previous.receipt)
             if not isinstance(reply, Open):
                 return reply
+            self.session.way_out.require_round(self.session.info.run, self.fragment, reply.ticket.round)
             if reply.ticket.layout_digest != self.outbox.layout.digest:
                 self._change_layouts()
             if self.local.follow(reply.ticket, reply.counted):
@@ -243,15 +247,30 @@ class Exchange:
                     "%s lacks the update of round %d, so this round is trained again", self.outbox.path, note.round
                 )
                 return False
+            if held.policy != self.session.way_out.digest:
+                LOG.warning(
+                    "%s: the update of round %d was formed under another policy of this site, so it is not sent",
+                    self.site,
+                    note.round,
+                )
+                return False
             if check and self.outbox.is_damaged():
                 LOG.warning("%s is damaged, so the update in it is not sent. Check the disk.", self.outbox.path)
                 return False
             if held != note:
                 self.local.state.moves_to(note.ticket, note.base_version, held.ticket)
                 self.outbox.seal(note)
+            self._clear(note)
             return True
 
         return all(self.processes.from_all(takes))
+
+    def _clear(self, note: OutboxNote) -> None:
+        """Let the outbox's update leave: the filters of the site's policy were applied to it."""
+        way, nbytes = self.session.way_out, self.outbox.layout.nbytes
+        way.clear(map(bytes.fromhex, note.part_digests))
+        update = ClearedUpdate(note.ticket, note.fragment, note.round, nbytes, note.norm, note.filters)
+        way.clear_update(note.digest, update)
 
     def _agreed_note(self) -> OutboxNote | None:
         """Return the note of the first process's outbox, in every process."""
@@ -408,12 +427,19 @@ class Exchange:
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
+        way = self.session.way_out
+        report = report.model_copy(update={"metrics": way.metrics(report.metrics)})
         filtered, own = self.local.filtered(ticket, tensors, report), self.processes.own(tensors)
+
+        def on_written(part: Part, digest: bytes) -> None:
+            way.clear([digest])
+            if on_part is not None:
+                on_part(part, digest)
 
         def write() -> encode_update.Formed:  # without a note, which would mark the update as complete
             self.carrier.retract(self.fragment)
             self.outbox.begin(ticket.layout_digest)
-            return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_part)
+            return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_written)
 
         formed = self.processes.form(write, self.outbox.layout)
         self.session.warn(self.fragment, self.local.warnings_about(formed, report.steps))
@@ -431,8 +457,13 @@ class Exchange:
                 round=ticket.round,
                 site=self.site,
                 generation=ticket.generation,
+                policy=way.digest,
+                norm=formed.norm,
+                filters=tuple(map(repr, self.local.filters)),
             )
         )
+        assert self.outbox.note is not None
+        self._clear(self.outbox.note)
         return formed
 
     def sit_out(self, ticket: Ticket, report: Report, retries: int | None = None) -> SatOut | Refused | TooLate | Lost:
@@ -508,6 +539,7 @@ class Exchange:
             return answer
         self.session.require_here()
         self.session.progress.made("ticket", note.ticket)
+        self.session.way_out.receipt(answer.receipt)
         self.outbox.mark_sent()
         self.refusals = 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):
