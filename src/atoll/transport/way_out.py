@@ -12,6 +12,7 @@ What carries tensors is cleared by the code that has applied the policy's filter
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -28,11 +29,13 @@ from pydantic import BaseModel
 
 from atoll.config.site_policy import VARIABLE, Policy, allows, most, policy_path, read_policy
 from atoll.errors import AtollError, ConfigError, PeerError
+from atoll.posix import open_own
 from atoll.protocol import admin_messages, messages, routes, swarm_messages, task_messages
 from atoll.transport.egress_log import EgressLog
 
-DRY_RUN = "ATOLL_DRY_RUN"
-"""Variable that `atoll worker --dry-run` sets: the folder for what would leave."""
+DRY_RUN, MESSAGES = "ATOLL_DRY_RUN", "messages.jsonl"
+"""Variable that `atoll worker --dry-run` sets: the folder for what would leave; the file in it with the messages that
+were sent."""
 MOST_CLEARED = 2**18
 """Number of parts that stay cleared; with more, the oldest ones are refused."""
 FLUSH_S = 60.0
@@ -271,6 +274,8 @@ class WayOut:
             if what == "answer":
                 self.require_bytes(run, len(text))
             self._count(type(message).__name__, len(text))
+            if self.dry_run is not None:
+                self._keep(path, text)
             if self.log is not None and what:
                 self._flush()
                 self.log.append(what, run=run, site=site, **{"bytes": len(text), **detail})
@@ -428,6 +433,15 @@ class WayOut:
         joining = (messages.Join, messages.Heartbeat, messages.TicketRequest, messages.Leave, task_messages.TaskRequest)
         if self.dry_run is not None and not isinstance(message, joining):
             raise ConfigError("In a dry run, nothing else is sent than what joining needs.", "Leave out --dry-run.")
+
+    def _keep(self, path: str, text: bytes) -> None:
+        """Write a message of a dry run to its folder."""
+        assert self.dry_run is not None
+        line = json.dumps({"path": path, "message": json.loads(text)}) + "\n"
+        with open(
+            open_own(self.dry_run / MESSAGES, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8"
+        ) as file:
+            file.write(line)
 
     def _count(self, kind: str, nbytes: int) -> None:
         counted = self._small[kind]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from atoll.transport.way_out import ClearedUpdate
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.carrier import Carrier, Upload
+from atoll.worker.exchange.dry_run import DryRunOver, write_update
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
 from atoll.worker.exchange.worker_processes import WorkerProcesses
@@ -399,7 +401,8 @@ class Exchange:
         if not isinstance(agreed, Ticket):
             return agreed
         ticket = agreed
-        send_early = self.carrier.send_early(self.outbox.layout)
+        is_dry = self.session.way_out.dry_run is not None
+        send_early = None if is_dry else self.carrier.send_early(self.outbox.layout)
         if send_early is None:
             self.form(ticket, tensors, report, finish=finish)
             return self.deliver(retries)
@@ -464,7 +467,17 @@ class Exchange:
         )
         assert self.outbox.note is not None
         self._clear(self.outbox.note)
+        if way.dry_run is not None:
+            self._end_dry_run(way.dry_run, self.outbox.note)
         return formed
+
+    def _end_dry_run(self, folder: Path, note: OutboxNote) -> None:
+        self.outbox.clear()  # no later process sends it
+        write_update(folder, self.outbox, note, note.complete(), self.local.layouts.codecs)
+        LOG.info(
+            "%s: dry run: what would leave in round %d is in %s; nothing of it was sent", self.site, note.round, folder
+        )
+        raise DryRunOver
 
     def sit_out(self, ticket: Ticket, report: Report, retries: int | None = None) -> SatOut | Refused | TooLate | Lost:
         """Tell the server that this site sits out the round of a ticket. Nothing is formed, and no tensor is sent.

@@ -125,7 +125,12 @@ def take_part(
             raise _no_swarm(session)
         _check(session, loop)
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
-        named = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()  # a script may change folders
+        dry_run = session.way_out.dry_run
+        named = (
+            dry_run / "files"
+            if dry_run is not None
+            else (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()
+        )  # a script may change folders
         where = folder_of(named / site, info.run, share)
         opened.enter_context(locked(where, site, named))
         processes = OneProcess(session) if terms.shards is None else ShardedRanks(session, terms.shards)

@@ -59,6 +59,7 @@ from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import UnpublishedObject, outgoing
 from atoll.worker.arguments import require_joined, site_of, weight_of
+from atoll.worker.exchange.dry_run import DryRunOver, write_answer
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import say_proxy, warn_of_overruled
 from atoll.worker.log_lines import LOG, error_text
@@ -238,6 +239,13 @@ class Task:
 
     def deliver(self, answer: tm.TaskAnswer | UnpublishedObject) -> bool:
         """Send an answer that `written` returned; upload a draft first. Return whether the server accepted it."""
+        if (folder := self._connection.way_out.dry_run) is not None:
+            is_message = isinstance(answer, tm.TaskAnswer)
+            sent = (
+                answer.model_dump() if is_message else {"bytes": answer.manifest.nbytes, "digest": answer.manifest.id}
+            )
+            write_answer(folder, self.name, sent)
+            raise DryRunOver
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
