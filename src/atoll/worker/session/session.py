@@ -389,7 +389,7 @@ class Session:
         split = self.patiently(ask, None, "read the schema")
         info.require_split(split)
         self.way_out.require_run(info, self.http.server)
-        sent = [spec.name for spec in split.schema.model.tensors if not spec.is_kept]
+        sent = [spec.name for spec in split.schema.model.tensors if info.trains and not spec.is_kept]
         self.way_out.require_tensors(sent, f"the run {info.name!r}")
         return info, split
 
