@@ -158,7 +158,7 @@ class Policy:
         where = f"{self.path}:{line_of(self.text, key)}"
         return ConfigError(
             f"This site's policy forbids it: {what} ({where}, {key}). Nothing of it was sent.",
-            remedy or "Whoever keeps the policy may change this line; then start again.",
+            remedy or "The owner of the policy may change this line. Then start again.",
         )
 
 
@@ -197,7 +197,7 @@ def policy_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def read_policy(path: Path) -> Policy:
-    """Read a policy, and check who may change it.
+    """Read a policy, and check which users may change it.
 
     Raises:
         ConfigError: the file cannot be read; another user may change it; or it is not a policy. The message names the

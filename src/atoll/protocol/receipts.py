@@ -23,7 +23,7 @@ def signed_receipt(key: Ed25519PrivateKey, **fields: Any) -> SignedReceipt:
 
 
 def is_genuine(receipt: SignedReceipt, public_key: str) -> bool:
-    """Return whether a receipt is signed with the key whose public half is `public_key`, in hex."""
+    """Return whether a receipt is signed with the key that has the public half `public_key`, in hex."""
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(receipt.signature), _signed_bytes(receipt))

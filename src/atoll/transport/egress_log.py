@@ -118,8 +118,8 @@ class EgressLog(OwnedFile):
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self.sent: dict[str, Sent] = defaultdict(lambda: Sent(set(), 0, "", set()))
-        self._lock, self._last, self._offset = threading.RLock(), None, 0
-        self._last: Entry | None
+        self._lock, self._offset = threading.RLock(), 0
+        self._last: Entry | None = None
         try:
             own_folder(folder)
             self.fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)

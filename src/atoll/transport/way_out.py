@@ -59,7 +59,7 @@ SMALL = (
 )
 """Messages that pass as they are: numbers, digests and names that the run itself has."""
 OF_ADMIN = (admin_messages.PauseRun, admin_messages.StopRun, admin_messages.RollBack)
-"""Messages of a person who controls a run. No site sends them."""
+"""Messages that control a run. No site sends them."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class OutboxNote:
         sent: whether the server has received the update and recorded it on disk.
         site: the site that formed the update.
         generation: the generation of the algorithm's state with which it was formed.
-        policy: digest of the site's policy whose filters were applied; empty: the site had none.
+        policy: digest of the site's policy, the filters of which were applied; empty: the site had none.
         norm: L2 norm of its parameters, if the site has a policy.
         filters: the filters that were applied, as text.
     """

@@ -240,10 +240,10 @@ class Task:
     def deliver(self, answer: tm.TaskAnswer | UnpublishedObject) -> bool:
         """Send an answer that `written` returned; upload a draft first. Return whether the server accepted it."""
         if (folder := self._connection.way_out.dry_run) is not None:
-            is_message = isinstance(answer, tm.TaskAnswer)
-            sent = (
-                answer.model_dump() if is_message else {"bytes": answer.manifest.nbytes, "digest": answer.manifest.id}
-            )
+            if isinstance(answer, tm.TaskAnswer):
+                sent = answer.model_dump()
+            else:
+                sent = {"bytes": answer.manifest.nbytes, "digest": answer.manifest.id}
             write_answer(folder, self.name, sent)
             raise DryRunOver
         if isinstance(answer, tm.TaskAnswer):
