@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 import atoll
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import ConfigError, PeerError, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.task_messages import TaskAnswer, TaskBody
@@ -223,3 +223,47 @@ def test_update_formed_under_another_policy_is_not_sent(tmp_path: Path, policy_o
         policy_of("[tensors]\nmax_norm = 1.0")
         world.move("a", 1, lambda *_: {"w": torch.tensor([3.0, 4.0])})
         torch.testing.assert_close(world.finish()["w"], torch.tensor([0.6, 0.8]))
+
+
+def test_receipts_of_another_key_are_refused(tmp_path: Path, policy_of: Writes) -> None:
+    """A forged receipt is not kept; a run that signs with another key than before is not joined again."""
+    policy = policy_of("")
+    with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=1) as world:
+        world.rounds(1.0, 1)
+        info = world.sites["a"].worker._backend.participation.session.info
+        world.finish()
+    accepted = next(each for each in entries(policy, "receipt") if each["state"] == "accepted")
+    forged = messages.SignedReceipt(**accepted | {"ticket": 77})
+    with pytest.raises(PeerError, match="ticket 77 is not signed with the key"):
+        way_out().receipt(forged)
+    with pytest.raises(PeerError, match="signs its receipts with another key"):
+        way_out().require_run(info.model_copy(update={"receipt_key": "0" * 64}), world.url)
+
+
+def test_rounds_of_a_run_are_counted_over_restarts(policy_of: Writes) -> None:
+    """With two rounds in the log, a third is refused where two are allowed, and the second may be repeated."""
+    policy_of("[runs]\nmax_rounds = 2")
+    way = way_out()
+    assert way.log is not None
+    for number in (1, 2):
+        way.log.append("update", run="r", fragment=0, round=number)
+    way.require_round("r", 0, 2)
+    way.require_round("r", 1, 3)
+    with pytest.raises(ConfigError, match=r"taken part in 2 rounds.*:2, runs\.max_rounds"):
+        way.require_round("r", 0, 3)
+
+
+def test_bytes_are_sent_where_the_policy_is_asked() -> None:
+    """Each call that hands bytes to a socket is in a function that has asked the way out."""
+    package = Path(atoll.__file__).parent
+    allowed = {
+        ("_pool.request(", "transport/http_client.py"): "self.allowed(path, message)",
+        ("connection.put(", "transport/part_transfer.py"): "way_out.part(",
+        ("serve_file(", "transport/object_server.py"): "way_out().serve(",
+    }
+    for path in sorted(package.rglob("*.py")):
+        where, text = path.relative_to(package).as_posix(), path.read_text(encoding="utf-8")
+        for (call, file), asks in allowed.items():
+            if call in text.replace(f"def {call}", "") and not where.startswith("server/http/"):
+                assert where == file, f"{where} calls {call}"
+                assert asks in text
