@@ -161,7 +161,7 @@ LINES: dict[str, int] = {
     "trackers": 333,
     "transport": 3467,
     "worker": 255,
-    "worker/exchange": 2547,
+    "worker/exchange": 2550,
     "worker/peer": 925,
     "worker/session": 903,
     "worker/tasks": 636,

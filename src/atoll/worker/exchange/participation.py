@@ -124,6 +124,9 @@ def take_part(
         if info.placement == "swarm" and not may_swarm:
             raise _no_swarm(session)
         _check(session, loop)
+        policy = session.way_out.policy
+        if policy is not None and terms.shards is not None and site_filters(policy):
+            raise policy.refusal("tensors", "its filters cannot be applied to a model that is sharded over ranks")
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
         dry_run = session.way_out.dry_run
         named = (
