@@ -67,6 +67,7 @@ class ClearedUpdate:
     """An update to which the policy's filters were applied: what the egress log says of it.
 
     Attributes:
+        run, site: id of the run, and name of the site.
         ticket: ticket under which it may be submitted.
         fragment: number of the fragment.
         round: number of the round.
@@ -75,6 +76,8 @@ class ClearedUpdate:
         filters: the filters, in order, as text.
     """
 
+    run: str
+    site: str
     ticket: int
     fragment: int
     round: int
@@ -237,9 +240,13 @@ class WayOut:
                 self._parts.popitem(last=False)
 
     def clear_update(self, digest: str, update: ClearedUpdate) -> None:
-        """Let an update be completed. An earlier one of the fragment no longer may be."""
+        """Let an update be completed. An earlier one of the site's fragment no longer may be."""
+
+        def place(of: ClearedUpdate) -> tuple[str, str, int]:
+            return of.run, of.site, of.fragment
+
         with self._lock:
-            old = [each for each, other in self._updates.items() if other.fragment == update.fragment]
+            old = [each for each, other in self._updates.items() if place(other) == place(update)]
             for each in old:
                 del self._updates[each]
             self._updates[digest] = update
@@ -278,7 +285,7 @@ class WayOut:
                 self._keep(path, text)
             if self.log is not None and what:
                 self._flush()
-                self.log.append(what, run=run, site=site, **{"bytes": len(text), **detail})
+                self.log.append(what, **{"run": run, "site": site, "bytes": len(text), **detail})
             elif time.monotonic() - self._flushed_s > FLUSH_S or isinstance(message, messages.Leave):
                 self._flush()
         return text

@@ -126,13 +126,15 @@ def test_update_is_cleared_for_its_ticket_alone(policy_of: Writes) -> None:
     """An update that was cleared for ticket 1 cannot be completed under ticket 2, nor after the next was formed."""
     policy_of("")
     way = way_out()
-    way.clear_update(DIGEST, ClearedUpdate(1, 0, 1, 64, 1.0, ()))
+    way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))
     assert sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST))["digest"] == DIGEST
     assert sent(routes.PART.format(ticket=1, part=0), messages.Complete(digest=DIGEST))["digest"] == DIGEST
     for path in (routes.COMPLETE.format(ticket=2), routes.PART.format(ticket=2, part=0)):
         with pytest.raises(ConfigError):
             sent(path, messages.Complete(digest=DIGEST))
-    way.clear_update("e" * 64, ClearedUpdate(3, 0, 2, 64, 1.0, ()))
+    way.clear_update("f" * 64, ClearedUpdate("r", "b", 2, 0, 1, 64, 1.0, ()))  # another site of this process
+    assert sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST))["digest"] == DIGEST
+    way.clear_update("e" * 64, ClearedUpdate("r", "a", 3, 0, 2, 64, 1.0, ()))
     with pytest.raises(ConfigError):
         sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST))
 

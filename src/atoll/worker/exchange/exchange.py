@@ -271,7 +271,9 @@ class Exchange:
         """Let the outbox's update leave: the filters of the site's policy were applied to it."""
         way, nbytes = self.session.way_out, self.outbox.layout.nbytes
         way.clear(map(bytes.fromhex, note.part_digests))
-        update = ClearedUpdate(note.ticket, note.fragment, note.round, nbytes, note.norm, note.filters)
+        update = ClearedUpdate(
+            note.run, self.site, note.ticket, note.fragment, note.round, nbytes, note.norm, note.filters
+        )
         way.clear_update(note.digest, update)
 
     def _agreed_note(self) -> OutboxNote | None:
