@@ -120,6 +120,14 @@ def write_note(path: Path, note: Any) -> None:
         ) from error
 
 
+def chain_hash(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
+    """Return the hash of an entry of a log (hex): the BLAKE3 of its fields as a JSON list.
+
+    One of the fields is `previous`, the hash of the entry before, so the entries form a chain.
+    """
+    return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
+
+
 MOST_LIGHT_BYTES = 56 * 2**20
 """Memory that the values of one received JSON text may take, in bytes."""
 _TOKEN = r'"(?:[^"\\]++|\\.)*+"?|[:{[,]'  # a string, also one without an end; or a sign

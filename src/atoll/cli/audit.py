@@ -34,7 +34,11 @@ def command(
             {"seq": each.seq, "at": each.at, "what": each.what} | json_module.loads(each.detail_json)
             for each in audit.last
         ]
-        print(json_module.dumps({"entries": audit.entries, "last_hash": audit.last_hash, "last": found}, indent=2))
+        print(
+            json_module.dumps(
+                {"run": audit.run, "entries": audit.entries, "last_hash": audit.last_hash, "last": found}, indent=2
+            )
+        )
         return
     for each in audit.last:
         text = ", ".join(f"{key} {value}" for key, value in json_module.loads(each.detail_json).items())

@@ -46,6 +46,7 @@ COMMANDS = {
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
     "evaluate": "Evaluate models of a run on the data of each site: metrics and weight of each site, and the mean.",
     "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",
+    "egress": "Check the log of what has left this site, show or export it, or compare it with a server's audit log.",
     "new": "Write run.toml and train.py: a complete run that works as it is, for you to change.",
     "config": "Settings of a run.",
     "doctor": "Check Python, torch, GPU, disk, clock and port, and with a server: proxy, TLS, token and clock there.",

@@ -8,6 +8,7 @@ ATOLL_DIR. The credential is the one that `atoll enrol` has stored. A token come
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -32,6 +33,7 @@ from atoll.cli.text import (
     LogJson,
     Quiet,
     Verbose,
+    aligned,
     choose_level,
     log_level,
     next_step,
@@ -40,10 +42,11 @@ from atoll.cli.text import (
 )
 from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
-from atoll.format_text import duration
-from atoll.posix import remove_left_behind
+from atoll.format_text import duration, numbers, size, visible
+from atoll.posix import OWN_FOLDER, folder_error, remove_left_behind
 from atoll.protocol import messages, routes
-from atoll.transport.http_client import ask, enrolled_site, server_address
+from atoll.transport.http_client import ask, enrolled_site, http_to, server_address
+from atoll.transport.way_out import DRY_RUN, MESSAGES
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import ENDED_WELL, LEASES, RUN_FAILED, SUPERSEDED, leave_for
 
@@ -89,6 +92,14 @@ def command(
         ),
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a failed or killed command.")] = 0,
+    dry_run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write all that would leave in the first round to this new folder, send none of it, and end.",
+            show_default=False,
+        ),
+    ] = None,
     log_json: LogJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -110,10 +121,55 @@ def command(
     if max_sync_retries is not None:
         environment["ATOLL_MAX_SYNC_RETRIES"] = str(max_sync_retries)
     _require_program(script[0], environment.get("PATH", os.defpath))
+    if dry_run is not None:
+        restarts, environment[DRY_RUN] = 0, str(_new_folder(dry_run))
     code = _run(script, environment, restarts)
-    if not code:
+    if dry_run is not None and not code:
+        _show_dry_run(dry_run)
+    elif not code:
         next_step(f"atoll status --server {address}")
     raise typer.Exit(code)
+
+
+def _new_folder(folder: Path) -> Path:
+    """Make the folder of a dry run, and return its absolute path.
+
+    Raises:
+        UsageError: there is such a file or folder already.
+    """
+    try:
+        folder.mkdir(OWN_FOLDER, parents=True)
+    except FileExistsError:
+        raise UsageError(f"{folder} exists already.", "Give a new folder: --dry-run FOLDER.") from None
+    except OSError as error:
+        raise folder_error(error, folder, "Give a folder that this user may write.") from error
+    return folder.absolute()
+
+
+def _show_dry_run(folder: Path) -> None:
+    """Print the table of what would have left. Remove the worker's own files.
+
+    Raises:
+        UsageError: the script has ended before it had anything to send.
+    """
+    shutil.rmtree(folder / "files", ignore_errors=True)
+    update, answer = folder / "update.json", folder / "answer.json"
+    if answer.exists():
+        print(f"The answer to a task would leave: {answer}")
+    elif update.exists():
+        found = json.loads(update.read_text(encoding="utf-8"))
+        rows = [
+            [*(str(each[key]) for key in ("name", "dtype", "shape", "codec")), size(each["bytes"]), each["norm"]]
+            for each in found["tensors"]
+        ]
+        for line in aligned([["tensor", "dtype", "shape", "codec", "bytes", "norm"], *rows]):
+            print(visible(line))
+        metrics = numbers(found["message"].get("metrics", {})) or "none"
+        print(visible(f"{size(found['bytes'])} would leave, after: {', '.join(found['filters']) or 'no filter'}"))
+        print(visible(f"weight {found['message'].get('weight', 1.0):g}, metrics {metrics}"))
+    else:
+        raise UsageError("The script has ended without an update or an answer.", "A dry run ends at the first one.")
+    print(f"All of it is in {folder}. Sent: what joining needs, which is in {folder / MESSAGES}.")
 
 
 def _require_program(name: str, path: str) -> None:
@@ -150,6 +206,7 @@ def _require_server(address: str, signals: list[int], site: str | None = None) -
 
     Raises:
         ServerUnreachable: the server did not answer in that time, or its certificate is not accepted.
+        ConfigError: the site's policy does not let it take part.
     """
     from atoll.worker.session.session import give_up_s
 
@@ -165,7 +222,10 @@ def _require_server(address: str, signals: list[int], site: str | None = None) -
         while True:
             try:
                 timeout_s = min(10.0, max(1.0, end - time.monotonic()))
-                return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s, site=site).name
+                info = ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s, site=site)
+                with contextlib.closing(http_to(address, site=site)) as http:
+                    http.way_out.require_run(info, http.server)
+                return info.name
             except ServerUnreachable as error:
                 # is_other: TLS or its certificate is wrong; waiting does not help
                 if signals or time.monotonic() >= end or error.is_other:

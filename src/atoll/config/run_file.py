@@ -50,6 +50,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_CERT",
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
+        "ATOLL_POLICY",
+        "ATOLL_DRY_RUN",
         "ATOLL_LEASES",
         "ATOLL_LOG_JSON",
         "ATOLL_LOG_LEVEL",

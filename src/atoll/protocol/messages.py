@@ -254,6 +254,9 @@ class RunInfo(Message):
     )
     trains: bool = Field(True, description="Whether the run ever has rounds.")
     sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
+    receipt_key: str = Field(
+        "", pattern="^([0-9a-f]{64})?$", description="Public key (Ed25519) of the server's receipts; empty: none."
+    )
     keeps_local: bool = Field(
         False, description="Whether sites keep the model that they submit, for a later evaluation."
     )
@@ -547,6 +550,23 @@ class TicketRequest(SiteState):
     )
 
 
+class SignedReceipt(Message):
+    """What a server has signed of an update. `protocol/receipts` says what the signature is of."""
+
+    run: RunId
+    site: Site
+    ticket: Count
+    fragment: Count
+    base_version: Count
+    digest: Hex32 = Field(description="Digest of the update.")
+    weight: float = Field(description="The weight with which it counts.")
+    steps: Count
+    metrics: Metrics
+    state: Literal["accepted", "counted"] = Field(description="counted: a version contains the update.")
+    version: Count = Field(0, description="The version that contains it; 0: none yet.")
+    signature: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")] = Field(description="Ed25519.")
+
+
 class Outcome(Message):
     """The state of a ticket (the right to submit one update) and of its update."""
 
@@ -557,6 +577,7 @@ class Outcome(Message):
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the acknowledged update.")
     staleness: Count = Field(0, description="Versions between the base of the update and the base of its round.")
     reason: Shown = ""
+    receipt: SignedReceipt | None = Field(None, description="The server's receipt of an accepted update.")
 
     @property
     def is_in(self) -> bool:
@@ -751,6 +772,7 @@ class Receipt(Message):
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
     unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
     digest: Hex32
+    receipt: SignedReceipt | None = Field(None, description="The same, signed, once the update is accepted.")
 
 
 class ObjectOpen(Message):

@@ -57,9 +57,14 @@ LENGTH_BYTES = 4
 """Size of the number, big-endian, that tells the length of a framed message."""
 
 
-def framed(message: BaseModel, data: bytes | memoryview = b"") -> bytes:
-    """Return a message with bytes after it: the length of its JSON text in `LENGTH_BYTES`, the text, then `data`."""
-    text = message.model_dump_json(exclude_defaults=True).encode()
+def framed(message: BaseModel | bytes, data: bytes | memoryview = b"") -> bytes:
+    """Return a message with bytes after it: the length of its JSON text in `LENGTH_BYTES`, the text, then `data`.
+
+    Args:
+        message: the message, or its JSON text.
+        data: the bytes after it.
+    """
+    text = message if isinstance(message, bytes) else message.model_dump_json(exclude_defaults=True).encode()
     return b"".join((len(text).to_bytes(LENGTH_BYTES, "big"), text, data))
 
 

@@ -48,7 +48,7 @@ SCRIPT_POLL_S = 1.0
 """Seconds between two requests of `ServerEnv` for the status. A server stays for clients that ask more often than that
 in `serve.WATCHED_S`."""
 
-NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
+NOT_COMPARED = {"protocol", "run", "receipt_key", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that are not compared with the recipe."""
 SETTING_OF = {
     "name": "run.name",

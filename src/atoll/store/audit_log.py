@@ -28,10 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
 from atoll.errors import StateCorrupt, StoreError
-from atoll.json_files import NoteDamaged, seal, unseal
+from atoll.json_files import NoteDamaged, chain_hash, seal, unseal
 from atoll.posix import NAMED_FILE, OwnedFile, open_own, read_own, write_at
 from atoll.store.journal import Journal, KeptValue
 from atoll.store.journal_tables import AUDIT, AuditRow, utc_text
@@ -57,7 +55,7 @@ class AuditLog:
         """
         entries, previous = self._end.get()
         seq, stamp, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
-        digest = hash_of(seq, stamp, what, text, previous)
+        digest = chain_hash(seq, stamp, what, text, previous)
         self._journal.insert(AUDIT, AuditRow(seq, stamp, what, text, previous, digest))
         self._end.set((seq, digest))
 
@@ -81,14 +79,6 @@ class AuditLog:
 
 Query = Callable[..., list[tuple[Any, ...]]]
 """A function that runs an SQL query with the given values and returns all rows, such as `Journal.rows`."""
-
-
-def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
-    """Return the hash of an audit entry (hex): the BLAKE3 of its fields as a JSON list.
-
-    One of the fields is `previous`, the hash of the entry before, so the entries form a chain.
-    """
-    return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
 
 
 LOG = logging.getLogger("atoll.server")

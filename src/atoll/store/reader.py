@@ -406,8 +406,9 @@ def recorded_failure(state_dir: Path) -> str:
 
 
 class CheckedAudit(NamedTuple):
-    """An audit log in which nothing was changed: the number of its entries, the last one's hash, its last entries."""
+    """An audit log in which nothing was changed: run, number of entries, the last one's hash, its last entries."""
 
+    run: str
     entries: int
     last_hash: str
     last: list[AuditRow]
@@ -438,7 +439,7 @@ def checked_audit(state_dir: Path, last: int) -> CheckedAudit:
     with open_state(state_dir) as state:
         state.require_unchanged()
         entries, digest = verify_journal.everything(state.rows, state_dir, head)
-        return CheckedAudit(entries, digest, state.audit_after(max(0, entries - last)))
+        return CheckedAudit(state.run().run_id, entries, digest, state.audit_after(max(0, entries - last)))
 
 
 @dataclass(frozen=True)

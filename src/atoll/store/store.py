@@ -47,6 +47,7 @@ from atoll.store.identities import Identities
 from atoll.store.journal import JOURNAL, Durability, Journal
 from atoll.store.journal_tables import files_of
 from atoll.store.kept_events import EventRows
+from atoll.store.receipt_key import ReceiptKey
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
@@ -123,6 +124,7 @@ class Store:
         self.audit = AuditLog(journal)
         self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
         self.run_log = RunLog(journal, self.audit)
+        self._receipt_key: ReceiptKey | None = None
         self.tickets = Tickets(journal, self.audit, self.slots)
         self.events = EventRows(journal)
         self.identities = Identities(journal, self.audit)
@@ -142,6 +144,17 @@ class Store:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def receipt_key(self) -> ReceiptKey:
+        """The key of the run's receipts, which is written at its first use.
+
+        Raises:
+            StoreError: its file cannot be used.
+        """
+        if self._receipt_key is None:
+            self._receipt_key = ReceiptKey(self.directory)
+        return self._receipt_key
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
         """Log the warnings in `start`, raise the epoch in the journal, and begin to keep `audit.head` up to date."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from atoll.errors import StateCorrupt
 from atoll.format_text import number_of, of_fragment
-from atoll.json_files import NoteDamaged
+from atoll.json_files import NoteDamaged, chain_hash
 from atoll.protocol.messages import Report
 from atoll.store.audit_log import (
     NAME,
@@ -22,7 +22,6 @@ from atoll.store.audit_log import (
     AuditHead,
     Query,
     boot_id,
-    hash_of,
     read_head,
     require_same_log,
     tip,
@@ -206,7 +205,7 @@ class _Comparison:
         for values in _paged(self._rows, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
             row = AuditRow(*values)
             follows = later is None or (later.seq, later.prev_hash) == (row.seq + 1, row.hash)
-            if not follows or hash_of(*values[:-1]) != row.hash:
+            if not follows or chain_hash(*values[:-1]) != row.hash:
                 number = row.seq if follows or later is None else later.seq - 1
                 raise StateCorrupt(
                     f"The audit log is broken at entry {number}: this entry was changed or removed.",

@@ -60,6 +60,7 @@ from atoll.transport.credential_store import (
 )
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import OTHER_PEER, ContextMaker, Token, client_context, fixed, read_token, unverified_context
+from atoll.transport.way_out import WayOut, way_out
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -229,6 +230,7 @@ class Http:
         self.on_problem: Callable[[AtollError], None] = lambda _: None
         self._headers = {"Authorization": f"Bearer {token.text}"} if token else {}
         self._token_origin = token.origin if token else ""
+        self._way_out: WayOut | None = None
         self._pool = self._new_pool()
 
     def close(self) -> None:
@@ -261,6 +263,30 @@ class Http:
         """The site's own certificate, if workers of a swarm know each other by it: its authority is the server's."""
         own = self.certificate
         return own if own is not None and (own.folder / AUTHORITY).exists() else None
+
+    @property
+    def way_out(self) -> WayOut:
+        """What every message and part passes before it leaves this machine.
+
+        Raises:
+            ConfigError, StoreError: the site's policy or its log cannot be used.
+        """
+        if self._way_out is None:
+            self._way_out = way_out()
+        return self._way_out
+
+    @property
+    def site(self) -> str:
+        """The site of the lease; empty without one."""
+        return self.lease.partition(":")[0]
+
+    def allowed(self, path: str, message: BaseModel) -> bytes:
+        """Return the text of a message for this server, as the site's policy lets it leave.
+
+        Raises:
+            ConfigError: the policy forbids it.
+        """
+        return self.way_out.message(self.server, path, message, getattr(message, "site", "") or self.site)
 
     @property
     def poll_s(self) -> float:
@@ -339,7 +365,7 @@ class Http:
         self._posted(path, message, timeout_s)
 
     def _posted(self, path: str, message: BaseModel, timeout_s: float | None = None) -> bytearray:
-        body = message.model_dump_json(exclude_defaults=True).encode()
+        body = self.allowed(path, message)
         return self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:

@@ -49,9 +49,10 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.credential_store import authority_at
 from atoll.transport.http_client import Counters, Http, http_to
-from atoll.transport.object_server import LONGEST_S, ObjectHost, UnnamedFile, UnpublishedObject, nameless, written
+from atoll.transport.object_server import LONGEST_S, ObjectHost, UnnamedFile, UnpublishedObject, nameless, outgoing
 from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 from atoll.transport.tls import ContextMaker
+from atoll.transport.way_out import way_out
 
 LOG = logging.getLogger("atoll")
 
@@ -236,6 +237,7 @@ class Publisher:
         self, packed: Packed, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S
     ) -> TensorRef:
         """Publish an object that `pack_object` returned. Other arguments, result and errors are those of `publish`."""
+        _require_objects()
         return self._host.publish(packed, chosen_cut(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
     @public_api
@@ -301,8 +303,9 @@ def publish(
     idle_timeout_s = idle_timeout(idle_timeout_s)
     if server is None:
         return _own().publish(tensors, chunk_bytes=chunk_bytes, expires_s=expires_s)
+    _require_objects()
     packed = pack_object(tensors)
-    draft = written(packed, chosen_cut(packed, chunk_bytes), None)
+    draft = outgoing(packed, chosen_cut(packed, chunk_bytes), None, "The object")
     del tensors, packed
     try:
         return send(draft, server, expires_s=expires_s, idle_timeout_s=idle_timeout_s, abort=abort)
@@ -370,6 +373,12 @@ def withdraw(ref: TensorRef | str) -> bool:
         return False
     finally:
         http.close()
+
+
+def _require_objects() -> None:
+    policy = way_out().policy
+    if policy is not None and not policy.metadata.objects:
+        raise policy.refusal("metadata.objects", "no object may be published")
 
 
 def _forget(http: Http, path: str) -> None:

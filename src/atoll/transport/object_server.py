@@ -33,6 +33,8 @@ from atoll.errors import (
     StoreError,
     UsageError,
 )
+from atoll.filters.base import About, filtered
+from atoll.filters.site_filters import site_filters
 from atoll.posix import FULL, nameless_file, read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.tensors.layout import Part
@@ -44,6 +46,7 @@ from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, Sink, 
 from atoll.transport.request_body import break_off
 from atoll.transport.serve_range import problem, serve_file
 from atoll.transport.tls import ContextMaker, fixed, is_loopback, server_context
+from atoll.transport.way_out import way_out
 
 
 @dataclass(eq=False)
@@ -154,6 +157,26 @@ def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:
     if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} cannot be written: {error.strerror}.", remedy)
+
+
+def outgoing(packed: Packed, cut: Cut, folder: Path | None, what: str) -> UnpublishedObject:
+    """Write an object to an unnamed file, as `written` does, after the filters of the site's policy. It may then leave.
+
+    Args:
+        packed: the object.
+        cut: how the object is divided into parts.
+        folder: folder of the file; None for the folder of temporary files.
+        what: what the object is, for messages, as the beginning of a sentence that ends with "was not sent".
+
+    Raises:
+        UsageError: a tensor may not leave, or as for `written`.
+        DiskFull, StoreError: as for `written`.
+    """
+    way = way_out()
+    packed = filtered(packed, site_filters(way.policy), About("", task="object"), f"{what} was not sent")
+    draft = written(packed, cut, folder)
+    way.clear(draft.manifest.part_digests)
+    return draft
 
 
 class UnnamedFile:
@@ -332,7 +355,7 @@ class ObjectHost:
             DiskFull: the disk is full.
             StoreError: the disk fails.
         """
-        draft = written(packed, cut, self._folder)
+        draft = outgoing(packed, cut, self._folder, "The object")
         try:
             return self._put(draft.fd, draft.manifest, cut.inline, expires_s)
         except BaseException:
@@ -363,6 +386,7 @@ class ObjectHost:
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> TensorRef:
         secret, object_id = new_id(), new_id()
+        way_out().serve(manifest.part_digests)
         served = ServedBlob(hash_of_secret(secret), manifest, inline, fd, time.monotonic() + expires_s, on_bytes)
         self._on_loop(lambda: self._begin(object_id, served, expires_s))
         expires_at = int(time.time() + expires_s)
@@ -459,11 +483,17 @@ class ObjectHost:
         if served.inline:
             inline = bytearray(served.manifest.nbytes)
             read_at(served.fd, memoryview(inline), 0)
+            way_out().served(served.manifest.id, len(inline))
         message = messages.BlobManifest.of(served.manifest, inline)
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
-        served = self._find(request)
+        served, way = self._find(request), way_out()
+
+        def count(nbytes: int) -> None:
+            way.served(served.manifest.id, nbytes)
+            served.on_bytes(nbytes)
+
         served.readers += 1
         try:
             return await serve_file(
@@ -474,7 +504,7 @@ class ObjectHost:
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
                 revoked=served.removed.is_set,
-                on_bytes=served.on_bytes,
+                on_bytes=count,
             )
         finally:
             served.readers -= 1

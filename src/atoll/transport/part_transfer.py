@@ -24,9 +24,12 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from blake3 import blake3
+from pydantic import BaseModel
 
 from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.posix import Descriptor
+from atoll.protocol import routes
+from atoll.protocol.read_message import framed
 from atoll.runtime import failpoint
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
@@ -445,7 +448,7 @@ class HttpTransfer:
         fd: int,
         part: Part,
         digest: bytes,
-        message: bytes,
+        message: BaseModel,
         *,
         has_arrived: Callable[[], bool],
         on_bytes: Callable[[int], None] = lambda _: None,
@@ -460,16 +463,16 @@ class HttpTransfer:
             fd: descriptor of the file.
             part: the only part of the file.
             digest: its BLAKE3.
-            message: bytes to send after the digest.
+            message: message to send after the digest, framed.
             has_arrived: asks the server whether it has the part. If so, return None.
             on_bytes: callback with the number of bytes sent.
         """
         answers: list[bytearray | None] = []
-        tries = itertools.count()
+        tries, text = itertools.count(), framed(self._http.allowed(path, message))
 
         def send(connection: PartConnection, part: Part) -> None:
             is_there = next(tries) > 0 and has_arrived()
-            answers[:] = [None if is_there else self._send(connection, path, file, part, digest + message, on_bytes)]
+            answers[:] = [None if is_there else self._send(connection, path, file, part, digest + text, on_bytes)]
 
         with _copy_of(fd) as file:
             self._spread(send, [part])
@@ -515,7 +518,9 @@ class HttpTransfer:
             self._http.counters.add(up=nbytes)
             on_bytes(nbytes)
 
-        headers = self._http.headers({"Content-Type": "application/octet-stream"})
+        http = self._http
+        http.way_out.part(http.server, path, trailer[: routes.DIGEST_BYTES], part.nbytes, http.site)
+        headers = http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
             status, answer = connection.put(
                 self._http.target(path), headers, fd, (part.start, part.stop), trailer, count

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 import atoll
 from atoll import Settings
 from atoll.errors import ConfigError, UsageError
+from atoll.transport.egress_log import NAME, read_log
 
 
 @pytest.mark.covers("P4", "X3")
@@ -99,3 +100,24 @@ def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
     for ranks in (1, 3):
         with pytest.raises(ConfigError, match=f"has model.ranks = 2, but this start sets {ranks}"):
             new_server(nn.Linear(2, 2), **{"model.ranks": ranks}, **settings).start()
+
+
+@pytest.mark.slow
+def test_policy_holds_for_sharded_models(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy with filters refuses a sharded model at every rank; without, the parts of all ranks are in one log."""
+    policy = tmp_path / "config" / "atoll" / "policy.toml"
+    policy.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    policy.write_text('[log]\nfolder = "log"\n[tensors]\nmax_norm = 1.0\n')
+    with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=1) as served:
+        for each in served.site("a"):
+            assert each.wait(60) == ConfigError.exit_code
+            assert "cannot be applied to a model that is sharded over ranks" in " ".join(each.output().split())
+        policy.write_text('[log]\nfolder = "log"\n')
+        served.ended(served.site("a"))
+    entries = list(read_log(policy.parent / "log" / NAME))
+    (update,) = (each.detail for each in entries if each.what == "update")
+    parts = [each.detail for each in entries if each.what == "part"]
+    assert len(parts) >= 2  # of each rank
+    assert sum(each["bytes"] for each in parts) == update["bytes"]
+    assert [each.detail["state"] for each in entries if each.what == "receipt"][-1] == "counted"

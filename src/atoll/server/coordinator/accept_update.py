@@ -208,4 +208,5 @@ def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
         digest=row.digest or "",
         staleness=versions_behind,
         reason=row.reason or "",
+        receipt=store.receipt_key.receipt_of(store.run_log.run_id, row) if row.is_in else None,
     )

@@ -30,7 +30,7 @@ _SETTINGS = {
 """Field of `RunInfo` that the user sets → the setting."""
 
 
-def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
+def run_info(plan: Plan, run_id: str, receipt_key: str = "") -> messages.RunInfo:
     """Return the message that describes a run with this plan.
 
     Raises:
@@ -42,6 +42,7 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         return messages.RunInfo(
             protocol=routes.PROTOCOL,
             run=run_id,
+            receipt_key=receipt_key,
             name=settings.run.name,
             algorithm=registry.ReceivedName(algorithm.name),
             local=algorithm.local,

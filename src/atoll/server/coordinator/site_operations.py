@@ -26,7 +26,7 @@ class SiteOperations:
 
     def __init__(self, run: RunCore, place: RoundPlace, tasks: Tasks, attendance: Attendance) -> None:
         self._run, self._place, self._tasks, self._attendance = run, place, tasks, attendance
-        self._info = run_info(run.plan, run.store.run_log.run_id)
+        self._info = run_info(run.plan, run.store.run_log.run_id, run.store.receipt_key.public)
 
     async def get_run(self) -> messages.RunInfo:
         """Return the description of the run, which a worker reads before it joins."""

@@ -85,6 +85,9 @@ class OutboxNote:
         sent: whether the server has received the update and recorded it on disk.
         site: the site that formed the update.
         generation: the generation of the algorithm's state with which it was formed.
+        policy: digest of the site's policy, the filters of which were applied; empty: the site had none.
+        norm: L2 norm of its parameters, if the site has a policy.
+        filters: the filters that were applied, as text.
     """
 
     run: str
@@ -100,6 +103,9 @@ class OutboxNote:
     sent: bool = False
     site: str = ""
     generation: int = 0
+    policy: str = ""
+    norm: float = 0.0
+    filters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.report, dict):

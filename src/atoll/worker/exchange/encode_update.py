@@ -258,12 +258,14 @@ class Formed:
         is_zero: whether its pseudo-gradient was zero everywhere.
         lost: the share of the norm of the parameters' change that encoding lost, over what was checked: the whole
             update, or its beginning if enough of that arrives.
+        norm: L2 norm of the parameters' change, after the filters, if the former measures it; else 0.
     """
 
     part_digests: list[bytes]
     digest: str
     is_zero: bool
     lost: float
+    norm: float = 0.0
 
 
 class UpdateTarget(Protocol):
@@ -294,6 +296,8 @@ class UpdateFormer:
         is_zero: whether the pseudo-gradient was zero everywhere so far.
         sent, lost: norms of the change of the parameters checked so far, and of what encoding lost of it. Checking ends
             as soon as enough arrives.
+        measures: whether to measure `norm`.
+        norm: L2 norm of the pseudo-gradient so far.
     """
 
     outbox: UpdateTarget
@@ -307,6 +311,8 @@ class UpdateFormer:
     is_zero: bool = True
     sent: float = 0.0
     lost: float = 0.0
+    measures: bool = False
+    norm: float = 0.0
 
     def form(self, on_part: Callable[[Part, bytes], None] | None = None) -> Formed:
         """Encode the whole update into the outbox.
@@ -336,7 +342,8 @@ class UpdateFormer:
                 digests.append(self.part(part))
                 if on_part is not None:
                     on_part(part, digests[-1])
-        return Formed(digests, layout.blob_id(digests), self.is_zero, self.lost / self.sent if self.sent else 0.0)
+        lost = self.lost / self.sent if self.sent else 0.0
+        return Formed(digests, layout.blob_id(digests), self.is_zero, lost, self.norm)
 
     def part(self, part: Part) -> bytes:
         """Encode one part of the update into the outbox, and return the part's BLAKE3 digest."""
@@ -365,7 +372,7 @@ class UpdateFormer:
             delta = torch.zeros(run.numel, dtype=wide, device="cpu")
             for piece_values, piece in zip(run.split(delta), run.pieces, strict=True):
                 piece_values.copy_(self.filtered.change(piece.segment.spec.name, piece.start, piece.stop))
-            self.is_zero = self.is_zero and _is_zero(delta)
+            self._look_at(delta)
             self._encode_delta(run, delta, target)
             return
         values = [run_of(self.tensors[piece.segment.spec.name], piece.start, piece.stop) for piece in run.pieces]
@@ -376,9 +383,14 @@ class UpdateFormer:
         delta = memory.view(dtype).to(device, wide)
         for piece_values, local in zip(run.split(delta), values, strict=True):
             piece_values.sub_(local.to(device, wide))
-        self.is_zero = self.is_zero and _is_zero(delta)
+        self._look_at(delta)
         if not as_it_is:
             self._encode_delta(run, delta, target)
+
+    def _look_at(self, delta: Tensor) -> None:
+        self.is_zero = self.is_zero and _is_zero(delta)
+        if self.measures and math.isfinite(norm := _norm(delta)):  # the server refuses values that are not finite
+            self.norm = math.hypot(self.norm, norm)
 
     def _value(self, piece: Piece) -> Tensor:
         """Return the values to send for a piece of a buffer, or of a tensor that the algorithm adds to the model."""
@@ -526,6 +538,7 @@ class LocalFragment:
         kept: the tensors that the site keeps for itself; None: it sends all tensors.
         decided: names of the buffers that got their shapes from the run's first update while this worker took part.
         state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
+        measures: whether to measure the norm of each update.
         from_zero: whether the algorithm's tensors in the base count as zero, because its state begins anew there.
     """
 
@@ -543,6 +556,7 @@ class LocalFragment:
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
     kept: KeptTensors | None = field(init=False, default=None)
     decided: frozenset[str] = frozenset()
+    measures: bool = False
     state: LocalState = field(init=False)
     from_zero: bool = field(init=False, default=False)
     _place: tuple[Path, ExitStack, bool] = field(init=False)
@@ -748,6 +762,7 @@ class LocalFragment:
             extra = finish(read_change) if finish is not None else {}
         codecs, runs = self.layouts.codecs, self.layouts.runs
         former = UpdateFormer(target, self.base, tensors, codecs, runs, extra, filtered, self.residuals)
+        former.measures = self.measures
         formed = former.form(on_part)
         whole = target.layout.rank is None
         self.state.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,9 +37,11 @@ from atoll.protocol.values import (
 from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
 from atoll.tensors.module_tensors import Tensors
+from atoll.transport.way_out import ClearedUpdate
 from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.carrier import Carrier, Upload
+from atoll.worker.exchange.dry_run import DryRunOver, write_update
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
 from atoll.worker.exchange.worker_processes import WorkerProcesses
@@ -111,8 +114,11 @@ class Exchange:
         while True:
             holds = self.base.digest_of(self.session.info.run) if self.processes.has_whole_model else None
             reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes, holds=holds)
+            if isinstance(reply, Next) and reply.previous is not None:
+                self.session.way_out.receipt(reply.previous.receipt)
             if not isinstance(reply, Open):
                 return reply
+            self.session.way_out.require_round(self.session.info.run, self.fragment, reply.ticket.round)
             if reply.ticket.layout_digest != self.outbox.layout.digest:
                 self._change_layouts()
             if self.local.follow(reply.ticket, reply.counted):
@@ -243,15 +249,32 @@ class Exchange:
                     "%s lacks the update of round %d, so this round is trained again", self.outbox.path, note.round
                 )
                 return False
+            if held.policy != self.session.way_out.digest:
+                LOG.warning(
+                    "%s: the update of round %d was formed under another policy of this site, so it is not sent",
+                    self.site,
+                    note.round,
+                )
+                return False
             if check and self.outbox.is_damaged():
                 LOG.warning("%s is damaged, so the update in it is not sent. Check the disk.", self.outbox.path)
                 return False
             if held != note:
                 self.local.state.moves_to(note.ticket, note.base_version, held.ticket)
                 self.outbox.seal(note)
+            self._clear(note)
             return True
 
         return all(self.processes.from_all(takes))
+
+    def _clear(self, note: OutboxNote) -> None:
+        """Let the outbox's update leave: the filters of the site's policy were applied to it."""
+        way, nbytes = self.session.way_out, self.outbox.layout.nbytes
+        way.clear(map(bytes.fromhex, note.part_digests))
+        update = ClearedUpdate(
+            note.run, self.site, note.ticket, note.fragment, note.round, nbytes, note.norm, note.filters
+        )
+        way.clear_update(note.digest, update)
 
     def _agreed_note(self) -> OutboxNote | None:
         """Return the note of the first process's outbox, in every process."""
@@ -380,7 +403,8 @@ class Exchange:
         if not isinstance(agreed, Ticket):
             return agreed
         ticket = agreed
-        send_early = self.carrier.send_early(self.outbox.layout)
+        is_dry = self.session.way_out.dry_run is not None
+        send_early = None if is_dry else self.carrier.send_early(self.outbox.layout)
         if send_early is None:
             self.form(ticket, tensors, report, finish=finish)
             return self.deliver(retries)
@@ -408,12 +432,19 @@ class Exchange:
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
+        way = self.session.way_out
+        report = report.model_copy(update={"metrics": way.metrics(report.metrics)})
         filtered, own = self.local.filtered(ticket, tensors, report), self.processes.own(tensors)
+
+        def on_written(part: Part, digest: bytes) -> None:
+            way.clear([digest])
+            if on_part is not None:
+                on_part(part, digest)
 
         def write() -> encode_update.Formed:  # without a note, which would mark the update as complete
             self.carrier.retract(self.fragment)
             self.outbox.begin(ticket.layout_digest)
-            return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_part)
+            return self.local.form(self.outbox, ticket, own, filtered=filtered, finish=finish, on_part=on_written)
 
         formed = self.processes.form(write, self.outbox.layout)
         self.session.warn(self.fragment, self.local.warnings_about(formed, report.steps))
@@ -431,9 +462,24 @@ class Exchange:
                 round=ticket.round,
                 site=self.site,
                 generation=ticket.generation,
+                policy=way.digest,
+                norm=formed.norm,
+                filters=tuple(map(repr, self.local.filters)),
             )
         )
+        assert self.outbox.note is not None
+        self._clear(self.outbox.note)
+        if way.dry_run is not None:
+            self._end_dry_run(way.dry_run, self.outbox.note)
         return formed
+
+    def _end_dry_run(self, folder: Path, note: OutboxNote) -> None:
+        self.outbox.clear()  # no later process sends it
+        write_update(folder, self.outbox, note, note.complete(), self.local.layouts.codecs)
+        LOG.info(
+            "%s: dry run: what would leave in round %d is in %s; nothing of it was sent", self.site, note.round, folder
+        )
+        raise DryRunOver
 
     def sit_out(self, ticket: Ticket, report: Report, retries: int | None = None) -> SatOut | Refused | TooLate | Lost:
         """Tell the server that this site sits out the round of a ticket. Nothing is formed, and no tensor is sent.
@@ -508,6 +554,7 @@ class Exchange:
             return answer
         self.session.require_here()
         self.session.progress.made("ticket", note.ticket)
+        self.session.way_out.receipt(answer.receipt)
         self.outbox.mark_sent()
         self.refusals = 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):

@@ -11,6 +11,7 @@ from pathlib import Path
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter, require_filters
+from atoll.filters.site_filters import site_filters
 from atoll.format_text import number_of
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
@@ -123,8 +124,16 @@ def take_part(
         if info.placement == "swarm" and not may_swarm:
             raise _no_swarm(session)
         _check(session, loop)
+        policy = session.way_out.policy
+        if policy is not None and terms.shards is not None and site_filters(policy):
+            raise policy.refusal("tensors", "its filters cannot be applied to a model that is sharded over ranks")
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
-        named = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()  # a script may change folders
+        dry_run = session.way_out.dry_run
+        named = (
+            dry_run / "files"
+            if dry_run is not None
+            else (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()
+        )  # a script may change folders
         where = folder_of(named / site, info.run, share)
         opened.enter_context(locked(where, site, named))
         processes = OneProcess(session) if terms.shards is None else ShardedRanks(session, terms.shards)
@@ -134,9 +143,13 @@ def take_part(
             _open(session, carrier, processes, where, index if len(parts) > 1 else None, each)
             for index, each in enumerate(parts)
         )
+        if info.trains and info.rounds:
+            nbytes = info.rounds * sum(each.outbox.layout.own_nbytes for each in exchanges)
+            session.way_out.require_bytes(info.run, nbytes, in_all=True)
         session.join(sync_every=terms.sync_every, num_fragments=terms.num_fragments)
         for each in exchanges:
-            each.local.filters = filters
+            each.local.filters = (*filters, *site_filters(session.way_out.policy))
+            each.local.measures = session.way_out.policy is not None
             if each.local.algorithm_state is not None:
                 each.local.algorithm_state.begin_at_zero()
         remove_earlier(where, site, share)

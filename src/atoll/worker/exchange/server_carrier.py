@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
-from atoll.protocol.read_message import framed
 from atoll.protocol.values import Lost
 from atoll.tensors.layout import Layout
 from atoll.transport.object_server import PartSource
@@ -86,7 +85,7 @@ class ServerCarrier:
                 outbox.fd,
                 missing[0],
                 digests[0],
-                framed(note.complete()),
+                note.complete(),
                 has_arrived=lambda: 0 in session.parts_at_server(note.ticket, digests),
                 on_bytes=bar.add,
             )

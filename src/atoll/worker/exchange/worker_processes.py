@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -165,13 +166,14 @@ class ShardedRanks:
         def own() -> dict[str, Any]:
             formed = write()
             digests = [(part.index, each.hex()) for part, each in zip(layout.parts, formed.part_digests, strict=True)]
-            return {"digests": digests, "is_zero": formed.is_zero, "lost": formed.lost}
+            return {"digests": digests, "is_zero": formed.is_zero, "lost": formed.lost, "norm": formed.norm}
 
         shares = self._ranks.gather(own)
         digests = dict(pair for each in shares for pair in each["digests"])
         every = [bytes.fromhex(digests[part.index]) for part in layout.all_parts]
         is_zero, lost = all(each["is_zero"] for each in shares), min(each["lost"] for each in shares)
-        return Formed(every, layout.blob_id(every), is_zero, lost)
+        norm = math.hypot(*(each["norm"] for each in shares))
+        return Formed(every, layout.blob_id(every), is_zero, lost, norm)
 
     def upload(self, push: Callable[[], None], complete: Callable[[], Receipt], retries: int | None) -> Receipt | Lost:
         """Repeat `push` until every rank has sent its parts. Then send the message at rank 0."""

@@ -305,6 +305,7 @@ class Session:
         ranks: the processes of the worker. Rank 0 joins, sends heartbeats and makes calls; every rank gets the answers.
 
     Attributes:
+        way_out: what every message and part passes before it leaves this machine.
         info: description of the run.
         split: how the model is divided into fragments.
         schema: names, shapes and dtypes of the run's model.
@@ -328,6 +329,7 @@ class Session:
         VersionSkew: worker and server speak different protocols.
         ServerLost: the server did not answer for too long.
         ServerUnreachable: a program answers, but without TLS or with a wrong certificate.
+        ConfigError: the site's policy does not let it take part.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class Session:
         labels: dict[str, str] | None = None,
         ranks: RankGroup = ALONE,
     ) -> None:
-        self.site, self.http, self.ranks = site, http, ranks
+        self.site, self.http, self.ranks, self.way_out = site, http, ranks, http.way_out
         self.silence, self.counters = OutageTimer(http.where), http.counters
         http.patience_s = max(LEAST_PATIENCE_S, self.silence.most_s)
         http.on_problem = self._on_problem
@@ -377,6 +379,7 @@ class Session:
         self.schema = self.split.schema
 
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
+        self.way_out.require_server(self.http.server)
         info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo), None, "join")
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
@@ -388,6 +391,9 @@ class Session:
         ask = partial(self.http.fetch, routes.SCHEMA, read, "SchemaMessage")
         split = self.patiently(ask, None, "read the schema")
         info.require_split(split)
+        self.way_out.require_run(info, self.http.server)
+        sent = [spec.name for spec in split.schema.model.tensors if info.trains and not spec.is_kept]
+        self.way_out.require_tensors(sent, f"the run {info.name!r}")
         return info, split
 
     def require_here(self) -> None:

@@ -57,8 +57,9 @@ from atoll.runtime import ensure_lines
 from atoll.tensors.payload import Packed, pack
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
-from atoll.transport.object_server import UnpublishedObject, written
+from atoll.transport.object_server import UnpublishedObject, outgoing
 from atoll.worker.arguments import require_joined, site_of, weight_of
+from atoll.worker.exchange.dry_run import DryRunOver, write_answer
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import say_proxy, warn_of_overruled
 from atoll.worker.log_lines import LOG, error_text
@@ -231,12 +232,20 @@ class Task:
             if way.warning and self.name not in self._warned:
                 self._warned.add(self.name)
                 LOG.warning("%s: an answer is sent in another way: %s", self._connection.site, way.warning)
+            self._connection.way_out.clear_answer(self.id, self.name)
             if way.plain is not None:
                 return tm.TaskAnswer(body=tm.TaskBody(plain=way.plain))
-            return written(packed, way.cut, None)
+            return outgoing(packed, way.cut, None, f"The answer to {self.described}")
 
     def deliver(self, answer: tm.TaskAnswer | UnpublishedObject) -> bool:
         """Send an answer that `written` returned; upload a draft first. Return whether the server accepted it."""
+        if (folder := self._connection.way_out.dry_run) is not None:
+            if isinstance(answer, tm.TaskAnswer):
+                sent = answer.model_dump()
+            else:
+                sent = {"bytes": answer.manifest.nbytes, "digest": answer.manifest.id}
+            write_answer(folder, self.name, sent)
+            raise DryRunOver
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
@@ -257,6 +266,14 @@ class Task:
             Whether the server accepted the answer; False if the workflow no longer waits for it.
         """
         return self._send(tm.TaskAnswer(error=error_text(error) or "no reason was given"))
+
+    def may_be_answered(self) -> bool:
+        """Return whether the site's policy lets answers to this task leave. If not, answer that the task failed."""
+        why = self._connection.way_out.why_no_task(self.name)
+        if why:
+            LOG.error("%s: %s", self._connection.site, why)
+            self.fail(why)
+        return not why
 
     @property
     def described(self) -> str:
@@ -545,9 +562,8 @@ class TaskWorker:
             if reply.status == "rounds":
                 self._rounds_begin = True
                 return
-            if reply.task is None:
+            if reply.task is None or not (task := self._task_of(session, reply.task)).may_be_answered():
                 continue
-            task = Task(session, reply.task, self._warned, self._filters)
             try:
                 task.payload = self._payload_of(session, reply.task)
             except StoreError as error:  # this site's disk: fail the task, so that it is not sent again
@@ -571,6 +587,9 @@ class TaskWorker:
             if self._ahead is not None:
                 self._ahead.begin()
             yield task
+
+    def _task_of(self, session: Session, message: tm.TaskMessage) -> Task:
+        return Task(session, message, self._warned, self._filters)
 
     def _payload_of(self, session: Session, message: tm.TaskMessage) -> Any:
         stored = self._ahead.take(message.task) if self._ahead is not None else None

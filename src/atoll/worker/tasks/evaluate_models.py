@@ -29,7 +29,7 @@ from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import EXPIRES_S, chosen_cut, fetch_lazily, idle_timeout, send
-from atoll.transport.object_server import UnpublishedObject, written
+from atoll.transport.object_server import UnpublishedObject, outgoing
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import Participation
@@ -101,7 +101,7 @@ class Models:
                 fill_(model, state, str(name), kept)
                 if self._load_kept is not None:
                     self._load_kept(model)
-            metrics = measured(function(state if model is None else model))
+            metrics = self._connection.way_out.metrics(measured(function(state if model is None else model)))
         finally:
             state.release()
         return {"metrics": metrics, "seconds": time.monotonic() - begin_s, "weight": weight}
@@ -127,7 +127,7 @@ class Models:
     def submit(self, payload: Any) -> dict[str, Any]:
         """Handle the task `submit_model`: upload the site's model, and return its key at the server."""
         with self._filters.applied(self._packed(), "submit_model") as packed:
-            draft = written(packed, chosen_cut(packed, None), self._folder)
+            draft = outgoing(packed, chosen_cut(packed, None), self._folder, "The model")
             ref = uploaded(self._connection, draft, "model")
         return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server at another one
 

@@ -1,0 +1,251 @@
+"""The egress log of a site: one line of JSON for everything that leaves, in a chain of hashes.
+
+    {"seq": 7, "at": "2026-01-31T12:00:00Z", "what": "part", "detail": {…}, "previous": "…", "hash": "…"}
+
+    what       detail
+    run        a run that the site takes part in: its server, algorithm, policy, and the key of its receipts
+    part       a part of an update or object that is about to be sent: ticket or object, bytes, digest
+    update     an update that is complete: ticket, digest, bytes, norm, filters, weight, names of metrics
+    answer     an answer to a task: its name, bytes, digest
+    object     a published object that is complete
+    served     bytes that other processes have downloaded from this one
+    sat out    a round that the site sits out
+    messages   small messages since the entry before: kind → [count, bytes]
+    receipt    what the server has signed: that it has an update, or that a version contains it
+    torn       the end of a line that a crash has cut off was removed
+
+Each line is written before its bytes leave. Several processes may write to the log: each appends under a lock. Bytes
+are those of bodies, without headers and TLS. A part that is sent again is in the log again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from atoll.errors import StateCorrupt, StoreError, UsageError
+from atoll.json_files import chain_hash
+from atoll.posix import OwnedFile, file_error, folder_error, open_own, own_folder, read_at
+
+NAME = "egress.jsonl"
+START = "0" * 64
+KEYS = {"seq", "at", "what", "detail", "previous", "hash"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the log."""
+
+    seq: int
+    at: str
+    what: str
+    detail: dict[str, Any]
+    previous: str
+    hash: str
+
+    @classmethod
+    def read(cls, line: bytes, before: Entry | None) -> Entry:
+        """Return the entry in a line.
+
+        Args:
+            line: the line, without the line feed.
+            before: the entry before; None: it is the first one.
+
+        Raises:
+            ValueError: the line is no entry, or does not follow the entry before.
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict) or values.keys() != KEYS or not isinstance(values["detail"], dict):
+            raise ValueError("it is no entry")
+        entry = cls(**values)
+        if (entry.seq, entry.previous) != ((before.seq + 1, before.hash) if before else (1, START)):
+            raise ValueError("it does not follow the line before")
+        if entry.hash != entry.expected_hash:
+            raise ValueError("it was changed")
+        return entry
+
+    @property
+    def expected_hash(self) -> str:
+        """The hash that the entry must have."""
+        return chain_hash(self.seq, self.at, self.what, json.dumps(self.detail, sort_keys=True), self.previous)
+
+    @property
+    def line(self) -> bytes:
+        """The line of the log."""
+        return json.dumps(vars(self)).encode() + b"\n"
+
+
+@dataclass
+class Sent:
+    """What has left for one run, by the log.
+
+    Attributes:
+        rounds: (fragment, round) of each update.
+        nbytes: bytes of parts, answers and served files.
+        key: public key of the run's receipts; empty if there is none.
+        counted: tickets of updates for which the log has the receipt that a version contains them.
+    """
+
+    rounds: set[tuple[int, int]]
+    nbytes: int
+    key: str
+    counted: set[int]
+
+
+class EgressLog(OwnedFile):
+    """The open log of this machine's user. Thread-safe; other processes may have it open, too.
+
+    Args:
+        folder: the folder of the log; made if it is missing.
+
+    Attributes:
+        path: the file.
+        sent: id of a run → what has left for it.
+
+    Raises:
+        StoreError: the log cannot be opened or written.
+        StateCorrupt: an entry was changed or removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self.sent: dict[str, Sent] = defaultdict(lambda: Sent(set(), 0, "", set()))
+        self._lock, self._offset = threading.RLock(), 0
+        self._last: Entry | None = None
+        try:
+            own_folder(folder)
+            self.fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            if isinstance(error.filename, str) and error.filename == str(self.path):
+                raise file_error(error, self.path) from error
+            raise folder_error(error, folder, "Let this user write it, or set log.folder in the policy.") from error
+        with self._locked():
+            pass
+
+    def append(self, what: str, **detail: Any) -> Entry:
+        """Add an entry, and return it when it is in the file.
+
+        Raises:
+            StoreError: the file cannot be written. What was to be sent must not be sent.
+        """
+        with self._locked():
+            return self._append(what, detail)
+
+    def _append(self, what: str, detail: dict[str, Any]) -> Entry:
+        last = self._last
+        seq, previous = (last.seq + 1, last.hash) if last else (1, START)
+        at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        entry = Entry(seq, at, what, json.loads(json.dumps(detail)), previous, "")
+        entry = Entry(**{**vars(entry), "hash": entry.expected_hash})
+        try:
+            done = os.write(self.fd, entry.line)
+        except OSError as error:
+            raise file_error(error, self.path) from error
+        if done < len(entry.line):
+            raise StoreError(f"{self.path} has no space for an entry, so nothing is sent.", "Free disk space.")
+        self._offset += done
+        self._note(entry)
+        return entry
+
+    def _note(self, entry: Entry) -> None:
+        """Take over an entry, of this process or of another one."""
+        self._last, detail = entry, entry.detail
+        sent = self.sent[str(detail.get("run", ""))]
+        if entry.what == "update":
+            sent.rounds.add((detail["fragment"], detail["round"]))
+        elif entry.what in ("part", "answer", "served"):
+            sent.nbytes += int(detail["bytes"])
+        elif entry.what == "run":
+            sent.key = detail.get("receipt_key") or sent.key
+        elif entry.what == "receipt" and detail["state"] == "counted":
+            sent.counted.add(detail["ticket"])
+
+    def _locked(self) -> _Locked:
+        return _Locked(self)
+
+    def _catch_up(self) -> None:
+        """Read the entries that other processes have added. Called with the lock."""
+        size = os.fstat(self.fd).st_size
+        if size < self._offset:
+            raise StateCorrupt(f"{self.path} has become shorter.", "Restore it from a backup; nothing is sent.")
+        if size == self._offset:
+            return
+        data = bytearray(size - self._offset)
+        read_at(self.fd, memoryview(data), self._offset)
+        whole, feed, torn = bytes(data).rpartition(b"\n")
+        for line in whole.split(b"\n") if feed else ():
+            try:
+                self._note(Entry.read(line, self._last))
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                raise _changed(self.path, self._last, error) from None
+        self._offset += len(whole) + len(feed)
+        if torn:
+            os.ftruncate(self.fd, self._offset)
+            self._append("torn", {"lost_bytes": len(torn)})
+
+
+class _Locked:
+    """Holds the lock of the log among threads and processes, and reads what others have added."""
+
+    def __init__(self, log: EgressLog) -> None:
+        self._log = log
+
+    def __enter__(self) -> None:
+        self._log._lock.acquire()
+        try:
+            fcntl.flock(self._log.fd, fcntl.LOCK_EX)
+            self._log._catch_up()
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                raise file_error(error, self._log.path) from error
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._log.fd >= 0:
+            fcntl.flock(self._log.fd, fcntl.LOCK_UN)
+        self._log._lock.release()
+
+
+def read_log(path: Path) -> Iterator[Entry]:
+    """Yield the entries of a log, each checked against the one before. An end that a crash has cut off is left out.
+
+    Raises:
+        UsageError: there is no log.
+        StoreError: it cannot be read.
+        StateCorrupt: an entry was changed or removed; the message names it.
+    """
+    try:
+        fd = open_own(path)
+    except FileNotFoundError:
+        raise UsageError(
+            f"There is no egress log at {path}.", "A site keeps one from its first run with a policy on."
+        ) from None
+    except OSError as error:
+        raise file_error(error, path) from error
+    last: Entry | None = None
+    with open(fd, "rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                last = Entry.read(line[:-1], last)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise _changed(path, last, error) from None
+            yield last
+
+
+def _changed(path: Path, before: Entry | None, error: Exception) -> StateCorrupt:
+    number = before.seq + 1 if before else 1
+    return StateCorrupt(
+        f"Line {number} of the egress log {path} cannot be trusted: {error}.",
+        "Compare it with a backup, or with the server's audit log. Move the file away to begin a new log.",
+    )

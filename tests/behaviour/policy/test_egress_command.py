@@ -1,0 +1,129 @@
+"""`atoll egress`: a log that was changed is noticed, receipts are checked, and both logs of a run are compared."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from harness.processes import Nursery
+from kit.processes import Outcome, command
+from kit.world import World
+from policy_world import Writes, log_of
+
+from atoll.cli.egress import require_genuine_receipts
+from atoll.errors import StateCorrupt, UsageError
+from atoll.transport.egress_log import NAME, EgressLog, Entry, read_log
+
+
+@pytest.fixture
+def egress(nursery: Nursery, tmp_path: Path) -> Callable[..., Outcome]:
+    return partial(command, nursery, tmp_path)
+
+
+def run_two_rounds(folder: Path) -> None:
+    with World(folder, {"w": torch.zeros(2)}, "ab", rounds=2) as world:
+        world.rounds(1.0, 1, 2)
+        world.finish()
+
+
+def test_egress_shows_exports_and_compares_the_log(
+    tmp_path: Path, policy_of: Writes, egress: Callable[..., Outcome]
+) -> None:
+    """The command agrees with the server's audit log; with a digest changed there, it names site and ticket."""
+    policy = policy_of("")
+    run_two_rounds(tmp_path)
+    env = {"ATOLL_POLICY": str(policy)}
+    shown = egress("egress", **env)
+    assert shown.returncode == 0, shown.stderr
+    assert "receipts show that 4 updates counted" in shown.stdout
+    lines = egress("egress", "--export", "jsonl", **env).stdout.splitlines()
+    assert [json.loads(line)["hash"] for line in lines] == [each.hash for each in log_of(policy)]
+    rows = list(csv.DictReader(egress("egress", "--export", "csv", **env).stdout.splitlines()))
+    assert [row["what"] for row in rows] == [each.what for each in log_of(policy)]
+    audit = tmp_path / "audit.json"
+    audit.write_text(egress("audit", "state", "--json", "--last", "1000000").stdout)
+    agreed = egress("egress", "--compare", str(audit), **env)
+    assert agreed.stdout == "4 updates of this site in both logs, with the same digests; none in only one\n"
+    document = json.loads(audit.read_text())
+    entry = next(each for each in document["last"] if each["what"] == "accepted")
+    original, entry["digest"] = entry["digest"], "0" * 64
+    audit.write_text(json.dumps(document))
+    differing = egress("egress", "--compare", str(audit), **env)
+    assert differing.returncode == StateCorrupt.exit_code
+    assert f"of {entry['site']} for ticket {entry['ticket']}" in differing.stderr
+    entry["digest"] = original
+    document["last"].remove(entry)
+    document["entries"] -= 1
+    audit.write_text(json.dumps(document))
+    missing = egress("egress", "--compare", str(audit), **env)
+    assert "The server signed that it has the update" in missing.stderr
+    document["entries"] += 1
+    audit.write_text(json.dumps(document))
+    assert egress("egress", "--compare", str(audit), **env).returncode == UsageError.exit_code
+
+
+def test_changed_removed_and_added_lines_are_noticed(tmp_path: Path) -> None:
+    """Each change of a log of three entries names the line; a process that would write to it does not."""
+    log = EgressLog(tmp_path)
+    for number in range(3):
+        log.append("part", run="r", bytes=number)
+    path, lines = tmp_path / NAME, (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    for changed, line in (
+        ([lines[0], lines[1].replace(b'"bytes": 1', b'"bytes": 9'), lines[2]], 2),
+        ([lines[0], lines[2]], 2),
+        ([lines[1], lines[2]], 1),
+        ([*lines, lines[2]], 4),
+        ([lines[0], b"[]\n", lines[2]], 2),
+    ):
+        path.write_bytes(b"".join(changed))
+        with pytest.raises(StateCorrupt, match=f"Line {line} "):
+            list(read_log(path))
+        with pytest.raises(StateCorrupt, match=f"Line {line} "):
+            EgressLog(tmp_path)
+
+
+def test_line_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
+    """The next process says how many bytes were cut off; the entries before are intact."""
+    log = EgressLog(tmp_path)
+    log.append("part", run="r", bytes=5)
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b'{"seq": 2, "at"')
+    assert [each.what for each in read_log(tmp_path / NAME)] == ["part"]
+    again = EgressLog(tmp_path)
+    again.append("part", run="r", bytes=7)
+    found = list(read_log(tmp_path / NAME))
+    assert [(each.what, each.detail.get("lost_bytes")) for each in found] == [
+        ("part", None),
+        ("torn", 15),
+        ("part", None),
+    ]
+    assert again.sent["r"].nbytes == 12
+
+
+def test_two_processes_write_one_chain(tmp_path: Path) -> None:
+    """Two open logs append in turn; each follows the other's entries, and counts their bytes."""
+    one, two = EgressLog(tmp_path), EgressLog(tmp_path)
+    for log in (one, two, two, one):
+        log.append("part", run="r", bytes=1)
+    assert len(list(read_log(tmp_path / NAME))) == 4
+    assert one.sent["r"].nbytes == 4
+
+
+def test_forged_and_foreign_receipts_are_noticed(tmp_path: Path, policy_of: Writes) -> None:
+    """A receipt whose weight was changed, or whose update is not in the log, is an error that names its entry."""
+    policy = policy_of("")
+    run_two_rounds(tmp_path)
+    entries = log_of(policy)
+    require_genuine_receipts(entries)
+    at = next(index for index, each in enumerate(entries) if each.what == "receipt")
+    forged = Entry(**{**vars(entries[at]), "detail": {**entries[at].detail, "weight": 9.0}})
+    with pytest.raises(StateCorrupt, match=f"signature of the receipt in entry {forged.seq}"):
+        require_genuine_receipts([*entries[:at], forged])
+    without = [each for each in entries[: at + 1] if each.what != "update"]
+    with pytest.raises(StateCorrupt, match="an update that this log does not have"):
+        require_genuine_receipts(without)
