@@ -161,7 +161,7 @@ LINES: dict[str, int] = {
     "trackers": 333,
     "transport": 4210,
     "worker": 258,
-    "worker/exchange": 2552,
+    "worker/exchange": 2553,
     "worker/peer": 947,
     "worker/session": 926,
     "worker/tasks": 636,

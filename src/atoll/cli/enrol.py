@@ -38,7 +38,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Enrol a site at a server: make a key here, get a certificate for it, and store both for workers of this user.
+    """Enrol a site at a server: make a key here, get a certificate, and store both for workers of this user.
 
     Other users of this machine may read a command line, and with it the invitation; it can be used only once.
 

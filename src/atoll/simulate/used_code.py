@@ -39,7 +39,7 @@ def digests(names: Sequence[str]) -> dict[str, str]:
     Args:
         names: code by its file, `train.py:train` or `train.py`, or by its module, `package.module:train`.
     """
-    folders = [Path.cwd(), *(Path(each) for each in sys.path if not _is_installed(each))]
+    folders = [Path.cwd(), *(Path(each) for each in map(str, sys.path) if not _is_installed(each))]
     found, todo = dict[str, str](), list[Path]()
     for name in names:
         place = name if name.endswith(".py") else name.rpartition(":")[0]
@@ -91,7 +91,7 @@ def _module(name: str, folders: Sequence[Path]) -> list[Path]:
     with suppress(ImportError, ValueError, AttributeError):  # also a package that is installed to be edited
         spec = importlib.util.find_spec(top)
         places = [*(spec.submodule_search_locations or ())] if spec is not None else []
-        for place in (Path(each) for each in places if not _is_installed(each)):
+        for place in (Path(each) for each in map(str, places) if not _is_installed(each)):
             found += [*_files(place), *_below(place, rest)]
         if spec is not None and not places and spec.origin and not _is_installed(spec.origin):
             found += [Path(spec.origin).resolve()] * spec.origin.endswith(".py")

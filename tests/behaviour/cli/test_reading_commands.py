@@ -236,9 +236,9 @@ NEXT = {
     "doctor": ("doctor", "--port", "0"),
 }
 """Command → a line with it that ends well on a run without a server."""
-ELSEWHERE = {"run", "server", "worker", "simulate", "page", "evaluate"}
+ELSEWHERE = {"run", "server", "worker", "simulate", "page", "evaluate", "enrol", "invite", "sites", "revoke", "egress"}
 """Commands that need a server, sites or a script: their own tests read their last lines."""
-WITHOUT_JSON = {"server", "worker", "page", "export", "new", "config"}
+WITHOUT_JSON = {"server", "worker", "page", "export", "new", "config", "enrol", "egress"}
 """Commands that read nothing, or whose output is a format of its own."""
 
 

@@ -140,6 +140,7 @@ def test_evaluates_the_version_before_a_round_without_one(tmp_path: Path) -> Non
     with server, atoll.join(server.url, site="a", folder=tmp_path / "site") as worker:
         for number, fl_round in enumerate(worker, 1):
             fl_round.submit({"w": fl_round.state_dict()["w"] + 1}, weight=2 - number)
+        assert server.wait(60)
     assert [line["global_metrics"] for line in lines_of(tmp_path)] == [{"value": 1.0}, {}]
     assert [each.version for each in events if each.what == "version evaluated"] == [1]
 

@@ -158,7 +158,15 @@ def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -
             unnoticed.append((table, column, "started" if started else "refused", checked))
         shutil.rmtree(folder)
     assert unnoticed == []
-    assert set(empty) <= {"exports_under_way", "deltas", "workflows", "sat_out_rounds", "generations", "configs"}
+    assert set(empty) <= {
+        "exports_under_way",
+        "deltas",
+        "workflows",
+        "sat_out_rounds",
+        "generations",
+        "configs",
+        "identities",
+    }
 
 
 def test_reports_a_damaged_row_of_a_site(later: Path) -> None:

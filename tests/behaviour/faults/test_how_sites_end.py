@@ -246,6 +246,6 @@ def test_pauses_between_restarts_grow_up_to_a_minute(monkeypatch: pytest.MonkeyP
 
     pauses: list[float] = []
     monkeypatch.setattr(worker, "_pause", lambda told, seconds: pauses.append(seconds))
-    monkeypatch.setattr(worker, "_require_server", lambda address, told: None)  # it answers each time
+    monkeypatch.setattr(worker, "_require_server", lambda address, told, site: None)  # it answers each time
     assert worker._run(["false"], {"ATOLL_SERVER": "http://127.0.0.1:1"}, restarts=8) == 1
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]

@@ -158,7 +158,15 @@ def test_a_killed_server_gives_the_same_bits(
     deaths = len(lives) + (mode == "aggregator")
     sites = run_with_deaths(nursery, tmp_path, lives, deaths, sites_in(mode), **MODES[mode])
     files = {path.name for path in (tmp_path / "state").iterdir() if path.is_file()}
-    assert files == {"admin.token", "audit.head", "journal.sqlite", "lock", "reader.token", "status.json"}
+    assert files == {
+        "admin.token",
+        "audit.head",
+        "journal.sqlite",
+        "lock",
+        "reader.token",
+        "receipts.key",
+        "status.json",
+    }
     Result(tmp_path).require_same(undisturbed_in(mode), sites)
     if mode == "aggregator":
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

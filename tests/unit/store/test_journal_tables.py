@@ -28,6 +28,11 @@ VERSION = (
     "INSERT INTO versions (fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, "
     "created_at) VALUES "
 )
+IDENTITY = (
+    "INSERT INTO identities (site, state, since, kind, credential, expires_at, previous, previous_until, invitation, "
+    "invited_until, used, used_request, used_at, enrolments) VALUES "
+)
+IDENTITY_ROW = "('a', '{state}', '', '', '', 0.0, '', 0.0, '', 0.0, '', '', '', 0)"
 MEMBER = (
     "INSERT INTO members (site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process) VALUES "
 )
@@ -55,10 +60,12 @@ CHECKS: dict[str, str | list[str]] = {
         TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', NULL)",
         TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, 2)",
     ],
+    "identities: state IN ('invited', 'enrolled', 'revoked')": IDENTITY + IDENTITY_ROW.format(state="gone"),
 }
 """Constraint → rows that break it and no other."""
 
 UNIQUES: dict[str, str | list[str]] = {
+    "identities.site": f"{IDENTITY}{IDENTITY_ROW}, {IDENTITY_ROW}".format(state="invited"),
     "members.site": MEMBER + "('a', 9, 'alive', '', '', '{}', '', 0, '')",
     "members.lease": MEMBER + "('c', 1, 'alive', '', '', '{}', '', 0, '')",
     "rounds.fragment, rounds.base_version": ROUND + "(0, 0, 'committed', '[]', '[]', '')",

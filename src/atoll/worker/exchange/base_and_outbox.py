@@ -110,6 +110,7 @@ class OutboxNote:
     def __post_init__(self) -> None:
         if isinstance(self.report, dict):
             object.__setattr__(self, "report", Report(**self.report))
+        object.__setattr__(self, "filters", tuple(self.filters))  # JSON has lists
 
     def complete(self, source: str | None = None) -> Complete:
         """Return the message that the update is complete.
