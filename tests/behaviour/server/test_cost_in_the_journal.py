@@ -66,7 +66,7 @@ def test_questions_and_transactions_of_a_round(tmp_path: Path, counts: Counter[s
     few = run("few", 5)
     cost = per_round(run("many", 15), few, 10)
     assert cost["transactions"] <= 4 * SITES + 2.5
-    assert cost["questions"] <= 18 * SITES + 4
+    assert cost["questions"] <= 14 * SITES + 4
 
 
 def test_statements_of_a_simulated_worker_round(tmp_path: Path, counts: Counter[str]) -> None:

@@ -101,7 +101,7 @@ class UpdateOperations:
         """
         row = self._ticket_of(lease, ticket)
         if row.is_in:
-            return self._signed(receipt_again(row, message.digest), row.ticket)
+            return self._signed(receipt_again(row, message.digest), row)
         self._leases.require_open(lease, ticket)
         if message.generation != self._run.store.run_log.generation.number:
             raise TicketClosed(
@@ -116,7 +116,7 @@ class UpdateOperations:
             )
         message = self._admission.with_kept_weight(lease.site, message)
         if (receipt := await self._place.deliver(lease, row, message)) is not None:
-            return self._signed(receipt, row.ticket)
+            return self._signed(receipt, self._run.store.tickets.get(ticket))
         parts, layout = self._run.store.tickets.whole(row), self._run.plan.fragments[row.fragment].update
         digest = _digest(layout, parts)
         if digest != message.digest:
@@ -137,11 +137,12 @@ class UpdateOperations:
             if reason:
                 self._admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
         self._admission.accept(row, message, norm)
-        return self._signed(messages.Receipt(digest=digest), ticket)
+        accepted = replace(row, state="accepted", digest=digest, report=message.report)
+        return self._signed(messages.Receipt(digest=digest), accepted)
 
-    def _signed(self, receipt: messages.Receipt, ticket: int) -> messages.Receipt:
-        """Return a receipt with the server's signature, if the update is accepted."""
-        store, row = self._run.store, self._run.store.tickets.get(ticket)
+    def _signed(self, receipt: messages.Receipt, row: TicketRow) -> messages.Receipt:
+        """Return a receipt with the server's signature, if the update of a ticket is accepted."""
+        store = self._run.store
         if not receipt.accepted or not row.is_in:
             return receipt
         return receipt.model_copy(update={"receipt": store.receipt_key.receipt_of(store.run_log.run_id, row)})

@@ -315,7 +315,7 @@ async def _arguments(
     arguments = parameters(request)
     if operation.secret:
         arguments["secret"] = caller.stated_secret()
-    for site in _named(served, operation, arguments, caller):
+    for site in _named(served, operation, arguments, caller) if gate.may_refuse_names(caller) else ():
         gate.require_own(caller, site)
     if operation.lease:
         arguments["lease"] = served.leases.require_lease(caller.stated_lease())
@@ -325,7 +325,7 @@ async def _arguments(
         arguments["query"] = query_of(operation.query, request.query)
     if isinstance(operation.request, type) and issubclass(operation.request, BaseModel):
         message = await _read(request, operation.request, operation.body_bytes)
-        for site in _named_in(served, message):
+        for site in _named_in(served, message) if gate.may_refuse_names(caller) else ():
             gate.require_own(caller, site)
         arguments["message"] = message
     if operation.request is bytes or operation.reply is bytes or operation.streams:

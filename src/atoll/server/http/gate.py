@@ -115,6 +115,11 @@ class Gate:
         """Return what decides which site a request is from, for a connection with this certificate."""
         return ShownCredentials(self.known, self.clock(), certificate, self.authority)
 
+    def may_refuse_names(self, caller: Caller) -> bool:
+        """Return whether `require_own` can refuse a name at all. If not, the names in a request need no lookup."""
+        has_rules = bool(self._allowed) or self.tokens.own_credentials or bool(self.known.rows)
+        return has_rules or caller.identity is not None
+
     def require_own(self, caller: Caller, named: str) -> None:
         """Refuse a request for a site that its credential does not prove. See `caller.require_own`.
 
