@@ -482,6 +482,20 @@ def take_folder(folder: Path) -> Lock:
     return Lock(fd)
 
 
+def keep_file(path: Path, content: bytes) -> None:
+    """Replace one of Atoll's own files. What a killed process has left of it is replaced by the next one.
+
+    Only the process that has locked the folder may call this.
+
+    Raises:
+        StoreError: the file cannot be written; DiskFull if there is no space for it.
+    """
+    try:
+        replace_file(path, [content], temporary=path.with_name(f"{path.name}.tmp"))
+    except OSError as error:
+        raise file_error(error, path) from error
+
+
 def is_locked(folder: Path) -> bool:
     """Return whether a process has locked a folder. False if there is no folder, or if locks are not supported."""
     try:

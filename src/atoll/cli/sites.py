@@ -5,7 +5,6 @@ A command asks the server of the run, with the admin's token. If no server runs,
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -17,11 +16,11 @@ from pydantic import ValidationError
 
 from atoll.cli.control import ANSWER_S, AsJson, Server, Target, TokenFile
 from atoll.cli.stored_status import stored_status
-from atoll.cli.text import duration
+from atoll.cli.text import fitting, width_of_output
 from atoll.cli.which_run import RunArgument, RunDir
 from atoll.config.settings import Trust
 from atoll.errors import ConfigError, UsageError
-from atoll.format_text import visible
+from atoll.format_text import duration, visible
 from atoll.protocol import identity_messages as messages
 from atoll.protocol import routes
 
@@ -105,8 +104,7 @@ def sites(
     elif not found.sites:
         print(f"No site was invited. To invite one: atoll invite SITE{target.named}")
     else:
-        for line in _table(found.sites):
-            print(line[: shutil.get_terminal_size((200, 24)).columns].rstrip())
+        print("\n".join(_table(found.sites)))
 
 
 def revoke(
@@ -170,8 +168,7 @@ def _readable(site: str) -> Iterator[None]:
 def _table(found: list[messages.SiteRecord]) -> list[str]:
     from atoll.store.identities import shown_time
 
-    rows = [("site", "state", "credential", "since", "valid until", "enrolments", "takes part")]
-    rows += [
+    rows = [
         (
             each.site,
             each.state,
@@ -183,5 +180,5 @@ def _table(found: list[messages.SiteRecord]) -> list[str]:
         )
         for each in found
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    titles = ("site", "state", "credential", "since", "valid until", "enrolments", "takes part")
+    return fitting(titles, rows, width_of_output())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from atoll.errors import StoreError
-from atoll.posix import file_error, open_own, replace_file
+from atoll.posix import file_error, keep_file, open_own
 
 LOG = logging.getLogger("atoll.server")
 
@@ -64,11 +64,7 @@ def _kept(path: Path) -> str:
     if owner is not None:
         LOG.warning("%s is damaged: writing another token", path)
     token = secrets.token_urlsafe(BYTES)
-    try:
-        # a fixed name, so that the next start removes what a killed one has left
-        replace_file(path, [f"{token}\n".encode()], temporary=path.with_name(f"{path.name}.tmp"))
-    except OSError as error:
-        raise file_error(error, path) from error
+    keep_file(path, f"{token}\n".encode())
     return token
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from atoll.errors import StateCorrupt, StoreError
-from atoll.posix import file_error, open_own, replace_file
+from atoll.posix import file_error, keep_file, open_own
 from atoll.protocol.messages import SignedReceipt
 from atoll.protocol.receipts import public_hex, signed_receipt
 from atoll.store.journal_tables import TicketRow
@@ -74,8 +74,5 @@ def _kept(path: Path) -> Ed25519PrivateKey:
         key = Ed25519PrivateKey.generate()
     except OSError as error:
         raise file_error(error, path) from error
-    try:
-        replace_file(path, [f"{key.private_bytes_raw().hex()}\n".encode()], temporary=path.with_name(f"{NAME}.tmp"))
-    except OSError as error:
-        raise file_error(error, path) from error
+    keep_file(path, f"{key.private_bytes_raw().hex()}\n".encode())
     return key

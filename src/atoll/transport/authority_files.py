@@ -17,7 +17,7 @@ from pathlib import Path
 from cryptography import x509
 
 from atoll.errors import ConfigError, StoreError
-from atoll.posix import file_error, read_named, read_own, replace_file
+from atoll.posix import file_error, keep_file, read_named, read_own
 from atoll.transport.certificates import Keyed, common_name, new_authority, server_certificate, validity
 from atoll.transport.tls import peer_context, with_identity
 
@@ -64,12 +64,12 @@ def keep_authority(directory: Path, name: str) -> Keyed:
     found = stored_authority(directory)
     if found is None:
         found = new_authority(name)
-        _write(directory / AUTHORITY, found.key + found.certificate)
+        keep_file(directory / AUTHORITY, found.key + found.certificate)
     copy = authority_file(directory)
     with suppress(OSError):
         if read_own(copy) == found.certificate:
             return found
-    _write(copy, found.certificate)
+    keep_file(copy, found.certificate)
     return found
 
 
@@ -88,7 +88,7 @@ def keep_server_certificate(directory: Path, authority: Keyed, names: Sequence[s
     found = _read(path)
     if found is None or not _is_good(found.certificate, authority, names):
         made = server_certificate(authority, names)
-        _write(path, made.key + made.certificate)
+        keep_file(path, made.key + made.certificate)
     return path
 
 
@@ -158,11 +158,3 @@ def _read(path: Path) -> Keyed | None:
     except OSError as error:
         raise file_error(error, path) from error
     return Keyed(begin + rest, key)
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        # a fixed name, so that the next start replaces what a killed one has left
-        replace_file(path, [content], temporary=path.with_name(f"{path.name}.tmp"))
-    except OSError as error:
-        raise file_error(error, path) from error
