@@ -150,7 +150,7 @@ LINES: dict[str, int] = {
     "reducers": 259,
     "rounds": 1184,
     "server": 1916,
-    "server/coordinator": 4698,
+    "server/coordinator": 4708,
     "server/http": 1400,
     "server/swarm": 731,
     "server/tasks": 1482,

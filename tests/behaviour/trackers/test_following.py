@@ -109,14 +109,30 @@ def test_a_hanging_tracker_delays_no_round_nor_the_end(
 ) -> None:
     """Wherever it hangs: all rounds end, and the server ends `CLOSE_S` seconds later, with one line in the log."""
     monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(trackers, "BEGIN_S", 0.3)
     code = DIARY.replace("        MAY_GO_ON.wait()\n", "").replace(*HANGS[case]).replace("ON.set()", "ON.clear()")
     with diary(monkeypatch, tmp_path, code) as world:
         import diary_plugin
 
         world.rounds(1.0, 1, 2)
         assert world.finish()["w"].tolist() == [2.0, 2.0]
-    assert world.text.count("the tracker diary had not written everything 0.2 s after the end") == 1
+    assert world.text.count("the tracker diary had not written everything when the server ended") == 1
     diary_plugin.MAY_GO_ON.set()
+
+
+def test_the_end_waits_for_a_tracker_that_is_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the import of a tracker's package takes longer than the whole run, the tracker gets all of it nevertheless."""
+    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    code = DIARY.replace("RUNS.append((run, title))", "MAY_GO_ON.wait()").replace("ON.set()", "ON.clear()")
+    with diary(monkeypatch, tmp_path, code) as world:
+        import diary_plugin
+
+        let_it_begin = threading.Timer(1.0, diary_plugin.MAY_GO_ON.set)  # later than `CLOSE_S`
+        world.rounds(1.0, 1, 2)
+        let_it_begin.start()
+        world.finish()
+    assert "waiting for the tracker diary to begin" in world.text
+    assert [event.round for event in diary_plugin.EVENTS if event.what == "round ended"] == [1, 2]
 
 
 def test_a_rollback_does_not_wait_for_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,8 +42,9 @@ GATHER_S = 0.2
 """Seconds that a thread waits for further events after the first one, so that short rounds are read together."""
 RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """First and longest pause before a tracker that cannot begin is tried again, in seconds."""
-CLOSE_S = 10.0
-"""Seconds that trackers have to write what is left when the server ends."""
+CLOSE_S, BEGIN_S = 10.0, 60.0
+"""Seconds that trackers have to write what is left when the server ends, and that one has which is still beginning: the
+import of a large package alone can take longer than a short run."""
 MOST_LOST = 100
 """Number of events that are kept in memory if the journal cannot be written."""
 
@@ -160,14 +161,17 @@ class Trackers(Extension):
             each.begin()
 
     async def close(self) -> None:
-        """Let the trackers write what is left, for at most `CLOSE_S` seconds in all. Idempotent."""
+        """Let the trackers write what is left, `CLOSE_S` seconds after all have begun (`BEGIN_S`). Idempotent."""
         for each in self._followers:
             each.end()
-        until_s = time.monotonic() + CLOSE_S
+        until_s = time.monotonic() + BEGIN_S
 
         def join() -> None:
             for each in self._followers:
-                each.join(until_s)
+                each.wait_begun(until_s)
+            last_s = time.monotonic() + CLOSE_S
+            for each in self._followers:
+                each.join(last_s)
 
         await asyncio.to_thread(join)
 
@@ -206,6 +210,7 @@ class _Follower:
         self.name, self.problem = name, ""
         self._make, self._position, self._note, self._state_dir = make, position, note, state_dir
         self._news, self._ending = threading.Event(), threading.Event()
+        self._tried = threading.Event()  # whether a first attempt to begin the tracker is over
         self._reading, self._may_read = threading.Lock(), True  # whether the journal is open; it changes under the lock
         self._has_failed = self._is_late = self._is_over = False
         self._has_all = True  # whether the tracker took the last event
@@ -244,13 +249,19 @@ class _Follower:
         with self._reading:
             self._may_read = False
 
+    def wait_begun(self, until_s: float) -> None:
+        """Wait until the tracker has begun, or could not, or until a time of `time.monotonic`."""
+        if self._thread is not None and not self._tried.wait(CLOSE_S):
+            LOG.info("waiting for the %s to begin, for %g s at most", self.name, max(0.0, until_s - time.monotonic()))
+            self._tried.wait(max(0.0, until_s - time.monotonic()))
+
     def join(self, until_s: float) -> None:
         """Wait for the thread's end until a time of `time.monotonic`; then let the tracker get nothing more."""
         if self._thread is not None and not self._is_late:
             self._thread.join(max(0.0, until_s - time.monotonic()))
             self._is_late = self._thread.is_alive()
             if self._is_late:
-                LOG.warning("the %s had not written everything %g s after the end", self.name, CLOSE_S)
+                LOG.warning("the %s had not written everything when the server ended", self.name)
 
     # -- in the thread
 
@@ -286,6 +297,8 @@ class _Follower:
                     LOG.info("the %s works now", self.name)
                     self.problem, self._has_failed = "", False
                 return tracker
+            finally:
+                self._tried.set()
             if self._ending.wait(pause_s):
                 return None
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
