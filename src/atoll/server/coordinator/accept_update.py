@@ -42,7 +42,9 @@ class UpdateAdmission:
     def __init__(self, run: RunCore) -> None:
         self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
         self.refused = run.store.run_log.totals().refused
-        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
+        self.reports = ReportedNumbers(
+            needs_steps=run.plan.needs_steps, weight_share=run.settings.limits.weight_share
+        )
         self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
