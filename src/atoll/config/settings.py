@@ -584,8 +584,8 @@ class Limits(Group):
     first_update_s: float = Field(
         3600.0,
         ge=0,
-        description="Seconds for which a round waits, after its first update, for a site that has never contributed; or "
-        "as long again as that update took, if this is longer. Later rounds give the site a ticket, but do not wait "
+        description="Seconds for which a round waits, after its first update, for a site that has never contributed; "
+        "or as long again as that update took, if this is longer. Later rounds give the site a ticket, but do not wait "
         "for it until it has contributed. 0: no limit.",
     )
     weight_share: float = Field(
@@ -605,7 +605,7 @@ class Limits(Group):
         None, ge=1, description="Connections in all. Default: as many as the limit of open files allows."
     )
     address_connections: int = Field(
-        64,
+        1024,
         ge=1,
         description="Connections of one address that have shown no credential yet. For a further one, the oldest of "
         "them is closed.",
@@ -622,15 +622,12 @@ class Limits(Group):
         600, ge=1, description="Joins a minute of one site, or of one address if sites need no credentials."
     )
     site_object_bytes: int = Field(
-        16 * 2**30, ge=0, description="Bytes of published objects at the server of one site; of all without credentials."
+        16 * 2**30,
+        ge=0,
+        description="Bytes on disk of the objects that one site publishes at the server, or one address if sites need "
+        "no credentials.",
     )
     event_streams: int = Field(200, ge=4, description="Streams of events in all; one caller gets a quarter of them.")
-    least_bytes_per_s: int = Field(
-        1024,
-        ge=1,
-        description="Bytes a second that a transfer has to bring forward, on average over `network.idle_timeout_s`. A "
-        "slower one is broken off.",
-    )
 
 
 def _by_name(value: object) -> object:

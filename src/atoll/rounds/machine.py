@@ -399,9 +399,10 @@ def _begin_anew(draft: StateDraft, why: str) -> None:
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     """Return the state that the journal describes, and the effects that were not carried out before a crash.
 
-    Heartbeat timeouts and deadlines restart at `now_s`; no site is late with its first update yet. A round that was being aggregated stays `closing`: the caller
-    aggregates it again and reports `VersionCommitted`. If the server crashes again, another call returns the same
-    state, whether or not the effects of this call were written to the journal.
+    Heartbeat timeouts and deadlines restart at `now_s`; no site is late with its first update yet. A round that was
+    being aggregated stays `closing`: the caller aggregates it again and reports `VersionCommitted`. If the server
+    crashes again, another call returns the same state, whether or not the effects of this call were written to the
+    journal.
 
     Args:
         rules: rules of the rounds.

@@ -101,8 +101,8 @@ class ReportedNumbers:
             self._weights.warnings.setdefault(
                 largest,
                 f"{largest} has {share:.0%} of the weight of {len(weights)} sites (limits.weight_share = "
-                f"{self._weight_share:g}): its update decides the mean. Check that all sites count the same, samples or "
-                "tokens; aggregation.max_weight refuses larger weights",
+                f"{self._weight_share:g}): its update decides the mean. Check that all sites count the same, samples "
+                "or tokens; aggregation.max_weight refuses larger weights",
             )
             self._weights.say()
 
