@@ -8,6 +8,8 @@ and its mode follows the umask. Neither may be a named pipe, a socket or a devic
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -373,6 +375,12 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
+
+
+def return_free_memory() -> None:
+    """Return memory that the process does not use to the system, where the C library can do that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def nameless_file(folder: Path | None) -> int:

@@ -40,6 +40,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     require_private(key, "The TLS key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # no client of Atoll resumes a session, and each ticket takes memory
     try:
         require_regular(cert)
         context.load_cert_chain(cert, key)
@@ -242,7 +243,7 @@ class SmallBuffer(SSLProtocol):
     """
 
     max_size = 2**16
-    FIRST = 2**12
+    FIRST = 2**10
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -80,7 +80,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ATOLL_TOKEN", RUN_TOKEN)
-            at = stack.enter_context(trusted(folder, **{"rounds.sites": 3}))
+            at = stack.enter_context(trusted(folder, **{"rounds.sites": 3, "limits.wrong_credentials": 10_000}))
         elsewhere = stack.enter_context(trusted(other))
         elsewhere.enrol("a")
         yield Asked(at, elsewhere.certificates["a"])
