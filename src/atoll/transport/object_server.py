@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -483,17 +484,14 @@ class ObjectHost:
         if served.inline:
             inline = bytearray(served.manifest.nbytes)
             read_at(served.fd, memoryview(inline), 0)
-            way_out().served(served.manifest.id, len(inline))
+            await asyncio.get_running_loop().run_in_executor(
+                self._pool, way_out().served, served.manifest.id, len(inline)
+            )
         message = messages.BlobManifest.of(served.manifest, inline)
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         served, way = self._find(request), way_out()
-
-        def count(nbytes: int) -> None:
-            way.served(served.manifest.id, nbytes)
-            served.on_bytes(nbytes)
-
         served.readers += 1
         try:
             return await serve_file(
@@ -504,7 +502,8 @@ class ObjectHost:
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
                 revoked=served.removed.is_set,
-                on_bytes=count,
+                on_bytes=served.on_bytes,
+                before=partial(way.served, served.manifest.id) if way.log is not None else None,
             )
         finally:
             served.readers -= 1
