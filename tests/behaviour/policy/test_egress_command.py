@@ -127,13 +127,14 @@ def test_missing_end_is_noticed(tmp_path: Path, cut: str) -> None:
             head.unlink()
         case "the chain made anew":
             kept = head.read_bytes()
-            path.unlink(), head.unlink()
+            path.unlink()
+            head.unlink()
             log = EgressLog(tmp_path)
-            for number in range(4):
+            for _ in range(4):
                 log.append("part", run="r", bytes=0)
             head.write_bytes(kept)
     for look in (lambda: list(read_log(path)), lambda: EgressLog(tmp_path)):
-        with pytest.raises(StateCorrupt, match="is missing|where the egress log|names another hash") as raised:
+        with pytest.raises(StateCorrupt, match=r"is missing|where the egress log|names another hash") as raised:
             look()
         assert "To begin a new log, move" in raised.value.remedy or "audit log" in raised.value.remedy
 
