@@ -32,6 +32,8 @@ MOST_SITES = 1000
 """Number of credentials of this machine that are looked at."""
 ANEW = "Ask the admin of the server for a new invitation (atoll invite SITE --again), and run: atoll enrol INVITATION"
 
+ISSUED_ANEW = "Get a new certificate from the authority that has issued it, and run: atoll enrol --certificate FILE"
+
 
 @dataclass(frozen=True)
 class CredentialNote:
@@ -50,6 +52,12 @@ class CredentialNote:
     kind: str
     renew_at_s: float
     expires_at_s: float
+
+    @property
+    def anew(self) -> str:
+        """How the site gets another credential, as advice."""
+        is_issued_elsewhere = self.kind == "certificate" and not self.renew_at_s
+        return ISSUED_ANEW if is_issued_elsewhere else ANEW
 
 
 @dataclass
@@ -120,7 +128,7 @@ class SiteCredential:
             if key not in files.contexts:
                 context = make()
                 if files.note.kind == "certificate":
-                    with_identity(context, self.folder / IDENTITY, ANEW)
+                    with_identity(context, self.folder / IDENTITY, files.note.anew)
                 files.contexts[key] = context
             return files.contexts[key]
 

@@ -48,7 +48,6 @@ from atoll.protocol.read_message import read_framed, read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.credential_store import (
-    ANEW,
     AUTHORITY,
     SiteCredential,
     authority_at,
@@ -753,19 +752,19 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
             f"{http.where} refuses the certificate of site {note.site}: it has expired. It was valid until "
             f"{until:%Y-%m-%d %H:%M} UTC."
             f"{clock_difference(http)}",
-            ANEW,
+            note.anew,
         )
     if refused is not None:
         return _wrong_server(
             f"{http.where} refuses the certificate of site {note.site}: its own authority has not signed it. Either "
             "the server has a new state directory, or another server answers at this address.",
-            ANEW,
+            note.anew,
         )
     if "CERTIFICATE_VERIFY_FAILED" in text and ("issuer" in text or "self-signed" in text or "self signed" in text):
         return _wrong_server(
             f"{http.where} is not the server at which site {note.site} has enrolled: another authority has signed its "
             "certificate.",
-            f"Check the address. If the server has a new state directory: {ANEW[0].lower()}{ANEW[1:]}",
+            f"Check the address. If the server has a new state directory: {note.anew[0].lower()}{note.anew[1:]}",
         )
     return None
 

@@ -242,6 +242,13 @@ class SmallBuffer(SSLProtocol):
 
     max_size = 2**16
 
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
+        """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
+        transport, outgoing = getattr(self, "_transport", None), getattr(self, "_outgoing", None)
+        if handshake_exc is not None and transport is not None and outgoing is not None:
+            transport.write(outgoing.read())
+        super()._on_handshake_complete(handshake_exc)  # type: ignore[misc]
+
 
 async def accept_tls(protocol: asyncio.BaseProtocol, sock: socket.socket, context: ssl.SSLContext) -> None:
     """Do the TLS handshake on an accepted socket, then connect `protocol` to the decrypted stream.
