@@ -516,7 +516,8 @@ def problem_of(status: int, body: bytes | bytearray, token_origin: str) -> Atoll
         text = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
         if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
             return ServerUnreachable(text, "Check that the server behind this address runs.")
-        return PeerError(text)
+        too_large = "Let the gateway pass bodies of 32 MiB (nginx: client_max_body_size 32m)." if status == 413 else ""
+        return PeerError(text, too_large)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
         kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
