@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import itertools
 import re
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -158,6 +159,11 @@ def identity_in(peer: Mapping[str, Any]) -> SiteIdentity | None:
         found = [text for part in peer.get("subject", ()) for kind, text in part if kind == "commonName"]
     serial = str(peer.get("serialNumber", "")).lower().lstrip("0")
     return SiteIdentity(found[0], serial) if len(found) == 1 else None
+
+
+def issued_at_s(peer: Mapping[str, Any]) -> float:
+    """Return the Unix time at which the run's authority has issued a certificate, as `identity_in` takes it."""
+    return ssl.cert_time_to_seconds(str(peer["notBefore"])) + CLOCK_SLACK.total_seconds()
 
 
 def first_certificate(text: bytes) -> bytes:

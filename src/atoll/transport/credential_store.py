@@ -268,6 +268,15 @@ def credential_at(server: str, site: str | None) -> SiteCredential | None:
     return SiteCredential(folder_for(server, site)) if site in names and site is not None else None
 
 
+def certificate_at(server: str) -> SiteCredential | None:
+    """Return any credential of this machine at a server with which workers of its swarm take connections; else None."""
+    own = chosen()
+    found = [own] if own is not None else [SiteCredential(folder_for(server, each.site)) for each in notes_at(server)]
+    return next(
+        (each for each in found if each.note.kind == "certificate" and (each.folder / AUTHORITY).exists()), None
+    )
+
+
 def authority_at(server: str) -> str | None:
     """Return the path of the authority that a credential of this machine stores for a server; None if none does."""
     own = chosen()
