@@ -26,7 +26,8 @@ def send(
 ) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer. `secret` is that of an object; an empty header is not sent."""
     shown = {"Atoll-Lease": lease, "Atoll-Secret": secret} | headers
-    sent = {"Content-Type": "application/json", routes.PROTOCOL_HEADER: str(routes.PROTOCOL)} | {
+    shown[routes.PROTOCOL_HEADER] = str(routes.PROTOCOL)
+    sent = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
         name: value for name, value in shown.items() if value
     }
     request = urllib.request.Request(url + path, body, sent, method=method)

@@ -164,8 +164,8 @@ class Journal:
             raise
         self._db.execute(f"PRAGMA synchronous = {self._level}")
         LOG.info(
-            "%s was of journal version %d, and is of version %d now. As it was, it is kept as %s. An older Atoll cannot "
-            "go on from here: for that, restore the whole directory from a backup",
+            "%s was of journal version %d, and is of version %d now. As it was, it is kept as %s. An older Atoll "
+            "cannot go on from here: for that, restore the whole directory from a backup",
             *(self.path, version, SCHEMA_VERSION, backup),
         )
 
