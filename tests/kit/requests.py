@@ -28,8 +28,6 @@ def send(
     shown = {"Atoll-Lease": lease, "Atoll-Secret": secret} | headers
     shown[routes.PROTOCOL_HEADER] = str(routes.PROTOCOL)
     sent = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
-        name: value for name, value in shown.items() if value
-    }
     request = urllib.request.Request(url + path, body, sent, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
