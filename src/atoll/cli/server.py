@@ -184,20 +184,21 @@ def _announce(server: Server, settings: Settings) -> None:
         LOG.info(
             "start a worker: %satoll worker --server %s --site NAME -- python train.py%s",
             "ATOLL_SWARM=1 " if settings.swarm.enabled else "",  # a site takes part in a swarm only if it says so
-            server.url,
+            settings.trust.address or server.url,
             _for_sites(server),
         )
 
 
 def _for_sites(server: Server) -> str:
     """Return what a site needs before its worker can connect, as the end of a log line."""
-    from atoll.server.http.gate import needs_credentials
+    from atoll.server.http.gate import is_loopback, needs_credentials
 
     if needs_credentials(server.settings):
         folder = shlex.quote(str(server.settings.disk.state_dir))
         return f"; before that, invite each site: atoll invite NAME --dir {folder}"
     if not server.url.startswith("https"):
-        return ""
+        is_here = is_loopback(server.settings.network.host) and server.settings.trust.address is None
+        return "; sites on other machines need a server that listens for them: --host 0.0.0.0" if is_here else ""
     return (
         "; use a host name that the certificate contains, ATOLL_TLS_CA if you use your own authority, and "
         "ATOLL_TOKEN_FILE for the token"

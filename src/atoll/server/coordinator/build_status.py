@@ -33,6 +33,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
     durable = [version for version in found if version is not None]
     roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster, number)
     last = {each.site: each for summary in history.summaries for each in summary.sites}
+    tickets_s = history.ticket_times.of(run.state, now_s)
     status = status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
@@ -63,7 +64,12 @@ def status_of(served: ServedRun) -> status_messages.Status:
         downlink_codec=str(settings.aggregation.download_codec) or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(served, index, now_s) for index in range(len(run.state.rounds))],
-        workers=[_worker(run, presence, now_s, lost, local_steps[site], last.get(site)) for site, presence in roster],
+        workers=[
+            _worker(run, presence, now_s, lost, local_steps[site], last.get(site)).model_copy(
+                update={"ticket_s": tickets_s.get(site, 0.0), "usual_s": history.ticket_times.usual_s(site)}
+            )
+            for site, presence in roster
+        ],
         history=list(history.summaries),
         first=history.first,
         kept_versions=_kept_versions(served),
