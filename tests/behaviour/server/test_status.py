@@ -540,6 +540,8 @@ def test_what_a_site_said_of_an_older_round_is_not_shown(tmp_path: Path) -> None
         world.pull(number=2)
         presence.beat = presence.beat.model_copy(update={"state": "submitting to round 1"})
         assert doing() == ""
+        presence.beat = presence.beat.model_copy(update={"state": "waiting for the round"})
+        assert doing() == "about to train"
 
 
 def test_a_held_up_run_has_no_time_left(tmp_path: Path) -> None:

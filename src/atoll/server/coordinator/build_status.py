@@ -176,11 +176,16 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     )
 
 
+WAITING = "waiting for the round"
+"""What a worker says while it asks for a ticket."""
 SUBMITTING = re.compile(r"submitting to round ([0-9]+)")
 
 
 def _doing(run: RunCore, site: str, said: str) -> str:
-    """Return what a site does. What it said last of an update is left out if the update has arrived, or is of old."""
+    """Return what a site does. What it said last of a ticket is replaced if the ticket has come, or its update has."""
+    ticket = run.state.rounds[0].tickets.get(site) if len(run.state.rounds) == 1 else None
+    if said == WAITING and ticket is not None and ticket.state == "open":
+        return "about to train"  # until its script loads the version
     submitting = SUBMITTING.fullmatch(said)
     if submitting is None:
         return said
