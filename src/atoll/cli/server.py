@@ -28,6 +28,7 @@ from atoll.cli.text import (
     choose_level,
     codecs,
     duration,
+    faults_of_evaluation,
     log_level,
     log_lines_in_background,
     logs_json,
@@ -276,6 +277,7 @@ def _summary(server: Server, seconds: float) -> str:
         _troubles(status),
         staleness(status.staleness),
         numbers(last),
+        faults_of_evaluation(status.evaluation.failed) if status.evaluation else "",
         best_line(status.best) if status.best else "",
         status.stopped,
     ]

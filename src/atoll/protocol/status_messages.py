@@ -224,6 +224,9 @@ class EvaluationStatus(Message):
     seconds: Estimate = Field(0.0, description="Seconds that its evaluation took.")
     running: Count | None = Field(None, description="The version that is evaluated now.")
     problem: Shown = Field("", description="Why the last evaluation gave no result, or no complete one; else empty.")
+    failed: Table[Shown] = Field(
+        default_factory=dict, description="Version → problem of its evaluation: the last ones since the server's start."
+    )
 
 
 class TaskStatus(Message):
