@@ -74,7 +74,7 @@ from harness.histories.virtual_loop import (
 
 ADDRESS = "http://127.0.0.1:8476"
 LR, MOMENTUM = 0.7, 0.9
-HEARTBEAT_S, TIMEOUT_S = 2.0, 6.0
+HEARTBEAT_S, TIMEOUT_S = 3.0, 9.0
 END_S = 240.0
 """Virtual seconds within which a run without further faults makes a version, and within which it ends."""
 
@@ -113,13 +113,14 @@ class Scenario:
     faults: tuple[Fault, ...]
     settings: dict[str, Any]
     heals_at_s: float
+    ends: bool
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
         chance = random.Random(f"scenario {seed}")
         kind = chance.choice(KINDS)
-        sites = tuple("abcd"[: chance.choice((2, 2, 3, 3, 4))])
-        heals_at_s = chance.uniform(4.0, 14.0)
+        sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
+        heals_at_s = chance.uniform(2.0, 9.0)
         wire = Faults(
             delay_s=chance.choice((0.01, 0.05, 0.4)),
             lost=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -155,18 +156,19 @@ class Scenario:
                 chance.choice(sites),
                 chance.random(),
             )
-            for _ in range(chance.choice((0, 1, 2, 2, 3, 3, 4, 6)))
+            for _ in range(chance.choice((1, 1, 2, 2, 3, 4)))
         ]
         return cls(
             seed,
             kind,
             sites,
             power,
-            chance.random() < 0.1,
+            chance.random() < 0.05,
             wire,
             tuple(sorted(faults, key=lambda fault: fault.at_s)),
             settings,
             heals_at_s,
+            ends=chance.random() < 0.3,
         )
 
     @property
@@ -352,7 +354,7 @@ class Site:
 
     def _step(self, tensors: dict[str, torch.Tensor]) -> Report:
         """Train for a while. The update is noted as what this site forms next."""
-        sleep(self.chance.choice((0.5, 2.0, 4.0)) * self.chance.random())
+        sleep(self.chance.choice((0.5, 3.0, 6.0)) * self.chance.random())
         base = as_arrays(tensors, tensors)
         self.trained += 1
         sound = self.chance.random() > 0.06
@@ -570,8 +572,8 @@ class History:
                         self._before = self.served.run.state
                     self.crash(power_loss=fault.what == "power loss")
             case "kill server at":
-                self._crash_at = SERVER_POINTS[int(fault.number * len(SERVER_POINTS))]
-                self._crash_in, self._power_next = 1 + int(fault.number * 40) % 4, fault.number > 0.7
+                self._crash_at = SERVER_POINTS[int(fault.number * 1000) % len(SERVER_POINTS)]
+                self._crash_in, self._power_next = 1 + int(fault.number * 60) % 2, fault.number > 0.7
             case "stop server":
                 await self.restart("stop")
             case "disk full":
@@ -649,7 +651,8 @@ class History:
         await self._progress()
         if self.served is not None:
             self.checks.look(self.served.run)
-        await self._stop()
+        if self.scenario.ends:
+            await self._stop()
         keeping.cancel()
 
     async def _until(self, at_s: float) -> None:
@@ -718,7 +721,7 @@ class History:
                 run = self.served and self.served.run
                 why = [run.state.why(index, run.clock()) for index in range(len(run.state.rounds))] if run else "no server"
                 raise Violation(f"after {END_S:g} s without faults there is not {what}: {why}")
-            await self._until(self.loop.now_s + 0.5)
+            await self._until(self.loop.now_s + 1.0)
 
 
 # -- play
