@@ -546,7 +546,7 @@ def require_unchanged(db: sqlite3.Connection, path: Path, tables: Iterable[str] 
     Raises:
         StateCorrupt: a table or a row is damaged or was changed.
     """
-    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db, tables)
+    changed = journal_tables.changed_definition(db) or next(journal_tables.changed_rows(db, tables), None)
     if changed is not None:
         raise _changed(path, changed)
 
