@@ -18,7 +18,6 @@ from kit.world import World
 
 import atoll
 from atoll.protocol.routes import EVENTS
-from atoll.server.http import event_stream
 from atoll.server.http.page_files import page_files
 from atoll.testing.run import wait_until
 

@@ -47,7 +47,9 @@ def route(method: str, path: str) -> tuple[Operation, dict[str, Any]]:
         found = pattern.fullmatch(path) if operation.method == method else None
         if found is not None:
             named = found.groupdict()
-            return operation, {name: int(text) if text.isdigit() and name != "digest" else text for name, text in named.items()}
+            return operation, {
+                name: int(text) if text.isdigit() and name != "digest" else text for name, text in named.items()
+            }
     raise BadRequest(f"There is no {method} {path}.")
 
 

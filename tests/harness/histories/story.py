@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
-import logging
 import random
-import shutil
+import sqlite3
 import tempfile
-import threading
 import time
 import uuid
 from collections import Counter
@@ -27,16 +24,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import sqlite3
 import torch
 
 from atoll import runtime
 from atoll.aggregation import make_version
-from atoll.config import Settings
 from atoll.errors import AtollError, Conflict, Gone, Superseded, UpdateRefused
 from atoll.protocol import admin_messages, messages, run_events
-from atoll.protocol.messages import Report, Ticket
+from atoll.protocol.messages import Report
 from atoll.protocol.values import Accepted, Finished, Lost, Open, Refused, TooLate, VersionGone, require
 from atoll.rounds.machine import STOPPED
 from atoll.rounds.state import State
@@ -53,12 +47,10 @@ from atoll.worker.exchange import participation
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.session import session
 from atoll.worker.training.round_backends import ServerBackend
-from harness.histories import network
 from harness.histories.checks import Checks, Formed, Violation, as_arrays
 from harness.histories.disk import Disks, copy, lose_power_at_site
 from harness.histories.network import NETWORK, Faults, Network, VirtualConnection, answer, http_to
 from harness.histories.virtual_loop import (
-    Green,
     GreenEvent,
     GreenExecutor,
     GreenThreading,
@@ -639,7 +631,9 @@ class History:
 
     async def play(self) -> None:
         keeping = self.loop.create_task(self._keep())
-        keeping.add_done_callback(lambda task: None if task.cancelled() else self._fail(task.exception() or Violation("ended")))
+        keeping.add_done_callback(
+            lambda task: None if task.cancelled() else self._fail(task.exception() or Violation("ended"))
+        )
         await self.start_server()
         for site in self.sites.values():
             self.loop.call_later(self.chance.choice((0.0, 0.5, 6.0)), lambda site=site: site.process or site.start())
@@ -692,7 +686,9 @@ class History:
             self.checks.may_expire.add(STOPPED)
         while not await self.admin("stop_run", admin_messages.StopRun(now=now)):
             await self._until(self.loop.now_s + 1.0)
-        await self._wait_for(lambda: self.served is not None and self.served.run.finished.is_set(), "the end of the run")
+        await self._wait_for(
+            lambda: self.served is not None and self.served.run.finished.is_set(), "the end of the run"
+        )
         await self._wait_for(lambda: all(site.finished for site in self.sites.values()), "the end of all sites")
         assert self.served is not None
         self.checks.look(self.served.run)
@@ -719,7 +715,11 @@ class History:
         while not holds():
             if self.loop.now_s > until_s:
                 run = self.served and self.served.run
-                why = [run.state.why(index, run.clock()) for index in range(len(run.state.rounds))] if run else "no server"
+                why = (
+                    [run.state.why(index, run.clock()) for index in range(len(run.state.rounds))]
+                    if run
+                    else "no server"
+                )
                 raise Violation(f"after {END_S:g} s without faults there is not {what}: {why}")
             await self._until(self.loop.now_s + 1.0)
 
