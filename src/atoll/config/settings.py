@@ -724,6 +724,12 @@ class Disk(Group):
     max_pinned_versions: int = Field(
         4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."
     )
+    keep_updates: int = Field(
+        0,
+        ge=0,
+        description="Number of newest rounds whose updates the server keeps, with the versions that they start from: "
+        "`atoll verify` computes these rounds again. 0: an update is deleted as soon as its round is over.",
+    )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: no objects."
     )

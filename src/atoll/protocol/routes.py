@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-PROTOCOL = 1
-"""Protocol version. It rises with every incompatible change. Server and worker compare it when a worker joins."""
+PROTOCOL = 2
+"""Version of the protocol. It rises once in a release whose answers have new fields: see `served_versions`."""
+OLDEST_PROTOCOL = 1
+"""The oldest one of workers that a server serves: that of two minor versions before."""
+PROTOCOL_HEADER = "Atoll-Protocol"
+"""Header with the worker's protocol. Workers of protocol 1 do not send it."""
 
 RUN = "/v1/run"
 SCHEMA = "/v1/schema"

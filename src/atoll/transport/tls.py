@@ -87,6 +87,8 @@ def unverified_context() -> ssl.SSLContext:
     return context
 
 
+ANY_SITE = "*"
+"""In place of a site's name: a connection may reach any site of the run."""
 OTHER_PEER = "shows the certificate of"
 """Part of the message if another worker answers at the address of one."""
 
@@ -96,8 +98,8 @@ def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
 
     Args:
         authority: PEM file with the run's authority.
-        site: name of the site that a connection has to reach: a certificate of a site names no host. None: the context
-            is for accepting connections, of any site of the run.
+        site: name of the site that a connection has to reach: a certificate of a site names no host; or `ANY_SITE`.
+            None: the context is for accepting connections, of any site of the run.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -105,7 +107,7 @@ def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if site is None else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-    if site is not None:
+    if site not in (None, ANY_SITE):
         context.sslsocket_class = _socket_to(site)
     try:
         context.load_verify_locations(authority)
@@ -254,6 +256,13 @@ class SmallBuffer(SSLProtocol):
     def widen(self) -> None:
         """Read with the full buffer from now on: the peer has shown a credential."""
         self.max_size = self._full_size
+
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
+        """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
+        transport, outgoing = getattr(self, "_transport", None), getattr(self, "_outgoing", None)
+        if handshake_exc is not None and transport is not None and outgoing is not None:
+            transport.write(outgoing.read())
+        super()._on_handshake_complete(handshake_exc)  # type: ignore[misc]
 
 
 HANDSHAKE_S = 10.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from atoll.errors import UpdateRefused
@@ -58,7 +59,7 @@ class UpdateAdmission:
         if self._sending.get(place, (0, 0.0))[0] != ticket:
             self._sending[place] = ticket, time.monotonic()
 
-    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> None:
+    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> TicketRow:
         """Accept an update that is completely on disk. Call `require_plausible` first.
 
         Args:
@@ -66,18 +67,23 @@ class UpdateAdmission:
             message: the worker's message about the update.
             norm: L2 norm of the update's `params`.
 
+        Returns:
+            The ticket, now accepted, with the values of its update.
+
         Raises:
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        tickets, site = self._store.tickets, row.site
-        order = tickets.next_order()
+        tickets, site, order = self._store.tickets, row.site, self._store.tickets.next_order()
+        accepted = replace(
+            row, state="accepted", digest=message.digest, report=message.report, norm=norm, accepted_order=order
+        )
         tickets.make_durable(row)
         sent, begun_s = self._sending.pop((site, row.fragment), (0, 0.0))
         send_s = time.monotonic() - begun_s if sent == row.ticket else 0.0
         self._ledger.record(
             events.UpdateAccepted(row.ticket, order),
-            lambda: tickets.accept(row, message.digest, message.report, norm, order),
+            lambda: tickets.accept(accepted),
             run_events.UpdateAccepted(**self._about(row), send_seconds=send_s),
         )
         if site in self._roster:
@@ -88,6 +94,7 @@ class UpdateAdmission:
             waited_s = presence.waited_s.get(row.fragment, 0.0) + message.wait_seconds
             presence.waited_s[row.fragment] = min(waited_s, messages.LONGEST_ESTIMATE_S)
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
+        return accepted
 
     def sit_out(self, site: str, ticket: int, metrics: Mapping[str, float]) -> None:
         """Record that a site sits out the round of its ticket.

@@ -38,6 +38,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
     roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster, number)
     metrics = max(LEAST_METRICS, MOST_METRICS // max(1, len(roster)))
     last = {each.site: each for summary in history.summaries for each in summary.sites}
+    tickets_s = history.ticket_times.of(run.state, now_s)
     status = status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
@@ -69,7 +70,10 @@ def status_of(served: ServedRun) -> status_messages.Status:
         sync_every=algorithm.sync_every,
         fragments=[_fragment(served, index, now_s) for index in range(len(run.state.rounds))],
         workers=[
-            _worker(run, presence, now_s, lost, local_steps[site], last.get(site), metrics) for site, presence in roster
+            _worker(run, presence, now_s, lost, local_steps[site], last.get(site), metrics).model_copy(
+                update={"ticket_s": tickets_s.get(site, 0.0), "usual_s": history.ticket_times.usual_s(site)}
+            )
+            for site, presence in roster
         ],
         history=list(history.summaries),
         first=history.first,
@@ -177,11 +181,16 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     )
 
 
+WAITING = "waiting for the round"
+"""What a worker says while it asks for a ticket."""
 SUBMITTING = re.compile(r"submitting to round ([0-9]+)")
 
 
 def _doing(run: RunCore, site: str, said: str) -> str:
-    """Return what a site does. What it said last of an update is left out if the update has arrived, or is of old."""
+    """Return what a site does. What it said last of a ticket is replaced if the ticket has come, or its update has."""
+    ticket = run.state.rounds[0].tickets.get(site) if len(run.state.rounds) == 1 else None
+    if said == WAITING and ticket is not None and ticket.state == "open":
+        return "about to train"  # until its script loads the version
     submitting = SUBMITTING.fullmatch(said)
     if submitting is None:
         return said

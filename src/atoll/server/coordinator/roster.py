@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean, median
@@ -21,8 +21,8 @@ from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
 from atoll.format_text import listed, number_of, of_fragment, visible
-from atoll.protocol import messages, status_messages
-from atoll.protocol.status_headline import LATE, LEAST_LATE_S
+from atoll.protocol import messages, run_events, status_messages
+from atoll.protocol.status_headline import is_late
 from atoll.registry import nearest
 from atoll.rounds import events
 from atoll.rounds.state import State
@@ -560,7 +560,7 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
     while len(rounds_s) > 1 and rounds_s[0] > STEADY * median(rounds_s[1:]):
         del rounds_s[0]
     each_s, spent_s = mean(rounds_s), max(0.0, now_s - commits_s[-1])
-    if commits_left and spent_s > max(LATE * each_s, LEAST_LATE_S):
+    if commits_left and is_late(spent_s, each_s):
         return None
     return max(0.0, commits_left * each_s - min(spent_s, each_s))
 
@@ -600,3 +600,39 @@ class TimeLeft:
         if not self._rounds or state.finished or state.paused or state.stopping or stands_still:
             return None
         return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)
+
+
+class TicketTimes:
+    """For how long sites have their tickets: now, and usually. It follows the run's events.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._start_s = clock, clock()
+        self._begun_s: dict[int, float] = {}  # ticket → when the site got it
+        self._took_s: dict[str, deque[float]] = {}
+
+    def on_event(self, event: run_events.Happened) -> None:
+        """Note when a site gets a ticket, and how long it then takes until its update is complete."""
+        match event:
+            case run_events.TicketIssued(ticket=ticket):
+                self._begun_s[ticket] = self._clock()
+            case run_events.UpdateAccepted(site=site, ticket=ticket) if ticket in self._begun_s:
+                self._took_s.setdefault(site, deque(maxlen=ROUNDS)).append(self._clock() - self._begun_s[ticket])
+
+    def of(self, state: State, now_s: float) -> dict[str, float]:
+        """Return site → seconds for which it has its oldest open ticket, and forget tickets that are over.
+
+        For a ticket that is older than the server's start, return the seconds since then.
+        """
+        held = {
+            each.id: each.site for round_ in state.rounds for each in round_.tickets.values() if each.state == "open"
+        }
+        self._begun_s = {ticket: self._begun_s.get(ticket, self._start_s) for ticket in held}
+        return {held[ticket]: max(0.0, now_s - self._begun_s[ticket]) for ticket in sorted(held, reverse=True)}
+
+    def usual_s(self, site: str) -> float:
+        """Return the usual seconds from a site's ticket to its update; 0: not known yet."""
+        return median(self._took_s.get(site, [0.0]))

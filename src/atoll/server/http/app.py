@@ -40,7 +40,8 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes, run_events, status_messages, task_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
-from atoll.protocol.read_message import require_keys_once
+from atoll.protocol.read_message import framed, require_keys_once
+from atoll.protocol.served_versions import in_protocol, protocol_of
 from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.effective_settings import setting_shown, settings_in_effect
@@ -294,7 +295,7 @@ def _adapt(
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        caller = CALLER.get()
+        caller, protocol = CALLER.get(), protocol_of(operation, request.headers.get(routes.PROTOCOL_HEADER))
         arguments = await _arguments(operation, request, caller, served, gate)
         if operation.path in (routes.STATUS, routes.EVENTS) and caller.lease is None:
             served.run.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
@@ -305,7 +306,11 @@ def _adapt(
             return web.Response(status=204)
         if isinstance(result, str):
             return web.Response(text=result)
-        return web.Response(body=result.model_dump_json().encode(), content_type="application/json")
+        if isinstance(result, tuple):
+            message, data = result
+            body = framed(in_protocol(message, protocol, exclude_defaults=True), data)
+            return web.Response(body=body, content_type="application/octet-stream")
+        return web.Response(body=in_protocol(result, protocol), content_type="application/json")
 
     return handle
 

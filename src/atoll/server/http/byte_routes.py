@@ -21,7 +21,7 @@ from atoll.blobs.model_file import ModelFile, model_header, model_runs
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.format_text import number_of
 from atoll.protocol import messages, routes
-from atoll.protocol.read_message import LENGTH_BYTES, framed, read_framed
+from atoll.protocol.read_message import LENGTH_BYTES, read_framed
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
@@ -52,7 +52,7 @@ class ByteRoutes:
 
     async def request_ticket(
         self, lease: Lease, message: messages.TicketRequest
-    ) -> messages.TicketReply | web.Response:
+    ) -> messages.TicketReply | tuple[messages.TicketReply, bytes | memoryview]:
         """Return what `TicketOperations.request_ticket` does, with the ticket's version if the site lacks it.
 
         The manifest comes with every such version. Its bytes come if there are at most `routes.VERSION_BYTES`, unless
@@ -71,7 +71,7 @@ class ByteRoutes:
                 manifest = await self.get_manifest(ticket.fragment, ticket.base_version)
                 data = b"" if manifest.delta else await self._small_version(ticket, lease.site)
                 reply = reply.model_copy(update={"manifest": manifest})
-        return web.Response(body=framed(reply, data), content_type="application/octet-stream")
+        return reply, data
 
     async def _small_version(self, ticket: messages.Ticket, site: str) -> bytes | memoryview:
         """Return the bytes of the version of a ticket, if they are here and few enough to come with the ticket."""
