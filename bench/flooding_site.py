@@ -4,7 +4,7 @@ A few sites train over TLS (`harness.crowd`), and a process of its own floods th
 wrong tokens, joins, new connections and so on. Phases without a flood and with one alternate; the figure is the ratio
 of the median times of their rounds. The flood runs on the same machine, so part of each ratio is its own time.
 
-    python bench/flooding_site.py                       # 4 sites of 1 MB, 8 kinds, 12 s each
+    python bench/flooding_site.py                       # 4 sites of 1 MB, 10 kinds, 12 s each
     python bench/flooding_site.py --kinds joins tls
 """
 
@@ -58,6 +58,8 @@ async def request(session: aiohttp.ClientSession, url: str, kind: str, number: i
         "status": ("GET", "/v1/status", {"headers": site}),
         "tokens": ("GET", "/v1/run", {"headers": {"Authorization": f"Bearer {number}"}}),
         "strangers": ("GET", "/v1/status", {}),
+        "tables": ("GET", "/v1/updates.csv", {"headers": site}),
+        "metrics": ("GET", "/metrics", {"headers": site}),
         "joins": ("POST", "/v1/workers", {"json": {"protocol": 1, "site": f"ghost-{number}"}, "headers": RIGHT}),
         "objects": ("POST", "/v1/objects", {"json": opened, "headers": site}),
         "parts": ("PUT", "/v1/tickets/1/parts/0", {"data": bytes(65536), "headers": site}),
@@ -90,7 +92,7 @@ async def flood(url: str, kind: str, seconds: float, tasks: int) -> Counter[str]
     timeout = aiohttp.ClientTimeout(total=10.0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         lease = ""
-        if kind in ("heartbeats", "status", "objects", "parts"):
+        if kind in ("heartbeats", "status", "objects", "parts", "tables", "metrics"):
             join = {"protocol": 1, "site": "hostile"}
             async with session.post(f"{url}/v1/workers", json=join, headers=RIGHT) as response:
                 lease = (await response.json())["lease"]
@@ -151,7 +153,7 @@ async def phase(crowd: Timed, seconds: float) -> list[float]:
 
 def main() -> None:
     """Start a server and measure; the exit code is 1 if a ratio is above the bar."""
-    kinds = ["heartbeats", "status", "tokens", "strangers", "objects", "parts", "tls", "joins"]
+    kinds = ["heartbeats", "status", "tables", "metrics", "tokens", "strangers", "objects", "parts", "tls", "joins"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sites", type=int, default=4)
     parser.add_argument("--train-s", type=float, default=0.25)

@@ -249,13 +249,13 @@ class SmallBuffer(SSLProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._full_size, self.max_size = self.max_size, self.FIRST
+        self._full_size, self.max_size = self.max_size, self.FIRST  # type: ignore[misc]
         self._ssl_buffer = bytearray(self.FIRST)
         self._ssl_buffer_view = memoryview(self._ssl_buffer)
 
     def widen(self) -> None:
         """Read with the full buffer from now on: the peer has shown a credential."""
-        self.max_size = self._full_size
+        self.max_size = self._full_size  # type: ignore[misc]
 
     def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
         """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
