@@ -132,7 +132,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1607,
+    ".": 1612,
     "aggregation": 1339,
     "algorithms": 2017,
     "blobs": 466,
@@ -151,7 +151,7 @@ LINES: dict[str, int] = {
     "rounds": 1229,
     "server": 2300,
     "server/coordinator": 4834,
-    "server/http": 1479,
+    "server/http": 1489,
     "server/swarm": 733,
     "server/tasks": 1482,
     "simulate": 2281,
@@ -159,7 +159,7 @@ LINES: dict[str, int] = {
     "tensors": 2237,
     "testing": 479,
     "trackers": 333,
-    "transport": 4527,
+    "transport": 4564,
     "worker": 258,
     "worker/exchange": 2553,
     "worker/peer": 959,

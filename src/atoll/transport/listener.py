@@ -2,7 +2,7 @@
 
 A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so even
 clients without a token could stop a run by opening many connections. Where clients show credentials, a connection that
-has shown none yet can be closed for a newer one, so that such connections keep nobody out.
+has shown none yet can be closed for a newer one, so that such connections keep no site out.
 """
 
 from __future__ import annotations
