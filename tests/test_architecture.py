@@ -159,7 +159,7 @@ LINES: dict[str, int] = {
     "tensors": 2237,
     "testing": 479,
     "trackers": 333,
-    "transport": 4564,
+    "transport": 4569,
     "worker": 258,
     "worker/exchange": 2553,
     "worker/peer": 959,

@@ -41,8 +41,8 @@ FILES_OF_ONE = 2
 KEEPALIVE_S = 75.0
 """Seconds after which a connection without a request is closed."""
 STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S = 100.0, 500.0, 10.0
-"""Connections a second of one address that are begun, those at once after a pause, and the longest wait of one. Where
-clients show credentials, a flood of TLS handshakes would otherwise take all of the server's time."""
+"""Connections without a credential of one address that are begun a second, those at once after a pause, and the longest
+wait of one. A flood of TLS handshakes would otherwise take all of the server's time."""
 TIME_TO_SHOW_S = 1.0
 """Seconds for which a connection without a credential is not closed for a newer one."""
 TRIM_AFTER = 250
@@ -283,7 +283,7 @@ class Listener:
             task = self._start(self._serve(front, sock, wait_s))
             front.on_lost = functools.partial(self._count_end, front, address)
             if self._most_of_address is not None:
-                front.on_proven = functools.partial(self._forget, front, address)
+                front.on_proven = functools.partial(self._note_proof, front, address)
                 self._unproven.setdefault(address, {})[front] = time.monotonic(), task.cancel
 
     def _end_oldest(self, addresses: Iterable[str]) -> bool:
@@ -295,6 +295,10 @@ class Listener:
         self._forget(front, address)
         front.abort() if front.is_connected else end()
         return True
+
+    def _note_proof(self, front: BodyInterceptor, address: str) -> None:
+        self._forget(front, address)
+        self._starts.give_back(address)
 
     def _forget(self, front: BodyInterceptor, address: str) -> None:
         """Count a connection no longer among those without a credential."""
@@ -310,10 +314,9 @@ class Listener:
                 await asyncio.sleep(wait_s)
                 stack.pop_all()
             if self._secure is not None:
-                widen = await accept_tls(front, sock, self._secure())
-                if self._most_of_address is None:
-                    widen()
-                front.on_widen = widen
+                front.on_widen = await accept_tls(front, sock, self._secure())
+                if self._most_of_address is None or front.is_proven:
+                    front.on_widen()
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
         except ssl.SSLCertVerificationError as error:

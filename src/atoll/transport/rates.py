@@ -55,3 +55,8 @@ class Rates:
         if len(self._used_s) > MOST_KEYS:
             self._used_s.popitem(last=False)
         return max(0.0, wait_s), fits
+
+    def give_back(self, key: str) -> None:
+        """Count one use less: it turned out to be none of those that the rate is for."""
+        if key in self._used_s:
+            self._used_s[key] -= self._each_s

@@ -370,6 +370,7 @@ class BodyInterceptor(asyncio.Protocol):
     Attributes:
         direct: the argument of this name.
         is_connected: whether the connection is established (with TLS: after the handshake).
+        is_proven: whether the peer has shown a credential.
         on_lost: callback at the end of the connection.
         on_proven: callback when the peer has shown a credential.
         on_widen: callback then, too, after which a TLS connection takes more memory.
@@ -389,7 +390,7 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost: Callable[[], None] = _nothing
         self.on_proven: Callable[[], None] = _nothing
         self.on_widen: Callable[[], None] = _nothing
-        self._is_proven = False
+        self.is_proven = False
         self._head_bytes = 0  # number of bytes of a head that aiohttp has, but which is not complete
         self._heard_s = 0.0  # when aiohttp got bytes last
         self._transport: asyncio.Transport | None = None
@@ -405,8 +406,8 @@ class BodyInterceptor(asyncio.Protocol):
 
     def prove(self) -> None:
         """Note that the peer has shown a credential, so that the connection is not closed for a newer one."""
-        if not self._is_proven:
-            self._is_proven = True
+        if not self.is_proven:
+            self.is_proven = True
             self.on_proven()
             self.on_widen()
 
@@ -564,14 +565,14 @@ class BodyInterceptor(asyncio.Protocol):
         elif getattr(self._inner, "_messages", ()) or not _is_between(self._inner):
             self._head_bytes = 0
             self._stop_timer()
-        if self._timer is None and (self._head_bytes or not self._is_proven):
+        if self._timer is None and (self._head_bytes or not self.is_proven):
             self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._give_up_head)
 
     def _give_up_head(self) -> None:
         """End the connection if it has waited for the head of a request for too long, or for the rest of it."""
         self._timer = None
         left_s = self._heard_s + HEAD_S - time.monotonic()
-        if self._transport is None or (self._is_proven and not self._head_bytes):
+        if self._transport is None or (self.is_proven and not self._head_bytes):
             return
         if _waits_for_head(self._inner) and left_s <= 0:
             self._give_up()
