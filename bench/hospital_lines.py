@@ -3,13 +3,14 @@
     python bench/hospital_lines.py                          # both; 20 rounds each, hours
     python bench/hospital_lines.py --rounds 1 --mbit 100
 
-acknowledgements   an update of 758 MB, whose acknowledgement is lost after the bytes have arrived (NVIDIA/FLIP, issue 684)
-relay              688 MB through a relay that passes nothing on for 30 s of each minute, and then drops every connection
-                   (MediSwarm, issue 466)
+acknowledgements   an update of 758 MB, whose acknowledgement is lost after the bytes have arrived
+                   (NVIDIA/FLIP, issue 684)
+relay              688 MB through a relay that passes nothing on for 30 s of each minute, and then drops
+                   every connection (MediSwarm, issue 466)
 
-No setting is changed. Printed: seconds of the rounds without and with the fault, without the time in which the relay was
-silent; the goodput, which is their ratio; bytes sent and received in relation to the least possible; parts that came
-again. The exit code is 1 if the goodput is below 90 %, or if a site was taken for dead.
+No setting is changed. Printed: seconds of the rounds without and with the fault, without the time in which the relay
+was silent; the goodput, which is their ratio; bytes sent and received in relation to the least possible; parts that
+came again. The exit code is 1 if the goodput is below 90 %, or if a site was taken for dead.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def main() -> int:
         print(
             f"{name}: {given.rounds} rounds of {nbytes / 1e6:.0f} MB at {given.mbit:g} Mbit/s; a round without a fault "
             f"{usual.seconds:.1f} s, with it {found.seconds / given.rounds:.1f} s, of which the relay is silent for "
-            f"{found.silent_s / given.rounds:.1f} s; goodput {goodput:.1%}; sent {found.sent_bytes / least:.3f} x, received "
-            f"{found.received_bytes / least:.3f} x; {found.again} parts again, {found.lost} acknowledgements lost, "
+            f"{found.silent_s / given.rounds:.1f} s; goodput {goodput:.1%}; sent {found.sent_bytes / least:.3f} x, "
+            f"received {found.received_bytes / least:.3f} x; {found.again} parts again, {found.lost} acknowledgements lost, "
             f"{found.deaths} deaths",
             flush=True,
         )

@@ -176,6 +176,8 @@ def open_run(
                     model = loaded_model(settings, loaded, plan.schema.model)
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
+            for index in range(len(plan.fragments) if not plan.is_swarm else 0):
+                store.versions.write_durable(index)  # else a power loss before the next version could take all of them
             if begun:
                 _take_up_changes(plan, store, where)
         except BaseException:

@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +48,7 @@ from atoll.store.journal_tables import (
     controls,
 )
 from atoll.store.kept_events import events_after
+from atoll.store.migrations import migrated_copy
 from atoll.store.round_summaries import Summary, first_values, site_curves, summaries, table_rows, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
@@ -318,8 +319,11 @@ def open_state(state_dir: Path, *, in_server: bool = False) -> Iterator[StateRea
                 journal_tables.require_regular_files(path)
                 db = _begun(path, WITH_INDEX) if in_server else _connected(path)
             stack.callback(db.close)
-            if not require_journal(db, path):
+            version = require_journal(db, path)
+            if not version:
                 raise StateCorrupt(f"{path} is empty.", RESTORE)
+            if version < journal_tables.SCHEMA_VERSION:
+                db = stack.enter_context(closing(migrated_copy(db, version)))
             yield StateReader(db, path)
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote bytes that are damaged
             raise StateCorrupt(f"{path} cannot be read: {error}.", RESTORE) from error

@@ -265,22 +265,11 @@ class Tickets:
             self._journal.sync(spool.fd, str(spool.slot.path))
             self._journal.sync_folder(spool.slot.path.parent)  # the file may be new
 
-    def accept(
-        self,
-        row: TicketRow,
-        digest: str,
-        report: Report,
-        norm: float,
-        order: int,
-    ) -> None:
+    def accept(self, row: TicketRow) -> None:
         """Accept the update of an open ticket. Call it inside a transaction, after `whole` and `make_durable`.
 
         Args:
-            row: the ticket.
-            digest: digest of the update, hex.
-            report: what the site reports of it.
-            norm: L2 norm of the update.
-            order: position of the update among all accepted updates of the run.
+            row: the ticket as it is to be: accepted, with the values of its update except `bytes`.
         """
         spool = self.spool(row.ticket)  # in a swarm no part was written, so this creates the spool
         failpoint("accept.before")
@@ -288,13 +277,13 @@ class Tickets:
         self.change(
             "state = 'accepted', digest = ?, report = ?, norm = ?, bytes = ?, accepted_order = ?",
             [row.ticket],
-            digest,
-            report.model_dump_json(),
-            norm,
+            row.digest,
+            row.report.model_dump_json(),
+            row.norm,
             nbytes,
-            order,
+            row.accepted_order,
         )
-        self._newest_order.set(order)
+        self._newest_order.set(row.accepted_order)
         self._journal.count("bytes", nbytes)
         self._audit.append(
             "accepted",
@@ -302,12 +291,11 @@ class Tickets:
             site=row.site,
             fragment=row.fragment,
             base_version=row.base_version,
-            digest=digest,
-            norm=norm,
-            **report.model_dump(),
+            digest=row.digest,
+            norm=row.norm,
+            **row.report.model_dump(),
         )
-        accepted = replace(row, state="accepted")
-        self._journal.after_commit(lambda: spool.close(why_closed(accepted)))
+        self._journal.after_commit(lambda: spool.close(why_closed(row)))
         self._journal.after_commit(lambda: failpoint("accept.after"))
 
     def refuse(self, ticket: int, reason: str) -> None:
