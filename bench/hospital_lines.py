@@ -53,8 +53,8 @@ def main() -> int:
             f"{name}: {given.rounds} rounds of {nbytes / 1e6:.0f} MB at {given.mbit:g} Mbit/s; a round without a fault "
             f"{usual.seconds:.1f} s, with it {found.seconds / given.rounds:.1f} s, of which the relay is silent for "
             f"{found.silent_s / given.rounds:.1f} s; goodput {goodput:.1%}; sent {found.sent_bytes / least:.3f} x, "
-            f"received {found.received_bytes / least:.3f} x; {found.again} parts again, {found.lost} acknowledgements lost, "
-            f"{found.deaths} deaths",
+            f"received {found.received_bytes / least:.3f} x; {found.again} parts again, {found.lost} acknowledgements "
+            f"lost, {found.deaths} deaths",
             flush=True,
         )
         failed |= goodput < LEAST or found.deaths > 0

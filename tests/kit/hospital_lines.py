@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,8 @@ from harness.processes import wait_until
 import atoll
 from atoll.server.startup import plan_of
 from kit.processes import toml
-from kit.two_machines import SERVER, two_machines
+from kit.two_machines import SERVER, TESTS, long_line, two_machines
 
-TESTS = Path(__file__).parents[1]
 PORT, RELAY_PORT = 8512, 8513
 
 MODEL = """
@@ -43,9 +43,11 @@ with atoll.join() as worker:
         state = fl_round.state_dict()
         for value in state.values():
             value.add_(1.0)
+        ready_s = time.monotonic()
         fl_round.submit(state)
         up, down = worker.bytes_up, worker.bytes_down
-        print(json.dumps({"s": time.monotonic() - begun_s, "up": up, "down": down}), flush=True)
+        took_s = time.monotonic() - ready_s
+        print(json.dumps({"s": time.monotonic() - begun_s, "submit_s": took_s, "up": up, "down": down}), flush=True)
 """
 
 
@@ -54,6 +56,7 @@ class Outcome:
     """What came of a run.
 
     Attributes:
+        submit_s: of the last round's update alone.
         seconds: from the first request for a round to the last acknowledgement.
         sent_bytes, received_bytes: tensor bytes of the site's own count, those of broken parts included.
         again: requests with a part of an update that another request had brought, or had begun to bring.
@@ -64,6 +67,7 @@ class Outcome:
     """
 
     seconds: float
+    submit_s: float
     sent_bytes: int
     received_bytes: int
     again: int
@@ -78,8 +82,8 @@ def run_over_a_line(
     *,
     nbytes: int,
     rounds: int,
-    mbit_per_s: float,
-    part_bytes: int | None = None,
+    mbit_per_s: float | None,
+    settings: Mapping[str, Any] | None = None,
     lose: bool = False,
     disturb: tuple[float, float] | None = None,
 ) -> Outcome:
@@ -87,7 +91,8 @@ def run_over_a_line(
 
     Args:
         nbytes: of the model, and of each update.
-        part_bytes: of each part; None: the default.
+        mbit_per_s: what the line carries, each way; None: it is long and lossy, as `long_line` says.
+        settings: further settings.
         lose: lose the acknowledgement of each update, once, after its bytes have arrived.
         disturb: for so many seconds the relay passes everything on, then for so many nothing; then it drops all
             connections, and begins again.
@@ -95,23 +100,38 @@ def run_over_a_line(
     folder.mkdir()
     (folder / "line_model.py").write_text(MODEL.format(numel=nbytes // 4))
     (folder / "site.py").write_text(SITE)
-    values = {"algorithm.name": "fedavg", "rounds.total": rounds, "rounds.sites": 1, "model.source": "line_model:build"}
-    values |= {} if part_bytes is None else {"network.part_bytes": part_bytes}
+    values: dict[str, Any] = {
+        "algorithm.name": "fedavg",
+        "rounds.total": rounds,
+        "rounds.sites": 1,
+        "model.source": "line_model:build",
+    }
+    values |= dict(settings or {})
     (folder / "run.toml").write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items()))
-    shape = dict[str, Any](values) | {"model.source": None}
+    shape = values | {"model.source": None}
     plan = plan_of(atoll.Settings.build(shape), _empty_model(nbytes // 4))
-    relay_told: dict[str, Any] = {"listen": [SERVER, RELAY_PORT], "target": PORT, "lose": lose, "disturb": disturb}
+    relay_told: dict[str, Any] = {"target": PORT, "lose": lose, "disturb": disturb}
     relay_told["parts"] = len(plan.fragments[0].update.parts)
-    with two_machines(mbit_per_s) as (there, here), (folder / "server.log").open("w") as log:
-        server = _start(
+    with ExitStack() as stack:
+        log = stack.enter_context((folder / "server.log").open("w"))
+        if mbit_per_s is None:
+            there, here, address = stack.enter_context(long_line())
+        else:
+            there, here, address = *stack.enter_context(two_machines(mbit_per_s)), SERVER
+        relay_told["listen"] = [address, RELAY_PORT]
+        server = started_on(
             there, folder, "-m", "atoll.cli.main", "server", "run.toml", "--port", str(PORT), stdout=log, stderr=log
         )
         relay = site = None
         try:
             wait_until(lambda: "listening" in (folder / "server.log").read_text(), "the server", 120)
-            relay = _start(there, folder, "-m", "harness.relay", json.dumps(relay_told), stdin=subprocess.PIPE)
-            where = {"ATOLL_SERVER": f"http://{SERVER}:{RELAY_PORT}", "ATOLL_SITE": "a", "ATOLL_DIR": str(folder / "a")}
-            site = _start(here, folder, "site.py", env=where)
+            relay = started_on(there, folder, "-m", "harness.relay", json.dumps(relay_told), stdin=subprocess.PIPE)
+            where = {
+                "ATOLL_SERVER": f"http://{address}:{RELAY_PORT}",
+                "ATOLL_SITE": "a",
+                "ATOLL_DIR": str(folder / "a"),
+            }
+            site = started_on(here, folder, "site.py", env=where)
             printed, _ = site.communicate(timeout=3600)
             assert site.returncode == 0
             told, _ = relay.communicate(timeout=60)
@@ -126,6 +146,7 @@ def run_over_a_line(
     status = json.loads((folder / "atoll-run" / "status.json").read_text())
     return Outcome(
         seconds=lines[-1]["s"],
+        submit_s=lines[-1]["submit_s"],
         sent_bytes=lines[-1]["up"],
         received_bytes=lines[-1]["down"],
         again=passed["again"],
@@ -136,7 +157,7 @@ def run_over_a_line(
     )
 
 
-def _start(machine: str, folder: Path, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> Any:
+def started_on(machine: str, folder: Path, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> Any:
     """Start Python on a machine."""
     paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = os.environ | {"PYTHONPATH": paths, "HOME": str(folder), "ATOLL_TOKEN": "of-the-line"} | dict(env or {})

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parents[1]
 SERVER, SITE = "10.209.77.1", "10.209.77.2"
 
 
@@ -46,3 +50,27 @@ def two_machines(mbit_per_s: float | None = None) -> Iterator[tuple[str, str]]:
         except (subprocess.CalledProcessError, FileNotFoundError) as error:
             pytest.skip(f"this machine allows no network namespaces: {getattr(error, 'stderr', error)!r}")
         yield names
+
+
+@contextmanager
+def long_line() -> Iterator[tuple[str, str, str]]:
+    """Names of the two namespaces with a line of 50 Mbit/s between them, a round trip of 200 ms and 1 % of loss, and
+    the server's address on it. TCP is CUBIC.
+    """
+    far = ["10.209.78.1", "10.209.78.2"]
+    with two_machines() as machines:
+        told = json.dumps({"machines": machines, "addresses": far})
+        line = subprocess.Popen(
+            [sys.executable, "-m", "harness.lossy_line", told],
+            env=os.environ | {"PYTHONPATH": str(TESTS)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            assert line.stdout is not None
+            if line.stdout.readline() != b"ready\n":
+                pytest.skip("this machine allows no tun devices")
+            yield *machines, far[0]
+        finally:
+            line.kill()
+            line.wait()

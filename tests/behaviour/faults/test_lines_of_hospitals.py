@@ -13,6 +13,7 @@ from kit.hospital_lines import run_over_a_line
 pytestmark = pytest.mark.slow
 
 PART_BYTES = 2**20
+PARTS = {"network.part_bytes": PART_BYTES}
 ROUNDS = 2
 
 
@@ -23,9 +24,7 @@ def test_an_update_is_sent_once_though_its_acknowledgement_is_lost(tmp_path: Pat
     Each update counts once. Nothing is sent twice but the last part, of which the site cannot know that it arrived.
     """
     nbytes = 36 * PART_BYTES
-    outcome = run_over_a_line(
-        tmp_path / "run", nbytes=nbytes, rounds=ROUNDS, mbit_per_s=200, part_bytes=PART_BYTES, lose=True
-    )
+    outcome = run_over_a_line(tmp_path / "run", nbytes=nbytes, rounds=ROUNDS, mbit_per_s=200, settings=PARTS, lose=True)
     assert (outcome.lost, outcome.deaths, outcome.value) == (ROUNDS, 0, float(ROUNDS))
     assert outcome.again <= ROUNDS
     assert outcome.sent_bytes <= ROUNDS * (nbytes + PART_BYTES)
@@ -40,7 +39,7 @@ def test_a_run_passes_a_relay_that_drops_its_connections(tmp_path: Path) -> None
     """
     nbytes = 36 * PART_BYTES
     outcome = run_over_a_line(
-        tmp_path / "run", nbytes=nbytes, rounds=ROUNDS, mbit_per_s=100, part_bytes=PART_BYTES, disturb=(1.5, 1.5)
+        tmp_path / "run", nbytes=nbytes, rounds=ROUNDS, mbit_per_s=100, settings=PARTS, disturb=(1.5, 1.5)
     )
     drops, connections = round(outcome.silent_s / 1.5), 2
     assert drops >= 3
