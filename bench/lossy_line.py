@@ -28,15 +28,15 @@ count, seconds = int(sys.argv[1]), float(sys.argv[2])
 listener = socket.create_server(("", 9000), backlog=256)
 print("ready", flush=True)
 got, links = [0] * count, [listener.accept()[0] for _ in range(count)]
+begun = time.monotonic()
 def read(n):
     while data := links[n].recv(65536):
         got[n] += len(data)
 threads = [threading.Thread(target=read, args=(n,)) for n in range(count)]
 [each.start() for each in threads]
-time.sleep(seconds / 3)
-begun, before = time.monotonic(), sum(got)
+time.sleep(seconds)
+print(json.dumps(sum(got) / (time.monotonic() - begun)), flush=True)
 [each.join() for each in threads]
-print(json.dumps((sum(got) - before) / (time.monotonic() - begun)), flush=True)
 """
 SEND = """
 import socket, sys, threading, time
@@ -55,7 +55,7 @@ threads = [threading.Thread(target=send) for _ in range(count)]
 
 
 def bare(connections: int, seconds: float) -> float:
-    """What bare connections carry together, in bytes a second; the first third of the time does not count."""
+    """What bare connections carry together, in bytes a second, from their beginning on."""
     with long_line() as (there, here, address):
         words = [str(connections), str(seconds)]
         receiver = started_on(there, Path.cwd(), "-c", RECEIVE, *words)

@@ -47,3 +47,13 @@ def test_a_run_passes_a_relay_that_drops_its_connections(tmp_path: Path) -> None
     assert outcome.again <= drops * connections
     for moved_bytes in (outcome.sent_bytes, outcome.received_bytes):
         assert ROUNDS * nbytes <= moved_bytes <= ROUNDS * nbytes + (drops * connections + ROUNDS) * PART_BYTES
+
+
+@pytest.mark.long
+@pytest.mark.covers("F21")
+def test_a_run_completes_over_a_long_lossy_line(tmp_path: Path) -> None:
+    """50 Mbit/s, a round trip of 200 ms, 1 % of loss, CUBIC, over a tun line: no false death, nothing sent twice."""
+    settings = {"network.part_bytes": 2**19, "network.connections": 8}
+    outcome = run_over_a_line(tmp_path / "run", nbytes=8 * 2**20, rounds=1, mbit_per_s=None, settings=settings)
+    assert (outcome.deaths, outcome.value, outcome.again) == (0, 1.0, 0)
+    assert outcome.sent_bytes == 8 * 2**20
