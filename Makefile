@@ -7,6 +7,7 @@
 #   make docs        the pages of docs/ and of each public name, as a site in build/docs
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
 #   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
+#                    MINUTES=60: answers, requests to a server, messages, headers, policies and state files, for an hour
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
 #   make golden      write the digests of tests/behaviour/golden anew, and print old → new
 # Another interpreter: make test PYTHON=python3.12.
@@ -59,7 +60,7 @@ mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py
 
 fuzz: $(VENV)/.test
-	$(BIN)/python tools/fuzz.py $(ARGS)
+	$(BIN)/python tools/fuzz.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 golden: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python tools/golden.py
