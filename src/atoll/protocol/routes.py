@@ -69,6 +69,9 @@ PROBLEM_BYTES = CONTROL_BODY_BYTES
 REPORT_BODY_BYTES = 16 * 2**20
 """Maximum size of a swarm worker's report, in bytes. A report contains the digests of all parts of a version."""
 
+LEAST_BYTES_PER_S = 1024
+"""Bytes a second that a transfer has to bring forward, on average over its idle timeout. A peer that sends or reads a
+byte now and then would otherwise keep its place for ever. A slower line carries no model."""
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""

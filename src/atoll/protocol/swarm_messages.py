@@ -171,6 +171,11 @@ class PeerWork(Message):
         json_schema_extra=since(2),
         description="The site of each of `peers`, in the same order.",
     )
+    ended: dict[Site, Count] = Field(
+        default_factory=dict,
+        max_length=MOST_PEERS,
+        description="Site → Unix time: certificates that were issued before have ended. Of a revoked site, all have.",
+    )
     probe: list[Address] = Field(
         default_factory=list, max_length=MOST_PEERS, description="Test the connection to these; they are in `peers`."
     )

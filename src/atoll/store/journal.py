@@ -146,7 +146,7 @@ class Journal:
 
     def _migrate(self, version: int) -> None:
         """Make a journal of today's version out of an older one: wholly or, after a kill or an error, not at all."""
-        damaged = journal_tables.changed_row(self._db, migrations.checked_in(self._db) - {CHECKED_LATER})
+        damaged = next(journal_tables.changed_rows(self._db, migrations.checked_in(self._db) - {CHECKED_LATER}), None)
         if damaged is not None:
             raise _changed(self.path, damaged)
         backup = migrations.back_up(self._db, self.path, version, self.sync)
@@ -546,7 +546,7 @@ def require_unchanged(db: sqlite3.Connection, path: Path, tables: Iterable[str] 
     Raises:
         StateCorrupt: a table or a row is damaged or was changed.
     """
-    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db, tables)
+    changed = journal_tables.changed_definition(db) or next(journal_tables.changed_rows(db, tables), None)
     if changed is not None:
         raise _changed(path, changed)
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 
 from aiohttp import web
@@ -41,7 +40,7 @@ PARTS_PER_CONNECTION = 4
 More than 1, because uploads over broken connections may still be open at the server.
 """
 OBJECT_PARTS = 64
-"""Maximum number of simultaneous uploads of object parts, by all publishers together."""
+"""Maximum number of simultaneous uploads of object parts, by one publisher."""
 
 
 class ByteRoutes:
@@ -362,7 +361,7 @@ class PartReceiver:
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
         run.require_space()
-        with self._only_upload(key, "the publishers of objects", OBJECT_PARTS, request):
+        with self._only_upload(key, f"objects of {entry.payer}", OBJECT_PARTS, request):
             before = self._writers.get(key)
             entry.digests.pop(part, None)
             writer = self._writers[key] = _ObjectPart(self._objects, entry, expected.start)
@@ -479,7 +478,6 @@ class _ObjectPart:
         with self._lock:
             if self._ended or self._entry.removed.is_set():
                 raise ConnectionAbortedError("the part was sent again, or its object was removed")
-            self._entry.touched_s = time.monotonic()
             self._objects.write(self._entry, data, self._offset)
             self._offset += len(data)
 
