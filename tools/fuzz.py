@@ -34,7 +34,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 
 PARTS = ("answers", "routes", "readers", "files")
 STATE = TESTS / "behaviour" / "upgrades" / "recorded" / "state-13.tar.xz"
-ANSWERS_A_SECOND = 12
+ANSWERS_A_SECOND = 20
 """Plans are drawn for so many answers in a second; there is time for fewer."""
 
 
