@@ -1,8 +1,9 @@
-"""The SBOM of the wheel: `make sbom` writes it before a release."""
+"""What SECURITY.md names, and the SBOM of the wheel, which `make sbom` writes before a release."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -42,3 +43,16 @@ def test_an_sbom_that_lacks_a_package_is_noticed() -> None:
     with pytest.raises(Exception, match="no-such-package-of-atoll"):
         sbom.needed(["no-such-package-of-atoll"])
     assert sbom.needed(["no-such-package-of-atoll; python_version < '3'"]) == set()
+
+
+def test_the_tests_that_security_names_exist() -> None:
+    """Each test file and folder that SECURITY.md names exists; names without a folder are in that of the one before."""
+    text = (ROOT / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if "`tests/" in line]
+    assert len(rows) >= 10
+    for row in rows:
+        folder = ROOT
+        for name in re.findall(r"`((?:tests/|test_)[\w/.]+)`", row):
+            path = ROOT / name if name.startswith("tests/") else folder / name
+            assert path.exists(), name
+            folder = path.parent if path.is_file() else path
