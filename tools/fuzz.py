@@ -50,6 +50,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=8, help="sites at a time; they wait more than they compute")
     parser.add_argument("--shown", type=int, default=60, help="groups of failures to print")
     given = parser.parse_args()
+    if given.part not in (None, "answers") and not given.minutes:
+        parser.error("--part needs --minutes")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.getLogger("atoll").setLevel(logging.ERROR)
