@@ -68,6 +68,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 
 _JSON = {"Content-Type": "application/json"}
+_PROTOCOL = {routes.PROTOCOL_HEADER: str(routes.PROTOCOL)}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 """All that is raised for a broken connection or a malformed answer. `network_error` makes an error of Atoll of it."""
 THROUGH = "through "
@@ -298,7 +299,7 @@ class Http:
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         own = self.credential.token if self.credential else None
         headers = {"Authorization": f"Bearer {own.text}"} if own else self._headers
-        return {**headers, **self._proxy_headers, **lease, **secret, **(more or {})}
+        return {**_PROTOCOL, **headers, **self._proxy_headers, **lease, **secret, **(more or {})}
 
     def target(self, path: str) -> str:
         """Return what the first line of a request names: `path` behind the path of the server's address.

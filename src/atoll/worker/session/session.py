@@ -879,19 +879,22 @@ class Session:
         """
         return require(self.outcome(ticket))
 
-    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
+    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes], update: str) -> Collection[int]:
         """Return the indices of the update's parts that the server already has, with the same digests.
 
         Args:
             ticket: the ticket under which the update is submitted.
             digests: BLAKE3 of each part, by the part's index.
+            update: digest of the update.
 
         Raises:
-            TicketClosed: the round closed without this update.
+            TicketClosed: the round closed without this update, or another one was accepted under its ticket.
         """
         state = self._state_of(ticket)
         if state.outcome.state == "expired":
             raise TicketClosed(f"The round closed without this worker's update: {state.outcome.reason}.")
+        if state.outcome.is_in and state.outcome.digest not in ("", update):
+            raise TicketClosed(f"Another process of {self.site} has submitted another update for ticket {ticket}.")
         if state.outcome.is_in:
             return digests.keys()
         return {
