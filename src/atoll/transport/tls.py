@@ -261,7 +261,7 @@ class SmallBuffer(SSLProtocol):
         transport, outgoing = getattr(self, "_transport", None), getattr(self, "_outgoing", None)
         if handshake_exc is not None and transport is not None and outgoing is not None:
             transport.write(outgoing.read())
-        super()._on_handshake_complete(handshake_exc)  # type: ignore[misc]
+        super()._on_handshake_complete(handshake_exc)
 
 
 HANDSHAKE_S = 10.0
