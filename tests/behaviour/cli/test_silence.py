@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from threading import Event
@@ -87,8 +86,8 @@ def test_a_command_that_loads_slowly_says_so_first(
 @pytest.mark.slow
 def test_a_worker_says_that_its_script_has_not_joined(nursery: Nursery, tmp_path: Path, canned: Any) -> None:
     """Until it joins or ends, a script prints nothing of itself."""
-    words = ["worker", "--server", canned.url, "--", sys.executable, "-c", "input()"]
-    worker = nursery.start("atoll", *words, cwd=tmp_path, stdin=subprocess.PIPE)
+    words = ["worker", "--server", canned.url, "--", sys.executable, "-c", "import signal; signal.pause()"]
+    worker = nursery.start("atoll", *words, cwd=tmp_path)
     wait_until(lambda: count(worker, "has not joined yet; it takes seconds to load PyTorch (") >= 2, "two lines", 60)
     worker.kill()
 
