@@ -191,7 +191,8 @@ def _announce(server: Server, settings: Settings) -> None:
 
 def _for_sites(server: Server) -> str:
     """Return what a site needs before its worker can connect, as the end of a log line."""
-    from atoll.server.http.gate import is_loopback, needs_credentials
+    from atoll.server.http.gate import needs_credentials
+    from atoll.transport.tls import is_loopback
 
     if needs_credentials(server.settings):
         folder = shlex.quote(str(server.settings.disk.state_dir))

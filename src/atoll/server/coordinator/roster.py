@@ -275,6 +275,7 @@ class Attendance:
         self._expected = {fragment: set(sites) for fragment, sites in (expected or {}).items()}
         self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
+        self._late: frozenset[str] = frozenset()
 
     def expects(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
         """Record the sites that a round waits for. Sites that the round no longer waits for stay in the record."""
@@ -284,6 +285,9 @@ class Attendance:
             LOG.debug("round %d%s is open for %s", state.rounds[fragment].number, of, ", ".join(sites))
             self._expected[fragment] = set()
         self._expected.setdefault(fragment, set()).update(sites)
+        for site in sorted(state.late - self._late):
+            LOG.warning("%s", _late(site, state))
+        self._late = state.late
 
     def ended(self, effect: events.LeaseEnded, state: State) -> None:
         """Log that a site no longer takes part. If too few sites are left for a round, log that, too."""
@@ -372,7 +376,20 @@ class Attendance:
         short = "" if self._simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
         all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
-        return [text for text in (short, all_out, *partial.values()) if text]
+        late = [_late(site, state) for site in sorted(state.late) if site in state.seen_s][:LATE_SHOWN]
+        return [text for text in (short, all_out, *partial.values(), *late) if text]
+
+
+LATE_SHOWN = 20
+"""Number of sites that are late with their first update and of which the status warns."""
+
+
+def _late(site: str, state: State) -> str:
+    return (
+        f"{site} has never sent an update, so rounds no longer wait for it (limits.first_update_s = "
+        f"{state.rules.first_update_s:g}). It takes part from its first update on. If it only needs longer, set a "
+        "higher limit"
+    )
 
 
 SAT_OUT_ROUNDS = 3

@@ -60,6 +60,9 @@ class RoundHistory:
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self._run.state)
+            case events.SitesForgotten(sites):
+                for site in sites:
+                    self._run.roster.pop(site, None)
             case events.RoundOpened() | events.ExpectedChanged():
                 self.attendance.expects(effect, self._run.state)
             case events.RoundSatOut():
