@@ -178,4 +178,5 @@ def _compared(run: Any, twin: Path) -> dict[str, str]:
 
 def _next(example: str | None, folder: Path) -> str:
     own = f"; for data of your own, copy {EXAMPLES / example} and change load_data in train.py" if example else ""
-    return f"atoll runs, or atoll export model.safetensors {quoted(folder)}{own}"
+    named = quoted(folder)
+    return f"atoll page {named}, or atoll export model.safetensors {named}; all runs: atoll runs{own}"
