@@ -164,6 +164,30 @@ def read_own(path: Path, mode: int = OWN_FILE) -> bytes:
         return file.read()
 
 
+def read_secret(path: Path, remedy: str) -> bytes:
+    """Return the content of a file of Atoll's own, whose secret another user would know if the file were that user's.
+
+    Such a file is possible in a folder like `/tmp`.
+
+    Args:
+        path: path of the file.
+        remedy: what to do if it belongs to another user.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        StoreError: it belongs to another user, or cannot be read, or is something else than a file.
+    """
+    try:
+        with open(open_own(path), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise StoreError(f"{path} belongs to another user.", remedy)
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise file_error(error, path) from error
+
+
 def read_named(path: str | os.PathLike[str]) -> bytes:
     """Return the content of a file that a user names. Raises the same as `open_named`."""
     with open(open_named(path), "rb") as file:

@@ -19,7 +19,7 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli.text import print_line, still
+    from atoll.cli.text import FIRST_S, print_line, still
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
 except KeyboardInterrupt:  # the imports take a while
@@ -57,6 +57,8 @@ MODULES = {"run": "run_command", "runs": "run_folders"} | dict.fromkeys(
     ("pause", "resume", "stop", "rollback"), "control"
 )
 MODULES |= {"invite": "sites", "revoke": "sites"}
+LONG = ("run", "server", "worker", "simulate", "evaluate")
+"""Subcommands that import much, and say so early on a slow machine."""
 
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""
@@ -106,7 +108,9 @@ class Commands(TyperGroup):
 
 def loaded(name: str) -> Any:
     """Import a subcommand, and return it."""
-    with still(f"still loading atoll {name}"):
+    words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    first_s = FIRST_S if name in LONG and not {"-q", "--quiet"} & {*words} else None
+    with still(f"loading atoll {name}", first_s):
         module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:

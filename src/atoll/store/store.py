@@ -217,9 +217,9 @@ class Store:
         free = self.free_bytes()
         if free < min_free_bytes:
             what = "memory left" if self.slots.in_memory else "disk left"
-            least = f"{size(min_free_bytes)} free (disk.min_free_bytes)"
             error = DiskFull(
-                f"The server has {size(free)} of {what}, but must keep {least}.",
+                f"The server has {size(free)} of {what}, but must keep {size(min_free_bytes)} free "
+                "(disk.min_free_bytes).",
                 "Free some space: the run then continues by itself, and nothing is lost.",
             )
             error.retry_after_s = RETRY_S

@@ -696,13 +696,16 @@ def ask(
         PeerError: a web server that is not Atoll answers, or the answer is malformed or too long.
         VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
-    http = http_to(server, environ, token, site)
+    with contextlib.closing(http_to(server, environ, token, site)) as http:
+        return answer_of(http, path, reply, timeout_s)
+
+
+def answer_of(http: Http, path: str, reply: type[Reply], timeout_s: float) -> Reply:
+    """GET one message from a server; a server that is silent for `timeout_s` seconds is one that cannot be reached."""
     try:
         return http.get(path, reply, timeout_s=timeout_s)
     except TransferStalled as error:
         raise unreachable(http.where, "", f"no answer within {timeout_s:g} s") from error
-    finally:
-        http.close()
 
 
 # -- Errors that say why a server cannot be reached, and what to do.

@@ -544,12 +544,7 @@ def admit(gate: Gate, request: web.Request, operation: Operation | None, roster:
     try:
         gate.require_host(request.headers.getall("Host", []))
         reason = "token"
-        require_caller(
-            caller,
-            operation or NO_OPERATION,
-            is_open=gate.tokens.is_open,
-            own_credentials=gate.tokens.own_credentials,
-        )
+        require_caller(caller, operation or NO_OPERATION, gate.tokens)
     except AuthError as error:
         reason = "caller" if isinstance(error, Forbidden) else reason
         gate.refusals.note(reason, f"refused a request from {caller.address}: {error.message}")
