@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "spec")]
 
 import torch  # noqa: E402
-from harness.histories.story import Scenario, Told, play  # noqa: E402
+from harness.histories.scenario import Scenario  # noqa: E402
+from harness.histories.story import Told, play  # noqa: E402
 
 LOG_LEVEL = logging.CRITICAL + 1
 SAY_EVERY_S = 30.0

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from harness.histories import story
 from harness.histories.checks import Violation
-from harness.histories.story import Scenario, play
+from harness.histories.story import play
 
-from atoll.protocol.messages import Receipt
 from atoll.rounds import machine
 from atoll.rounds.state import Rules
 from atoll.server.coordinator.accept_update import UpdateAdmission

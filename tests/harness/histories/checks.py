@@ -58,6 +58,8 @@ class Checks:
 
     Args:
         quorum: the least number of updates of a version.
+        sites: number of sites that the first round waits for.
+        rounds: number of rounds of each fragment; 0: no end.
         is_async: whether updates may be older than the version before.
         timeout_s: seconds of silence after which a site may be declared dead.
 
@@ -72,6 +74,8 @@ class Checks:
     """
 
     quorum: int
+    sites: int
+    rounds: int
     is_async: bool
     timeout_s: float
     lr: float
@@ -88,8 +92,10 @@ class Checks:
     epoch: int = 0
     leases: dict[str, str] = field(default_factory=dict)
     last_lease: int = 0
+    last_ticket: int = 0
     heard_s: dict[str, float] = field(default_factory=dict)
     versions: int = 0
+    _begun: set[int] = field(default_factory=set)
 
     # -- at a start of the server
 
@@ -120,10 +126,10 @@ class Checks:
         self._follow_losses(run)
 
     def _follow_losses(self, run: RunCore) -> None:
-        """Where the server may have gone back, forget what it no longer has; else all that was acknowledged is there."""
+        """Forget what a server that may have gone back no longer has; else each acknowledged update is there."""
         excused, self.excused = self.excused, ""
         if excused:
-            self.last_lease = run.state.next_lease - 1
+            self.last_lease, self.last_ticket = run.state.next_lease - 1, run.state.next_ticket - 1
         rows = {row.ticket: row for row in run.store.tickets.select("1 = 1")}
         for ticket, (site, digest) in list(self.acknowledged.items()):
             row = rows.get(ticket)
@@ -163,6 +169,15 @@ class Checks:
     def on_event(self, run: RunCore, event: run_events.Happened) -> None:
         if isinstance(event, run_events.RoundEnded) and event.summary.version is not None:
             self._made(run, event.fragment, event.summary.version)
+        if isinstance(event, run_events.TicketIssued):
+            require(event.ticket > self.last_ticket, f"ticket {event.ticket} was given before")
+            self.last_ticket = event.ticket
+        if isinstance(event, run_events.RoundOpened):
+            alive = sum(member.alive for member in run.state.members.values())
+            enough = alive >= self.sites or event.fragment in self._begun
+            require(enough, f"the first round opens with {alive} of {self.sites} sites")
+            require(not self.rounds or event.round <= self.rounds, f"round {event.round} of {self.rounds} opens")
+            self._begun.add(event.fragment)
         if isinstance(event, run_events.SiteSilent):
             last_s = self.heard_s.get(event.site, 0.0)
             silent = self.now_s - last_s >= self.timeout_s - 1e-6
@@ -222,8 +237,8 @@ class Checks:
             fits = np.allclose(found[name], value, rtol=1e-5, atol=1e-5)
             require(
                 fits,
-                f"version {version} of fragment {fragment} is not the mean of its updates: {name} is {found[name][:4]}, "
-                f"not {value[:4]}",
+                f"version {version} of fragment {fragment} is not the mean of its updates: "
+                f"{name} is {found[name][:4]}, not {value[:4]}",
             )
 
     def look(self, run: RunCore) -> None:
