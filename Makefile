@@ -6,6 +6,7 @@
 #   make reference   docs from the code   make clean       remove what the targets above made
 #   make docs        the pages of docs/ and of each public name, as a site in build/docs
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
+#   make histories   random histories of a run with all faults, for MINUTES=10; a seed that fails can be played again
 #   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
 #   make golden      write the digests of tests/behaviour/golden anew, and print old → new
@@ -20,6 +21,7 @@ ARGS ?=
 GB ?= 1
 WORKERS ?= 4
 ROUNDS ?= 4
+MINUTES ?= 10
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants fuzz reference docs golden pythons clean
+.PHONY: demo test test-all check bench behaviours mutants fuzz histories reference docs golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -60,6 +62,9 @@ mutants: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	$(BIN)/python tools/fuzz.py $(ARGS)
+
+histories: $(VENV)/.test
+	$(BIN)/python tools/histories.py --minutes $(MINUTES) $(ARGS)
 
 golden: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python tools/golden.py
