@@ -163,6 +163,7 @@ class Checks:
         require(formed.is_sound, f"an unsound update of {row.site} was accepted")
         require(row.is_in and row.digest == digest, f"a receipt for ticket {ticket}, which is {row.state}")
         require(lease == self.leases[row.site], f"ticket {ticket} of {row.site} was accepted under stale lease {lease}")
+        self._agree(run)
         before = self.acknowledged.setdefault(ticket, (row.site, digest))
         require(before == (row.site, digest), f"ticket {ticket} has two updates")
 
@@ -241,8 +242,15 @@ class Checks:
                 f"{name} is {found[name][:4]}, not {value[:4]}",
             )
 
+    @staticmethod
+    def _agree(run: RunCore) -> None:
+        live = {row.ticket: row.state for row in run.store.tickets.live()}
+        known = {t.id: t.state for r in run.state.rounds for t in r.tickets.values() if t.is_live}
+        require(live == known, f"the journal has the tickets {live}, the server {known}")
+
     def look(self, run: RunCore) -> None:
         """Check the journal as it is now: each acknowledged update is in one version, or waits to be in the next."""
+        self._agree(run)
         for ticket, (site, digest) in self.acknowledged.items():
             row = run.store.tickets.get(ticket)
             if row.state == "expired" and row.reason in self.may_expire:
@@ -286,9 +294,20 @@ def require_same(before: State, after: State) -> None:
             "rounds": [r.done for r in state.rounds],
         }
 
+    def of_open(state: State, index: int) -> dict[str, Any]:
+        round_ = state.rounds[index]
+        return {site: (ticket.id, ticket.state) for site, ticket in round_.tickets.items()}
+
     was, now = facts(before), facts(after)
     for name, value in was.items():
         require(now[name] == value, f"after the restart, {name} are {now[name]}, not {value}")
+    for index, round_ in enumerate(before.rounds):
+        if round_.phase == "open" == after.rounds[index].phase:
+            tickets, kept = of_open(before, index), of_open(after, index)
+            require(tickets == kept, f"after the restart, tickets are {kept}, not {tickets}")
+            expected = set(after.rounds[index].expected)
+            fits = before.ending or expected == set(round_.expected)
+            require(fits, f"after the restart, the round waits for {expected}, not for {set(round_.expected)}")
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Values:

@@ -43,7 +43,7 @@ from atoll.worker.exchange import participation
 from atoll.worker.session import session
 from harness.histories.checks import Checks, Violation
 from harness.histories.disk import Disks
-from harness.histories.network import NETWORK, Faults, Network, Request, VirtualConnection, answer, http_to
+from harness.histories.network import NETWORK, Faults, Network, Request, VirtualConnection, answer, http_to, route
 from harness.histories.scenario import LR, MOMENTUM, SITE_FAULTS, TIMEOUT_S, Fault, Scenario
 from harness.histories.virtual_loop import (
     GreenEvent,
@@ -203,7 +203,7 @@ class History:
             return
         if path.endswith("/workers"):
             self.checks.joined(site, messages.Joined.model_validate_json(data))
-        elif lease:
+        elif route(method, path)[0].lease:  # another request does not count as a sign of life
             self.checks.asked(site, arrived_s)
         if (path.endswith("/complete") or (method == "PUT" and data)) and status == 200:
             ticket = int(path.split("/")[3])
