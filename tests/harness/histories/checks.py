@@ -61,6 +61,7 @@ class Checks:
         sites: number of sites that the first round waits for.
         rounds: number of rounds of each fragment; 0: no end.
         is_async: whether updates may be older than the version before.
+        most_behind: most versions that an update may be behind; None: no limit.
         timeout_s: seconds of silence after which a site may be declared dead.
 
     Attributes:
@@ -77,6 +78,7 @@ class Checks:
     sites: int
     rounds: int
     is_async: bool
+    most_behind: int | None
     timeout_s: float
     lr: float
     momentum: float
@@ -93,6 +95,7 @@ class Checks:
     leases: dict[str, str] = field(default_factory=dict)
     last_lease: int = 0
     last_ticket: int = 0
+    paused: bool = False
     heard_s: dict[str, float] = field(default_factory=dict)
     versions: int = 0
     _begun: set[int] = field(default_factory=set)
@@ -103,7 +106,7 @@ class Checks:
         """A server process has begun: what it has read from the journal is what the one before had written."""
         store, state = run.store, run.state
         require(store.run_log.epoch > self.epoch, f"the epoch is {store.run_log.epoch} after {self.epoch}")
-        self.epoch = store.run_log.epoch
+        self.epoch, self.paused = store.run_log.epoch, state.paused
         self.heard_s = dict.fromkeys(state.members, self.now_s)
         for fragment, round_ in enumerate(state.rounds):
             self.newest.setdefault(fragment, round_.head)
@@ -170,6 +173,10 @@ class Checks:
     def on_event(self, run: RunCore, event: run_events.Happened) -> None:
         if isinstance(event, run_events.RoundEnded) and event.summary.version is not None:
             self._made(run, event.fragment, event.summary.version)
+        if isinstance(event, run_events.RunPaused | run_events.RunResumed | run_events.RunStopping):
+            self.paused = isinstance(event, run_events.RunPaused)
+        if isinstance(event, run_events.TicketIssued | run_events.RoundOpened):
+            require(not self.paused, f"{type(event).__name__} in a paused run")
         if isinstance(event, run_events.TicketIssued):
             require(event.ticket > self.last_ticket, f"ticket {event.ticket} was given before")
             self.last_ticket = event.ticket
@@ -198,7 +205,10 @@ class Checks:
                 if ticket not in self.counted and self._is_due(run, ticket, fragment, base)
             }
             require(due <= {row.ticket for row in rows}, f"version {version} lacks acknowledged tickets {due}")
-        updates = [(self._counts(row), run.plan.staleness_weight(self._lag(run, row, base))) for row in rows]
+        lags = [self._lag(run, row, base) for row in rows]
+        fresh = self.most_behind is None or max(lags) <= self.most_behind
+        require(fresh, f"version {version} counts an update that is {max(lags)} versions behind")
+        updates = [(self._counts(row), run.plan.staleness_weight(lag)) for row, lag in zip(rows, lags, strict=True)]
         for row in rows:
             require(row.ticket not in self.counted, f"ticket {row.ticket} counts again in version {version}")
             self.counted[row.ticket] = fragment, version

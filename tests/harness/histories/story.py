@@ -104,6 +104,7 @@ class History:
             sites=scenario.settings["rounds.sites"],
             rounds=scenario.settings["rounds.total"],
             is_async=scenario.is_async,
+            most_behind=scenario.settings.get("async.max_staleness"),
             timeout_s=TIMEOUT_S,
             lr=LR,
             momentum=MOMENTUM,
