@@ -252,7 +252,7 @@ class LocalSite:
     async def submit(
         self, ticket: messages.Ticket, message: messages.Complete, stats: Sequence[PartStats]
     ) -> messages.Receipt:
-        """Submit the update that is in the spool.
+        """Submit the update that is in the spool. The receipt is not signed: it does not leave the server's process.
 
         Args:
             ticket: its ticket.
@@ -267,7 +267,8 @@ class LocalSite:
         """
         for part, each in enumerate(stats):
             self._served.updates.record_part(self.lease, ticket.id, part, each)
-        return await self._served.updates.complete(self.lease, ticket.id, message)
+        receipt, _ = await self._served.updates.submit(self.lease, ticket.id, message)
+        return receipt
 
     async def submit_file(self, ticket: messages.Ticket, report: messages.Report, fd: int) -> messages.Receipt:
         """Submit an update that is in another file: copy it into the spool, and check it.
@@ -307,7 +308,8 @@ class LocalSite:
             base_digest=ticket.base.digest,
             generation=ticket.generation,
         )
-        return await self._served.updates.complete(self.lease, ticket.id, message)
+        receipt, _ = await self._served.updates.submit(self.lease, ticket.id, message)
+        return receipt
 
     @cached_property
     def _inspections(self) -> list[Inspection]:

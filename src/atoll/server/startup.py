@@ -142,6 +142,7 @@ def open_run(
             durability=settings.disk.durability,
             keep_versions=settings.disk.keep_versions,
             max_pins=settings.disk.max_pinned_versions,
+            keep_updates=settings.disk.keep_updates,
             in_memory=not settings.disk.in_files,
         )
         try:
@@ -217,6 +218,7 @@ def _opened(plan: Plan) -> Iterator[Store]:
         durability=disk.durability,
         keep_versions=disk.keep_versions,
         max_pins=disk.max_pinned_versions,
+        keep_updates=disk.keep_updates,
     ) as store:
         _recover(plan, store)
         yield store

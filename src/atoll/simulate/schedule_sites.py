@@ -282,8 +282,8 @@ class SiteScheduler:
     async def _configure(self) -> None:
         """Ask the user's function what to tell the sites of the open round. No transaction may be around it."""
         state = self._run.state
-        sites = [site for site, _ in state.missing(0)] or [member.site for member in leases.alive(state.members)]
-        if state.rounds[0].phase == "open":
+        if self._configs.has_function and state.rounds[0].phase == "open":
+            sites = [site for site, _ in state.missing(0)] or [member.site for member in leases.alive(state.members)]
             await self._configs.prepare(sites, state.rounds[0].number)
 
     def _offer(self, sites: Iterable[str]) -> None:

@@ -225,7 +225,7 @@ class Schema:
         """Whether this is the placeholder schema of a run without a model, which only sends tasks to the sites."""
         return [spec.name for spec in self.tensors] == [NOTHING]
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors, unencoded; a tied tensor counts once."""
         return sum(spec.nbytes for spec in self.tensors)

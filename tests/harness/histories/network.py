@@ -21,7 +21,8 @@ from atoll.aggregation.check_arriving_parts import Inspection, PartChecker
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, StoreError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, Operation
-from atoll.protocol.read_message import read_framed
+from atoll.protocol.read_message import framed, read_framed
+from atoll.protocol.served_versions import in_protocol, protocol_of
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
@@ -91,9 +92,11 @@ async def answer(served: ServedRun, request: Request) -> Answer:
         return refused.status, bytes(refused.body)  # type: ignore[arg-type]
     if result is None:
         return 204, b""
-    if hasattr(result, "body"):  # aiohttp's answer: a ticket with its version
-        return 200, bytes(result.body)
-    return 200, result.model_dump_json().encode()
+    protocol = protocol_of(operation, headers.get(routes.PROTOCOL_HEADER))
+    if isinstance(result, tuple):  # a ticket, and the bytes of its version
+        message, data = result
+        return 200, bytes(framed(in_protocol(message, protocol, exclude_defaults=True), data))
+    return 200, in_protocol(result, protocol)
 
 
 def _method(served: ServedRun, name: str) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import pytest
 
 from atoll.errors import DiskFull
 from atoll.protocol import run_events
-from atoll.protocol.messages import Report
 from atoll.rounds import events
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.server.coordinator.event_log import EventLog
@@ -60,7 +60,7 @@ def test_an_event_refused_by_the_journal_changes_nothing(store: Store, monkeypat
         row = store.tickets.get(ticket)
         ledger.record(
             events.UpdateAccepted(ticket, ticket),
-            lambda: store.tickets.accept(row, "ab" * 32, Report(), 1.0, ticket),
+            lambda: store.tickets.accept(replace(row, state="accepted", digest="ab" * 32, accepted_order=ticket)),
             run_events.UpdateAccepted(fragment=0, round=1, site=row.site, ticket=ticket),
         )
 

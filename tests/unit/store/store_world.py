@@ -130,7 +130,10 @@ def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
     store.tickets.make_durable(row)
     with store.journal.transaction():
         digest, order = blake3(update).hexdigest(), store.tickets.next_order()
-        store.tickets.accept(row, digest, Report(weight=2.0, steps=10, metrics={"loss": 0.5}), 3.0, order)
+        report = Report(weight=2.0, steps=10, metrics={"loss": 0.5})
+        store.tickets.accept(
+            replace(row, state="accepted", digest=digest, report=report, norm=3.0, accepted_order=order)
+        )
     return store.tickets.get(ticket)
 
 

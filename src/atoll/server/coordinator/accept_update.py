@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from atoll.errors import UpdateRefused
 from atoll.format_text import numbers
@@ -28,6 +29,9 @@ OPTIMIZER_STEPS = (
 )
 
 
+Reporting = TypeVar("Reporting", messages.Complete, messages.SitOut)
+
+
 class UpdateAdmission:
     """Checks the complete updates of a run, and accepts or refuses each.
 
@@ -37,13 +41,16 @@ class UpdateAdmission:
     Attributes:
         refused: number of updates refused in the whole run.
         reports: the weights and numbers of steps that sites report, with warnings about unusual ones.
+        metric_warnings: site → warning that it reports too many different metrics.
     """
 
     def __init__(self, run: RunCore) -> None:
         self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
         self.refused = run.store.run_log.totals().refused
-        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
+        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps, weight_share=run.settings.limits.weight_share)
         self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
+        self._metric_names: dict[str, set[str]] = {}
+        self.metric_warnings: dict[str, str] = {}
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def begins(self, site: str, ticket: int, fragment: int) -> None:
@@ -52,7 +59,7 @@ class UpdateAdmission:
         if self._sending.get(place, (0, 0.0))[0] != ticket:
             self._sending[place] = ticket, time.monotonic()
 
-    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> None:
+    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> TicketRow:
         """Accept an update that is completely on disk. Call `require_plausible` first.
 
         Args:
@@ -60,18 +67,23 @@ class UpdateAdmission:
             message: the worker's message about the update.
             norm: L2 norm of the update's `params`.
 
+        Returns:
+            The ticket, now accepted, with the values of its update.
+
         Raises:
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        tickets, site = self._store.tickets, row.site
-        order = tickets.next_order()
+        tickets, site, order = self._store.tickets, row.site, self._store.tickets.next_order()
+        accepted = replace(
+            row, state="accepted", digest=message.digest, report=message.report, norm=norm, accepted_order=order
+        )
         tickets.make_durable(row)
         sent, begun_s = self._sending.pop((site, row.fragment), (0, 0.0))
         send_s = time.monotonic() - begun_s if sent == row.ticket else 0.0
         self._ledger.record(
             events.UpdateAccepted(row.ticket, order),
-            lambda: tickets.accept(row, message.digest, message.report, norm, order),
+            lambda: tickets.accept(accepted),
             run_events.UpdateAccepted(**self._about(row), send_seconds=send_s),
         )
         if site in self._roster:
@@ -82,6 +94,7 @@ class UpdateAdmission:
             waited_s = presence.waited_s.get(row.fragment, 0.0) + message.wait_seconds
             presence.waited_s[row.fragment] = min(waited_s, messages.LONGEST_ESTIMATE_S)
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
+        return accepted
 
     def sit_out(self, site: str, ticket: int, metrics: Mapping[str, float]) -> None:
         """Record that a site sits out the round of its ticket.
@@ -125,6 +138,24 @@ class UpdateAdmission:
                 kept_weight,
             )
         return message.model_copy(update={"weight": kept_weight})
+
+    def with_known_metrics(self, site: str, message: Reporting) -> Reporting:
+        """Return a message without the metrics whose names are too many for one site in a run.
+
+        Each name is a curve, which the status, the page and trackers keep.
+        """
+        names = self._metric_names.setdefault(site, set())
+        left_out = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
+        names.update(message.metrics.keys() - {*left_out})
+        if not left_out:
+            return message
+        if site not in self.metric_warnings:
+            self.metric_warnings[site] = (
+                f"{site} reports more than {messages.METRICS} different metrics; further names, such as "
+                f"{left_out[0]!r}, are left out. Give a metric the same name in each round"
+            )
+            LOG.warning("%s", self.metric_warnings[site])
+        return message.model_copy(update={"metrics": {k: v for k, v in message.metrics.items() if k in names}})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
         """Refuse an update with a weight, norm or number of steps above its limit, or without steps that the run needs.

@@ -62,10 +62,13 @@ class RoundConfigs:
     Args:
         run: the run.
         function: the user's function; None: only the setting counts.
+
+    Attributes:
+        has_function: whether there is such a function, so that `prepare` may have something to ask.
     """
 
     def __init__(self, run: RunCore, function: ConfigFunction | None) -> None:
-        self._run, self._function = run, function
+        self._run, self._function, self.has_function = run, function, function is not None
         self._told: dict[str, dict[int, dict[str, Any]]] = {}  # site → round → what the function has said
         self._asking = asyncio.Lock()
 

@@ -86,9 +86,24 @@ class UpdateOperations:
         return row
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
+        """Accept an update as `submit` does, and sign its receipt.
+
+        Raises:
+            Exception: an error of `submit`.
+        """
+        receipt, row = await self.submit(lease, ticket, message)
+        if not receipt.accepted or not row.is_in:
+            return receipt
+        store = self._run.store
+        return receipt.model_copy(update={"receipt": store.receipt_key.receipt_of(store.run_log.run_id, row)})
+
+    async def submit(self, lease: Lease, ticket: int, message: messages.Complete) -> tuple[messages.Receipt, TicketRow]:
         """Accept an update after all its parts arrived. A repeated request with the same digest gets the same receipt.
 
         In a swarm, wait until another worker has downloaded the update, for at most `routes.LONG_POLL_S` seconds.
+
+        Returns:
+            The receipt, which is not signed, and the ticket with its new state.
 
         Raises:
             LeaseLost, Superseded: the lease is not valid.
@@ -101,7 +116,7 @@ class UpdateOperations:
         """
         row = self._ticket_of(lease, ticket)
         if row.is_in:
-            return self._signed(receipt_again(row, message.digest), row)
+            return receipt_again(row, message.digest), row
         self._leases.require_open(lease, ticket)
         if message.generation != self._run.store.run_log.generation.number:
             raise TicketClosed(
@@ -115,8 +130,9 @@ class UpdateOperations:
                 "The server's state was probably restored from a backup. Ask for the next ticket.",
             )
         message = self._admission.with_kept_weight(lease.site, message)
+        message = self._admission.with_known_metrics(lease.site, message)
         if (receipt := await self._place.deliver(lease, row, message)) is not None:
-            return self._signed(receipt, self._run.store.tickets.get(ticket))
+            return receipt, self._run.store.tickets.get(ticket)
         parts, layout = self._run.store.tickets.whole(row), self._run.plan.fragments[row.fragment].update
         digest = _digest(layout, parts)
         if digest != message.digest:
@@ -130,22 +146,13 @@ class UpdateOperations:
             filtered = replace(row, digest=digest, report=message.report)
             reason = await self._filtering.refusal(filtered, self._run.state.rounds[row.fragment].number)
             if self._run.store.tickets.get(ticket).is_in:  # a repeated request was accepted meanwhile
-                return await self.complete(lease, ticket, message)
+                return await self.submit(lease, ticket, message)
             self._leases.require_open(lease, ticket)
             if _digest(layout, self._run.store.tickets.whole(row)) != digest:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self._admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
-        self._admission.accept(row, message, norm)
-        accepted = replace(row, state="accepted", digest=digest, report=message.report)
-        return self._signed(messages.Receipt(digest=digest), accepted)
-
-    def _signed(self, receipt: messages.Receipt, row: TicketRow) -> messages.Receipt:
-        """Return a receipt with the server's signature, if the update of a ticket is accepted."""
-        store = self._run.store
-        if not receipt.accepted or not row.is_in:
-            return receipt
-        return receipt.model_copy(update={"receipt": store.receipt_key.receipt_of(store.run_log.run_id, row)})
+        return messages.Receipt(digest=digest), self._admission.accept(row, message, norm)
 
     async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:
         """Record that a site sits out the round of its ticket, so that the round does not wait for it.
@@ -160,6 +167,7 @@ class UpdateOperations:
         if row.state == "sat out":
             return
         self._leases.require_open(lease, ticket)
+        message = self._admission.with_known_metrics(lease.site, message)
         self._admission.sit_out(lease.site, ticket, message.metrics)
 
 
