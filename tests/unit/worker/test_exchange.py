@@ -138,7 +138,7 @@ def add_one(tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.covers("F19")
-def test_an_update_whose_ticket_another_process_used_is_too_late(server: atoll.Server, tmp_path: Path) -> None:
+def test_an_update_is_too_late_if_another_process_used_its_ticket(server: atoll.Server, tmp_path: Path) -> None:
     """A site whose outbox has an update for a ticket that another of its processes has used goes on without it."""
     # Both were given the ticket, in different folders. `Conflict` would end each further process of the first folder.
     first = take_part(server.url, "a", folder=tmp_path / "first")
