@@ -306,7 +306,8 @@ def require_same(before: State, after: State) -> None:
 
     def of_open(state: State, index: int) -> dict[str, Any]:
         round_ = state.rounds[index]
-        return {site: (ticket.id, ticket.state) for site, ticket in round_.tickets.items()}
+        states = {site: (ticket.id, ticket.state) for site, ticket in round_.tickets.items()}
+        return {site: each for site, each in states.items() if each[1] != "expired"}  # it is given another
 
     was, now = facts(before), facts(after)
     for name, value in was.items():

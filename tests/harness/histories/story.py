@@ -245,9 +245,9 @@ class History:
         if served is None:
             return
         self._crash_in = 0
-        self._before = served.run.state if why == "stop" else None
         served.run.send_away()
         await served.coordinator.stop(begins_again=False)
+        self._before = served.run.state if why == "stop" else None
         self._copy_state(power_loss=False)
         self._finish_copy()
         if why == "begins again":
