@@ -149,7 +149,7 @@ LINES: dict[str, int] = {
     "recipes": 874,
     "reducers": 259,
     "rounds": 1229,
-    "server": 2300,
+    "server": 2302,
     "server/coordinator": 4834,
     "server/http": 1471,
     "server/swarm": 733,
