@@ -87,6 +87,11 @@ class PartWriter:
             self._lock.release()
             self._release()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write to this part is running, by this writer or an earlier one."""
+        return self._lock.locked()
+
     def join(self) -> None:
         """Wait until no write to this part is running, by this writer or an earlier one."""
         with self._lock:
@@ -137,7 +142,15 @@ class Spool:
         return self.slot.fd
 
     def begin_part(self, part: int) -> PartWriter:
+        """Return a new writer as `take_over` does, once no write by an earlier writer is running."""
+        writer = self.take_over(part)
+        writer.join()
+        return writer
+
+    def take_over(self, part: int) -> PartWriter:
         """Cancel a part's earlier writer, if there is one, and return a new writer that starts at the first byte.
+
+        While it `is_busy`, call its `join` before its first write.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
@@ -156,7 +169,6 @@ class Spool:
                 old.cancel(WriterCancelled(f"Another request is sending part {part} of ticket {self.ticket}."))
             lock = self._locks.setdefault(part, threading.Lock())
             writer = self._writers[part] = PartWriter(self, part, lock)
-        writer.join()
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:
