@@ -101,9 +101,9 @@ def run_jobs(
     member: Callable[[], Callable[[T], None]],
     cancelled: threading.Event | None = None,
 ) -> None:
-    """Run all jobs, each on one of several new threads, and wait for them. If one thread is enough, it is the calling one.
+    """Run all jobs on new threads, and wait for them; on the calling thread if one is enough.
 
-    The threads use torch single-threaded.
+    These threads use torch single-threaded.
 
     Args:
         jobs: the jobs; they are started in order.

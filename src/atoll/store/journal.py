@@ -40,8 +40,8 @@ BUSY_S = 5.0
 LOG_PAGES = 16_000
 """SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
 LOG_CHANGES = 1000
-"""The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a commit
-survives does not depend on it: a `synced` one writes the whole log to the disk."""
+"""The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a
+commit survives does not depend on it: a `synced` one writes the whole log to the disk."""
 
 SELDOM_CHANGED = {"meta", "run", "shapes", "heads", "versions", "deltas", "history", "generations"}
 """Tables that change about once a round, and are read many times: the journal remembers what it has read of them."""
@@ -248,8 +248,9 @@ class Journal:
 
     def _begin_change(self, sql: str) -> None:
         assert self._depth, "a change outside of a transaction"
-        if not _tables_in(sql).isdisjoint(SELDOM_CHANGED):
-            self._answers.clear()
+        changed = _tables_in(sql) & SELDOM_CHANGED
+        if changed:
+            self._answers = {key: each for key, each in self._answers.items() if changed.isdisjoint(_tables_in(key[0]))}
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
         """Return the rows of a table that match `where`, as dataclass objects.
