@@ -81,21 +81,11 @@ class PartWriter:
         self.cancel(WriterCancelled(f"Part {self.part} is no longer wanted."))
 
     def cancel(self, reason: AtollError) -> None:
-        """Make every later `write` raise `reason`. A running write finishes; `join` waits for it."""
+        """Make every later `write` raise `reason`. A running write finishes."""
         self._cancelled = self._cancelled or reason
         if self._lock.acquire(blocking=False):  # if a write is running, it releases the slot at its end
             self._lock.release()
             self._release()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a write to this part is running, by this writer or an earlier one."""
-        return self._lock.locked()
-
-    def join(self) -> None:
-        """Wait until no write to this part is running, by this writer or an earlier one."""
-        with self._lock:
-            pass
 
     def _release(self) -> None:
         with self._spool.pool.lock:
@@ -142,15 +132,9 @@ class Spool:
         return self.slot.fd
 
     def begin_part(self, part: int) -> PartWriter:
-        """Return a new writer as `take_over` does, once no write by an earlier writer is running."""
-        writer = self.take_over(part)
-        writer.join()
-        return writer
-
-    def take_over(self, part: int) -> PartWriter:
         """Cancel a part's earlier writer, if there is one, and return a new writer that starts at the first byte.
 
-        While it `is_busy`, call its `join` before its first write.
+        The first write of the new writer waits for a running write of the earlier one.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.

@@ -319,10 +319,8 @@ class PartReceiver:
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
             spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]
-            writer = spool.take_over(part)
+            writer = spool.begin_part(part)
             try:
-                if writer.is_busy:
-                    await asyncio.get_running_loop().run_in_executor(run.io, writer.join)
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
                 trailer = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
                 message = _complete_in(trailer) if trailer else None
