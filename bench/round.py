@@ -5,6 +5,7 @@ One server and N workers over loopback; training is an addition, the result is c
     python bench/round.py --gb 1 --workers 4 --rounds 4
     python bench/round.py --gb 1 --no-disk-streaming     # in memory
     python bench/round.py --gb 1 --compare               # both: the same bits?
+    python bench/round.py --gb 1 --credential certificate   # TLS in both directions
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from atoll.errors import RunFailed
 class Durability(StrEnum):
     process = "process"
     power = "power"
+
+
+class Shown(StrEnum):
+    none = "none"
+    token = "token"
+    certificate = "certificate"
 
 
 class Placement(StrEnum):
@@ -70,6 +77,10 @@ def main(
     compare: Annotated[bool, typer.Option("--compare", help="Both, one after the other: the same bits?")] = False,
     placement: Annotated[Placement, typer.Option(help="Where rounds are aggregated.")] = Placement.server,
     tls: Annotated[bool, typer.Option("--tls", help="Encrypt the connections.")] = False,
+    credential: Annotated[
+        Shown, typer.Option(help="What the workers show; with certificates of their own, TLS in both directions.")
+    ] = Shown.none,
+    policy: Annotated[bool, typer.Option("--policy", help="Workers have a policy and an egress log.")] = False,
     directory: Folder = None,
     json: Json = False,
 ) -> None:
@@ -77,7 +88,7 @@ def main(
     raise_on_sigterm()
     ways = [True, False] if compare else [disk_streaming]
     how = (gb, workers, rounds, tensors, codec, downlink_codec, durability.value, directory)
-    runs = [measure(Bench(*how, way, placement.value, tls), say) for way in ways]
+    runs = [measure(Bench(*how, way, placement.value, tls, credential.value, policy), say) for way in ways]
     same = len({figures["digest"] for figures in runs}) == 1
     if json:
         both = {"disk": runs[0], "memory": runs[-1], "same_bits": same}
@@ -100,7 +111,8 @@ def report(figures: dict[str, Any]) -> list[str]:
         "model": f"{settings['gb']:g} GB fp32 in {settings['tensors']} tensors, codec {settings['codec']}"
         f"{f', down {down}' if (down := settings['downlink_codec']) != 'none' else ''}",
         "workers × rounds": f"{settings['workers']} × {settings['rounds']}, durability {settings['durability']}"
-        f"{', TLS' if settings['tls'] else ''}",
+        f"{', TLS' if settings['tls'] else ''}, credential {settings['credential']}"
+        f"{', policy' if settings['policy'] else ''}",
         "steady round": f"{figures['steady_round_s']:.3f} s",
         "rounds": ", ".join(f"{seconds:.3f}" for seconds in figures["rounds_s"][:20]) + " s",
         "of which": ", ".join(f"{key.removesuffix('_s')} {value:.3f} s" for key, value in phases.items()),

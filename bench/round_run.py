@@ -21,6 +21,13 @@ from harness.process_figures import Peaks, cpu_s, memory_files_bytes
 from kit.tls import write_certificate
 
 from atoll.errors import RunFailed, UsageError
+from atoll.protocol import routes
+from atoll.protocol.invitation import Invitation
+from atoll.transport.authority_files import authority_file
+from atoll.transport.enrolment import enrol
+
+TOKEN = "t" * 43
+"""The run's token, where workers show one."""
 
 LOOK_S = 0.5
 """Between two looks at whether the server is there, while a worker is waited for."""
@@ -37,6 +44,8 @@ class Bench:
         download_to_disk: as the setting: false keeps updates and versions in memory where rounds are aggregated.
         placement: as the setting: where that is.
         tls: whether the connections are encrypted, with a certificate made for this run.
+        credential: what the workers show: nothing, the token of the run, or a certificate of their own (with TLS).
+        policy: whether the workers have a policy, which limits nothing, and an egress log.
     """
 
     gb: float
@@ -50,6 +59,8 @@ class Bench:
     download_to_disk: bool = True
     placement: str = "server"
     tls: bool = False
+    credential: str = "none"
+    policy: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -201,7 +212,10 @@ class _Conductor:
             worker.go()
         holding = [server] if bench.placement == "server" else workers
         in_memory_mb = max(memory_files_bytes(child.process.pid) for child in holding) / 1e6
-        through = _status(url, self.folder / "ca.pem" if bench.tls else None)
+        ca = self.folder / "ca.pem" if bench.tls or bench.credential == "certificate" else None
+        reader = self.folder / "state" / "reader.token"
+        token = reader.read_text().strip() if reader.exists() else TOKEN
+        through = _status(url, ca, token)
         for worker in workers:
             worker.process.wait()
         server.go()
@@ -233,14 +247,35 @@ class _Conductor:
             "disk.in_files": bench.download_to_disk,
             "swarm.enabled": bench.placement == "swarm",
         }
-        if bench.tls:
+        if bench.credential == "certificate":
+            settings["trust.required"] = True
+        elif bench.tls:
             settings |= {name: str(path) for name, path in write_certificate(self.folder, "127.0.0.1").items()}
         self._initial()
-        child = self._spawn("server", "serve", {"settings": settings}, threads=None)
+        token = {"ATOLL_TOKEN": TOKEN} if bench.credential == "token" else {}
+        child = self._spawn("server", "serve", {"settings": settings}, threads=None, **token)
         child.expect("imported")
         self.peaks.begin(child.process.pid)
         child.go()
-        return child, str(child.expect("listening")["url"])
+        url = str(child.expect("listening")["url"])
+        if bench.credential == "certificate":
+            self._enrol(url)
+        return child, url
+
+    def _enrol(self, url: str) -> None:
+        """Let each worker have a certificate of its own, as with `atoll invite` and `atoll enrol`."""
+        state = self.folder / "state"
+        shutil.copy(authority_file(state), self.folder / "ca.pem")
+        admin = (state / "admin.token").read_text().strip()
+        with urllib3.PoolManager(ca_certs=str(self.folder / "ca.pem")) as pool:
+            for index in range(self.bench.workers):
+                answer = pool.request(
+                    "POST",
+                    f"{url}{routes.INVITE}",
+                    json={"site": name_of(index)},
+                    headers={"Authorization": f"Bearer {admin}"},
+                )
+                enrol(Invitation.parse(answer.json()["invitation"]), self.folder / "credentials" / name_of(index))
 
     def _initial(self) -> None:
         """Written by a process of its own, so that this one stays small beside those that are measured."""
@@ -256,10 +291,18 @@ class _Conductor:
     def _worker(self, index: int, server: _Child, url: str) -> _Child:
         of_the_bench = ("workers", "rounds", "total_bytes", "tensors", "codec", "downlink_codec")
         options = {"index": index, **{key: getattr(self.bench, key) for key in of_the_bench}}
-        name = f"worker-{index:03d}"
+        name = name_of(index)
         more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}
-        if self.bench.tls:
+        if self.bench.credential == "certificate":
+            more["ATOLL_CREDENTIAL"] = str(self.folder / "credentials" / name)
+        elif self.bench.tls:
             more["ATOLL_TLS_CA"] = str(self.folder / "ca.pem")
+        if self.bench.credential == "token":
+            more["ATOLL_TOKEN"] = TOKEN
+        if self.bench.policy:
+            policy = self.folder / "policy.toml"
+            policy.write_text('[log]\nfolder = "egress"\n', encoding="utf-8")
+            more["ATOLL_POLICY"] = str(policy)
         return self._spawn(name, "work", options, threads=1, server=server, **more)
 
     def _spawn(
@@ -297,14 +340,13 @@ class _Conductor:
             "server_peak_anon_mb": round(self.peaks.peak_mb(server.process.pid), 1),
             "worker_peak_anon_mb": round(max(self.peaks.peak_mb(worker.process.pid) for worker in workers), 1),
             "workers_peak_anon_mb": {
-                f"worker-{index:03d}": round(self.peaks.peak_mb(worker.process.pid), 1)
-                for index, worker in enumerate(workers)
+                name_of(index): round(self.peaks.peak_mb(worker.process.pid), 1) for index, worker in enumerate(workers)
             },
             "bytes_up": sum(int(said["bytes_up"]) for said in trained),
             "bytes_down": sum(int(said["bytes_down"]) for said in trained),
             "cpu_s": {
                 "server": round(server_cpu_s, 2),
-                **{f"worker-{index:03d}": round(said["cpu_s"], 2) for index, said in enumerate(trained)},
+                **{name_of(index): round(said["cpu_s"], 2) for index, said in enumerate(trained)},
             },
             "exact": exact,
             "phases": {
@@ -317,11 +359,17 @@ class _Conductor:
         }
 
 
-def _status(url: str, ca: Path | None) -> dict[str, Any]:
+def _status(url: str, ca: Path | None, token: str) -> dict[str, Any]:
     """What the server says of the run."""
+    shown = {"Authorization": f"Bearer {token}"}
     with urllib3.PoolManager(ca_certs=str(ca) if ca else None) as pool:
-        answer: dict[str, Any] = pool.request("GET", f"{url}/v1/status").json()
+        answer: dict[str, Any] = pool.request("GET", f"{url}/v1/status", headers=shown).json()
     return answer
+
+
+def name_of(index: int) -> str:
+    """The name of a worker's site."""
+    return f"worker-{index:03d}"
 
 
 def _environment(threads: int | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
     make mutants                              all of them, two at a time
     python tools/mutants.py --only ID ID      some
     python tools/mutants.py --check           run no test: does each still apply, do its tests exist?
+    python tools/mutants.py --histories 300   which of those in the heart do so many random histories notice by themselves?
 
 A mutant names a file, a text that is there exactly once, what takes its place, and the smallest set of tests that
 notice it. It is an error if one no longer applies, if its tests fail without it, and if they pass with it.
@@ -37,6 +38,8 @@ LIMIT_S = 300.0
 BASELINE_LIMIT_S = 1200.0
 LEFT_OUT = ("build", "dist")
 """Folders that are not copied, besides hidden ones."""
+HEART = ("rounds/", "store/", "aggregation/", "server/coordinator/", "worker/exchange/", "worker/session/")
+"""Folders of the package whose faults random histories (tools/histories.py) are for."""
 OUTCOME = re.compile(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
 """A line of pytest's summary; a captured log may have lines that begin alike."""
 
@@ -315,10 +318,37 @@ def run_all(root: Path, mutants: Sequence[Mutant], jobs: int) -> int:
     return 1 if bad else 0
 
 
+def in_heart(mutant: Mutant) -> bool:
+    """Return whether a mutant is in a folder of `HEART`."""
+    return mutant.file.removeprefix("src/atoll/").startswith(HEART)
+
+
+def run_histories(root: Path, mutants: Sequence[Mutant], count: int, jobs: int) -> int:
+    """Play histories with each mutant until an invariant breaks. Print the table; 0 where each mutant was noticed."""
+
+    def found_by(mutant: Mutant) -> str:
+        env = os.environ | {"PYTHONPATH": ""}
+        with copies.one(mutant) as copy:
+            env["PYTHONPATH"] = str(copy / "src")
+            command = [sys.executable, "tools/histories.py", "--from", "0", "--count", str(count)]
+            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
+        first = next((line for line in done.stdout.splitlines() if line.startswith("seed ")), "")
+        found = first or (f"ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else "")
+        print(f"| {mutant.id} | {mutant.meaning} | {found or '**nothing**'} |", flush=True)
+        return found
+
+    print("| id | with the fault | noticed by |\n|---|---|---|", flush=True)
+    with Copies(root, jobs) as copies, ThreadPoolExecutor(jobs) as pool:
+        noticed = sum(map(bool, pool.map(found_by, mutants)))
+    print(f"\nHistories alone notice {noticed} of {len(mutants)} faults within {count}.")
+    return 0 if noticed == len(mutants) else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="run no test")
     parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="these mutants alone")
+    parser.add_argument("--histories", type=int, metavar="COUNT", help="play histories in place of the tests")
     parser.add_argument("--jobs", type=int, default=2, help="at a time (2)")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="of the checkout")
     arguments = parser.parse_args()
@@ -339,6 +369,9 @@ def main() -> int:
     if arguments.check:
         print(f"{len(mutants)} mutants apply, and their tests exist.")
         return 0
+    if arguments.histories:
+        chosen = [mutant for mutant in mutants if arguments.only or in_heart(mutant)]
+        return run_histories(root, chosen, arguments.histories, max(1, arguments.jobs))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return run_all(root, mutants, max(1, arguments.jobs))
 

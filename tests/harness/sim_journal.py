@@ -111,6 +111,9 @@ class SimJournal:
                 self.members[site] = Member(site, lease, alive=True)
             case events.LeaseEnded(site, lease, why):
                 self.members[site] = Member(site, lease, alive=False, why=why)
+            case events.SitesForgotten(sites):
+                for site in sites:
+                    del self.members[site]
             case events.RoundOpened(fragment, _, expected) | events.ExpectedChanged(fragment, _, expected):
                 row = self.fragments[fragment]
                 self.fragments[fragment] = replace(row, expected=expected, started=True)

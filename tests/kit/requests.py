@@ -8,6 +8,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from atoll.protocol import routes
+
 
 def get(url: str, path: str, lease: str = "", **headers: str) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer."""
@@ -24,6 +26,7 @@ def send(
 ) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer. `secret` is that of an object; an empty header is not sent."""
     shown = {"Atoll-Lease": lease, "Atoll-Secret": secret} | headers
+    shown[routes.PROTOCOL_HEADER] = str(routes.PROTOCOL)
     sent = {"Content-Type": "application/json"} | {name: value for name, value in shown.items() if value}
     request = urllib.request.Request(url + path, body, sent, method=method)
     try:
@@ -35,7 +38,7 @@ def send(
 
 def joined(url: str, site: str, **more: Any) -> str:
     """The lease that the server gives to a new process of a site."""
-    status, reply = post(url, "/v1/workers", {"protocol": 1, "site": site} | more)
+    status, reply = post(url, "/v1/workers", {"protocol": routes.PROTOCOL, "site": site} | more)
     assert status == 200, reply
     return str(reply["lease"])
 

@@ -141,10 +141,12 @@ class Target:
             state_dir = HERE
         self._dir, self._run, self._address, self._token = state_dir, "", address, None
         self.named, self.again, self.is_served = f" --server {server}" if server else "", "", True
+        self._failed = ""
         if state_dir is not None:
             self.named, self.again = f" {quoted(run_folder(state_dir))}", start_command(state_dir)
             stored, _ = stored_status(state_dir)
             self._run, self._address, self._token = stored.run, stored.address, admin_token(state_dir)
+            self._failed = stored.failed
         elif token_file is not None:
             self._token = read_token_file(token_file)
 
@@ -238,7 +240,8 @@ class Target:
         if as_json:
             print(answer.model_dump_json(indent=2))
         else:
-            print(visible(f"{answer.text}. {then}"))
+            failed = f" Before that, mend why it failed: {self._failed}" if self._failed and not self.is_served else ""
+            print(visible(f"{answer.text}. {then}{failed}"))
 
 
 def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:

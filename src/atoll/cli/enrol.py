@@ -12,7 +12,7 @@ import typer
 from atoll.cli.text import print_line
 from atoll.errors import UsageError
 from atoll.protocol.invitation import MOST_CHARS, Invitation
-from atoll.transport.credential_store import enrolled_server
+from atoll.transport.credential_store import SiteCredential, enrolled_server
 from atoll.worker.arguments import require_site
 
 _WHERE = (
@@ -37,16 +37,52 @@ def command(
             show_default=False,
         ),
     ] = None,
+    certificate: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of an invitation: the site's certificate of your own authority, PEM, with its chain.",
+            show_default=False,
+        ),
+    ] = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(help="Its key, PEM, mode 0600. Default: in the file of the certificate.", show_default=False),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(envvar="ATOLL_SERVER", help="With --certificate: address of the server.")
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --certificate: the authority of the server's certificate, PEM. Default: those of the system.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Enrol a site at a server: make a key here, get a certificate, and store both for workers of this user.
 
     Other users of this machine may read a command line, and with it the invitation; it can be used only once.
 
     Raises:
+        ConfigError: certificate and key cannot be used.
         UsageError: there is no invitation, or only a part of one.
         AuthError: the server refuses the invitation, or is not the one that has made it.
         ServerUnreachable: the server does not answer.
     """
+    folder = directory.absolute() if directory is not None else None
+    if certificate is not None:
+        from atoll.transport.enrolment import store_issued
+
+        if invitation is not None or server is None:
+            raise UsageError(
+                "--certificate takes the place of an invitation, and needs --server.",
+                "For example: atoll enrol --certificate berlin.pem --key berlin.key --server https://HOST:PORT",
+            )
+        return _say(
+            directory,
+            store_issued(server, certificate, key or certificate, ca, folder),
+            "before that, store the next one",
+        )
     text = invitation or os.environ.get("ATOLL_INVITATION", "")
     if text == "-":
         text = sys.stdin.readline(2 * MOST_CHARS)
@@ -54,11 +90,16 @@ def command(
         raise UsageError("There is no invitation.", _WHERE)
     invited = Invitation.parse(text)
     require_site(invited.site)
-    from atoll.transport.enrolment import enrol, until
+    from atoll.transport.enrolment import enrol
 
-    credential = enrol(invited, directory.absolute() if directory is not None else None)
+    return _say(directory, enrol(invited, folder), "a worker renews it")
+
+
+def _say(directory: Path | None, credential: SiteCredential, then: str) -> None:
+    from atoll.transport.enrolment import until
+
     note = credential.note
-    lasts = f", valid until {until(note)}; a worker renews it" if until(note) else ""
+    lasts = f", valid until {until(note)}; {then}" if until(note) else ""
     print(f"Site {note.site} is enrolled at {note.server}.")
     print(f"Its {note.kind} is in {credential.folder}{lasts}.")
     print_line(f"next: {_next(directory, note.server, note.site)}")

@@ -27,7 +27,9 @@ from atoll.store.reader import no_model, open_version, permitted
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import Schema
+from atoll.transport.credential_store import certificate_at
 from atoll.transport.http_client import Http, ask, http_to, server_address
+from atoll.transport.tls import ANY_SITE
 
 if TYPE_CHECKING:
     from atoll.blobs.model_file import FragmentFiles
@@ -301,20 +303,29 @@ def _pull_from_workers(
 
     digests = manifest.require_digest(manifest.digest, layout, f"version {manifest.version}")
     why, is_here = "no connected worker has this version.", is_this_machine(http.host)
+    own, remedy = certificate_at(http.server), "Export from a machine that can reach the workers, while they take part."
+    context = partial(own.context_to_peer, ANY_SITE) if own is not None else None  # the digests show what comes
     for source in manifest.sources:
         try:
             if refused := why_no_peer(TensorRef.parse(source).host, loopback=is_here):
                 why = f"{refused}."
                 continue
-            with connected(source, info.idle_timeout_s, http.counters, loopback=is_here) as (ref, parts):
+            if own is None and TensorRef.parse(source).secure:
+                remedy = (
+                    "The workers may take only certificates of the run's sites, which no token replaces: export at a "
+                    "machine with the credential of a site, or set ATOLL_CREDENTIAL to its folder."
+                )
+            with connected(source, info.idle_timeout_s, http.counters, loopback=is_here, context=context) as (
+                ref,
+                parts,
+            ):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 return parts.pull(path, digests, layout.parts, [file])
         except AtollError as error:
             why = error.message
     raise Gone(
         f"Version {manifest.version} of this swarm cannot be downloaded: {why}",
-        "Export from a machine that can reach the workers, while they take part. After the run, each has the model "
-        "on its disk.",
+        f"{remedy} After the run, each worker has the model on its disk.",
     )
 
 

@@ -59,7 +59,7 @@ def command(
         named = quoted(run_folder(folder))
         if follow and not ended:
             print(f"atoll: Nothing follows: no server runs. To start it: {start_command(folder)}", file=sys.stderr)
-        next_step(f"atoll logs {named} --follow" if is_served(folder) else f"atoll status {named}")
+        next_step(f"atoll logs {named} --follow" if is_served(folder) and not ended else _after(folder))
         return
     address, token = _server_of(folder) if folder is not None else (server_address(server), None)
     if token_file is not None:
@@ -67,7 +67,17 @@ def command(
     for page in _pages(address, token, last, environ_of(folder), follow=follow):
         if _print(page, site, as_json=json):
             break
-    next_step(f"atoll status{f' {quoted(run_folder(folder))}' if folder else f' --server {address}'}")
+    next_step(f"atoll status --server {address}" if folder is None else _after(folder))
+
+
+def _after(folder: Path) -> str:
+    """Return what to do after the events of a run were read: see its result, if it is over, else its state."""
+    named, is_over = quoted(run_folder(folder)), stored_status(folder)[0].finished
+    return (
+        f"atoll page {named}; for its model: atoll export model.safetensors {named}"
+        if is_over
+        else f"atoll status {named}"
+    )
 
 
 def _server_of(folder: Path) -> tuple[str, Token | None]:

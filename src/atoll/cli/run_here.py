@@ -16,7 +16,7 @@ from atoll.child_processes import Terminated
 from atoll.cli.run_folders import Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
 from atoll.cli.stored_status import admin_token, stored_status
-from atoll.cli.text import duration, number_of, numbers
+from atoll.cli.text import duration, faults_of_evaluation, number_of, numbers
 from atoll.cli.which_run import STATE, note_failure, quoted
 from atoll.config import Settings
 from atoll.errors import AtollError, RunFailed, StateLocked
@@ -124,6 +124,7 @@ class RunHere(RunProcesses):
             "rounds": status.history[-1].round if status.history else 0,
             "metrics": status.history[-1].metrics if status.history else {},
             "model": str(self.model),
+            "warnings": status.warnings,
             "digest": model_digest(self.model) if self.model.exists() else "",
             "seconds": round(time.monotonic() - self._begin_s, 3),
             "first_round_s": None if math.isnan(self.first_round_s) else round(self.first_round_s, 3),
@@ -187,7 +188,8 @@ class RunHere(RunProcesses):
         metrics = numbers(self._last.history[-1].metrics) if self._last and self._last.history else ""
         seconds = duration(time.monotonic() - self._begin_s)
         how = self._last.stopped if self._last and self._last.stopped else "finished"
-        view.say("; ".join(filter(None, [f"{how} after {seconds}", metrics, self._told_model()])))
+        faults = faults_of_evaluation(self._last.evaluation.failed) if self._last and self._last.evaluation else ""
+        view.say("; ".join(filter(None, [f"{how} after {seconds}", metrics, faults, self._told_model()])))
         if self._last and self._last.stopping:
             self.next = f"to train further: atoll resume {self.named}, and then atoll run {self.named}"
 

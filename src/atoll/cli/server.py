@@ -28,6 +28,7 @@ from atoll.cli.text import (
     choose_level,
     codecs,
     duration,
+    faults_of_evaluation,
     log_level,
     log_lines_in_background,
     logs_json,
@@ -184,7 +185,7 @@ def _announce(server: Server, settings: Settings) -> None:
         LOG.info(
             "start a worker: %satoll worker --server %s --site NAME -- python train.py%s",
             "ATOLL_SWARM=1 " if settings.swarm.enabled else "",  # a site takes part in a swarm only if it says so
-            server.url,
+            settings.trust.address or server.url,
             _for_sites(server),
         )
 
@@ -192,12 +193,14 @@ def _announce(server: Server, settings: Settings) -> None:
 def _for_sites(server: Server) -> str:
     """Return what a site needs before its worker can connect, as the end of a log line."""
     from atoll.server.http.gate import needs_credentials
+    from atoll.transport.tls import is_loopback
 
     if needs_credentials(server.settings):
         folder = shlex.quote(str(server.settings.disk.state_dir))
         return f"; before that, invite each site: atoll invite NAME --dir {folder}"
     if not server.url.startswith("https"):
-        return ""
+        is_here = is_loopback(server.settings.network.host) and server.settings.trust.address is None
+        return "; sites on other machines need a server that listens for them: --host 0.0.0.0" if is_here else ""
     return (
         "; use a host name that the certificate contains, ATOLL_TLS_CA if you use your own authority, and "
         "ATOLL_TOKEN_FILE for the token"
@@ -275,6 +278,7 @@ def _summary(server: Server, seconds: float) -> str:
         _troubles(status),
         staleness(status.staleness),
         numbers(last),
+        faults_of_evaluation(status.evaluation.failed) if status.evaluation else "",
         best_line(status.best) if status.best else "",
         status.stopped,
     ]

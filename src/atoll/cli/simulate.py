@@ -20,6 +20,7 @@ from atoll.cli.text import (
     Verbose,
     choose_level,
     duration,
+    faults_of_evaluation,
     log_level,
     log_lines,
     next_step,
@@ -178,6 +179,7 @@ def summary(done: Simulated) -> str:
         f"{number_of(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
         f"{number_of(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
+        faults_of_evaluation({str(version): why for version, why in done.not_evaluated.items()}),
         str(done.model),
     ]
     return "; ".join(filter(None, parts))

@@ -172,6 +172,21 @@ def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True)
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
+def faults_of_evaluation(failed: Mapping[str, str]) -> str:
+    """Return a text about versions without a complete evaluation, with the last problem; empty if there is none.
+
+    Args:
+        failed: version → the problem of its evaluation.
+    """
+    *earlier, last = failed.items() or [("", "")]
+    count = (
+        f"{len(earlier) + 1} versions without a complete evaluation, the last one"
+        if earlier
+        else "no complete evaluation of"
+    )
+    return f"{count} version {last[0]}: {last[1]}" if failed else ""
+
+
 def task_totals(tasks: Mapping[str, int]) -> str:
     """Return a text that says how many tasks were sent, and in which ways; empty if none was sent.
 

@@ -269,6 +269,7 @@ _NOT_IN_A_SWARM = {
     "rounds.best_metric": "the server has no tensors in a swarm and cannot keep the best version",
     "model.ranks": "no rank of a sharded worker has the whole model",
     "disk.durability": "in a swarm the tensors are not on the server's disk",
+    "disk.keep_updates": "in a swarm the server gets no updates",
 }
 """Settings that swarms do not support yet, and why."""
 
@@ -379,7 +380,12 @@ def _require_files(at: At) -> None:
             "disk.durability is 'power', but disk.in_files is false: data in memory does not survive a power loss.",
             "Set disk.durability to 'process', or disk.in_files to true.",
         )
-    exports, own = at("disk.export_dir"), [at("disk.state_dir") / name for name in ("slots", "objects")]
+    if not at("disk.in_files") and at("disk.keep_updates"):
+        raise ConfigError(
+            f"disk.keep_updates is {at('disk.keep_updates')}, but disk.in_files is false: there are no files to keep.",
+            "Leave disk.keep_updates out, or set disk.in_files to true.",
+        )
+    exports, own = at("disk.export_dir"), [at("disk.state_dir") / name for name in ("slots", "objects", "updates")]
     if exports is not None and exports.resolve() in [folder.resolve() for folder in own]:  # a link leads there, too
         raise ConfigError(
             f"disk.export_dir is {str(exports)!r}, where the server keeps its own files and removes all others.",

@@ -1,4 +1,4 @@
-"""The settings of a run: thirteen typed groups, validated when they are built, and immutable.
+"""The settings of a run: fourteen typed groups, validated when they are built, and immutable.
 
 The name of a setting is `group.key`. Set it in the run file (as a key in the TOML table of its group), with the
 environment variable `ATOLL_<GROUP>__<KEY>`, or with the option `--set group.key=value`. The command line overrides the
@@ -578,6 +578,58 @@ class Trust(Group):
     )
 
 
+class Limits(Group):
+    """What one site, address or stranger may take of the server, so that it slows itself and no other."""
+
+    first_update_s: float = Field(
+        3600.0,
+        ge=0,
+        description="Seconds for which a round waits, after its first update, for a site that has never contributed; "
+        "or as long again as that update took, if this is longer. Later rounds give the site a ticket, but do not wait "
+        "for it until it has contributed. 0: no limit.",
+    )
+    weight_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the weight of a round above which a warning names the site, if the round has three or "
+        "more; 1: no warning.",
+    )
+    wrong_credentials: int = Field(
+        30,
+        ge=1,
+        description="Wrong tokens and invitations a minute that one address may send; further requests with a wrong "
+        "one are refused unread (HTTP 429). Requests with a right one are answered all the same.",
+    )
+    connections: int | None = Field(
+        None, ge=1, description="Connections in all. Default: as many as the limit of open files allows."
+    )
+    address_connections: int = Field(
+        1024,
+        ge=1,
+        description="Connections of one address that have shown no credential yet. For a further one, the oldest of "
+        "them is closed.",
+    )
+    site_connections: int = Field(256, ge=1, description="Connections of one site.")
+    site_requests_per_s: float = Field(
+        500.0,
+        gt=0,
+        description="Requests a second of one site, reader or address without a credential, on average. Further ones "
+        "wait, and are refused if the wait is longer than 2 s (HTTP 429).",
+    )
+    sites: int = Field(1000, ge=1, description="Sites that may have joined over HTTP.")
+    joins_per_minute: int = Field(
+        600, ge=1, description="Joins a minute of one site, or of one address if sites need no credentials."
+    )
+    site_object_bytes: int = Field(
+        16 * 2**30,
+        ge=0,
+        description="Bytes on disk of the objects that one site publishes at the server, or one address if sites need "
+        "no credentials.",
+    )
+    event_streams: int = Field(200, ge=4, description="Streams of events in all; one caller gets a quarter of them.")
+
+
 def _by_name(value: object) -> object:
     """Return a list of names as a table: name → no options."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
@@ -672,6 +724,12 @@ class Disk(Group):
     max_pinned_versions: int = Field(
         4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."
     )
+    keep_updates: int = Field(
+        0,
+        ge=0,
+        description="Number of newest rounds whose updates the server keeps, with the versions that they start from: "
+        "`atoll verify` computes these rounds again. 0: an update is deleted as soon as its round is over.",
+    )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: no objects."
     )
@@ -701,6 +759,7 @@ class Settings(BaseModel):
     workflow: Workflow = Workflow()
     network: Network = Network()
     trust: Trust = Trust()
+    limits: Limits = Limits()
     disk: Disk = Disk()
     server: Server = Server()
     _source: dict[str, str] = PrivateAttr(default_factory=dict)

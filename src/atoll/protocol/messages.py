@@ -25,6 +25,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    JsonValue,
     StringConstraints,
     ValidationError,
     model_validator,
@@ -102,7 +103,17 @@ SHOWN_CHARS = 2000
 Shown = Annotated[str, _shown(SHOWN_CHARS)]
 """Text from the server. Unprintable characters are replaced by escapes, and a longer text is cut."""
 Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
-Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
+MOST_LABEL_CHARS = 2000
+"""Maximum number of characters of all labels of a site, names included: the status shows those of every site."""
+
+
+def _short(labels: dict[str, str]) -> dict[str, str]:
+    if (count := sum(map(len, (*labels, *labels.values())))) > MOST_LABEL_CHARS:
+        raise ValueError(f"the labels have {count} characters in all, more than {MOST_LABEL_CHARS}")
+    return labels
+
+
+Labels = Annotated[dict[LabelName, Label], Field(max_length=32), AfterValidator(_short)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 T = TypeVar("T")
 Many = Annotated[list[T], FailFast(), Field(max_length=MOST_LISTED)]
@@ -165,6 +176,14 @@ Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Interval = Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)]
 
 
+SINCE = "x-since-protocol"
+
+
+def since(protocol: int) -> dict[str, JsonValue]:
+    """Return the mark of a field that this protocol has added: its `json_schema_extra`."""
+    return {SINCE: protocol}
+
+
 class Message(BaseModel):
     """Base class of messages: frozen and strict. It refuses unknown fields, NaN and infinity."""
 
@@ -207,7 +226,10 @@ def _none_or_interval(seconds: float) -> float:
 class RunInfo(Message):
     """The facts about a run that a worker needs before it joins."""
 
-    protocol: Count = Field(description="Protocol version of the server.")
+    protocol: Count = Field(description="Protocol in which the server answers: the worker's, if the server serves it.")
+    oldest_protocol: Count = Field(
+        1, json_schema_extra=since(2), description="The oldest protocol of workers that the server serves."
+    )
     run: RunId = Field(description="Id of the run; a new state directory gives a new id.")
     name: Shown
     algorithm: ReceivedName
@@ -255,7 +277,10 @@ class RunInfo(Message):
     trains: bool = Field(True, description="Whether the run ever has rounds.")
     sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
     receipt_key: str = Field(
-        "", pattern="^([0-9a-f]{64})?$", description="Public key (Ed25519) of the server's receipts; empty: none."
+        "",
+        pattern="^([0-9a-f]{64})?$",
+        json_schema_extra=since(2),
+        description="Public key (Ed25519) of the server's receipts; empty: none.",
     )
     keeps_local: bool = Field(
         False, description="Whether sites keep the model that they submit, for a later evaluation."
@@ -577,7 +602,9 @@ class Outcome(Message):
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the acknowledged update.")
     staleness: Count = Field(0, description="Versions between the base of the update and the base of its round.")
     reason: Shown = ""
-    receipt: SignedReceipt | None = Field(None, description="The server's receipt of an accepted update.")
+    receipt: SignedReceipt | None = Field(
+        None, json_schema_extra=since(2), description="The server's receipt of an accepted update."
+    )
 
     @property
     def is_in(self) -> bool:
@@ -772,7 +799,9 @@ class Receipt(Message):
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
     unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
     digest: Hex32
-    receipt: SignedReceipt | None = Field(None, description="The same, signed, once the update is accepted.")
+    receipt: SignedReceipt | None = Field(
+        None, json_schema_extra=since(2), description="The same, signed, once the update is accepted."
+    )
 
 
 class ObjectOpen(Message):

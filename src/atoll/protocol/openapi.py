@@ -147,7 +147,7 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=SITES,
         request=messages.Join,
         reply=messages.Joined,
-        problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
+        problems=("server_lost", "schema_mismatch", "version_skew", "config"),
     ),
     Operation(
         "leave",
@@ -179,7 +179,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=messages.TicketRequest,
         reply=messages.TicketReply,
         lease=True,
-        problems=(*_LEASED, "gone", "config", "busy"),
+        problems=(*_LEASED, "gone", "config"),
     ),
     Operation(
         "get_ticket",
@@ -279,7 +279,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=messages.ObjectOpen,
         identity=True,
         reply=messages.ObjectOpened,
-        problems=("busy", "disk_full"),
+        problems=("disk_full",),
     ),
     Operation(
         "put_object_part",
@@ -289,7 +289,7 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=SITES,
         request=bytes,
         secret=True,
-        problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
+        problems=("gone", "conflict", "part_corrupt", "disk_full", "too_large"),
     ),
     Operation(
         "complete_object",
@@ -339,7 +339,7 @@ OPERATIONS: tuple[Operation, ...] = (
         request=task_messages.TaskRequest,
         reply=task_messages.TaskReply,
         lease=True,
-        problems=(*_LEASED, "config", "busy"),
+        problems=(*_LEASED, "config"),
     ),
     Operation(
         "answer_task",
@@ -379,7 +379,7 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=swarm_messages.PeerWork,
         lease=True,
         body_bytes=routes.REPORT_BODY_BYTES,
-        problems=(*_LEASED, "config", "busy"),
+        problems=(*_LEASED, "config"),
     ),
     Operation(
         "pause_run",
@@ -409,7 +409,7 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=ADMIN,
         request=admin_messages.RollBack,
         reply=admin_messages.Controlled,
-        problems=("conflict", "gone", "busy", "disk_full"),
+        problems=("conflict", "gone", "disk_full"),
     ),
     Operation(
         "get_authority",
@@ -428,7 +428,7 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=EVERYONE,
         request=identity_messages.Enrol,
         reply=identity_messages.Credential,
-        problems=("busy", "disk_full"),
+        problems=("disk_full",),
     ),
     Operation(
         "renew",
@@ -547,7 +547,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", callers=READERS, reply=dict[str, Any]),
 )
 
-COMMON_PROBLEMS = ("bad_request", "auth", "forbidden", "server_failed")
+COMMON_PROBLEMS = ("bad_request", "auth", "forbidden", "busy", "server_failed")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers, but `file`."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-PROTOCOL = 1
-"""Protocol version. It rises with every incompatible change. Server and worker compare it when a worker joins."""
+PROTOCOL = 2
+"""Version of the protocol. It rises once in a release whose answers have new fields: see `served_versions`."""
+OLDEST_PROTOCOL = 1
+"""The oldest one of workers that a server serves: that of two minor versions before."""
+PROTOCOL_HEADER = "Atoll-Protocol"
+"""Header with the worker's protocol. Workers of protocol 1 do not send it."""
 
 RUN = "/v1/run"
 SCHEMA = "/v1/schema"
@@ -65,6 +69,9 @@ PROBLEM_BYTES = CONTROL_BODY_BYTES
 REPORT_BODY_BYTES = 16 * 2**20
 """Maximum size of a swarm worker's report, in bytes. A report contains the digests of all parts of a version."""
 
+LEAST_BYTES_PER_S = 1024
+"""Bytes a second that a transfer has to bring forward, on average over its idle timeout. A peer that sends or reads a
+byte now and then would otherwise keep its place for ever. A slower line carries no model."""
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from atoll.format_text import about, duration, number_of, quoted, visible
 from atoll.protocol.status_messages import GLOBAL, FragmentStatus, Headline, RoundSummary, Status, WorkerStatus
 
-LATE = 2.0
-"""A round is late if it is open for longer than this many times the usual time of a round."""
-LEAST_LATE_S = 3.0
+LATE, LATER_S = 2.0, 1.0
+"""What takes this many times as long as usual, and these seconds longer, is late."""
 START_S = 60.0
 """Seconds that a server waits for its first sites before a person has to start them."""
 RISES, RISE = 3, 1.5
@@ -96,7 +95,7 @@ def _training(status: Status, trouble: Trouble) -> Headline:
         name = ended[0].site if ended else "NAME"
         text = f"{_round(status, fragment)} cannot close: {_short(trouble.sites)}{_stop(trouble.sites)}"
         return _act(f"{text}{_end(status, 'that')}{learns}", _start(status, name))
-    awaited, end_waits_for = _awaited(status, fragment)
+    awaited, end_waits_for, late = _awaited(status, fragment)
     opened = f"{_round(status, fragment)} {awaited}"
     if ended:
         others = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
@@ -104,23 +103,24 @@ def _training(status: Status, trouble: Trouble) -> Headline:
         why = f": {_short(ended[0].error)}" if ended[0].error else ""
         text = f"{quoted(ended[0].site)}{others} {how}{why}{_stop(why)} The run goes on without it. {opened}"
         text += f"{_end(status, end_waits_for)}{learns}"
-        return _act(text, _start(status, ended[0].site), held_up=bool(end_waits_for))
+        return _act(text, _start(status, ended[0].site), held_up=bool(end_waits_for), late=late)
     refused = [each for each in status.workers if each.state == "alive" and each.refused]
     if refused:
         first = refused[0]
         why = f"The updates of {quoted(first.site)} do not count: {_short(first.refused)}{_stop(first.refused)}"
         todo = "Check its data and learning rate, and start it again."
-        return _act(f"{why} {todo} {opened}{_end(status, quoted(first.site))}{learns}", _start(status, first.site))
+        text = f"{why} {todo} {opened}{_end(status, quoted(first.site))}{learns}"
+        return _act(text, _start(status, first.site), late=late)
     if rise := _rise(status):
         until = f" Unless it is stopped, it goes on to round {status.rounds}." if status.rounds else ""
-        stop = "atoll stop" + (f" --server {status.address}" if status.address else "")
+        stop = f"atoll stop{_at_server(status)}"
         return _act(f"The run diverges: its loss rose {rise}. {opened}{until}", stop)
     text = f"{opened}{_end(status, end_waits_for)}{learns}"
-    return _held_up(text) if end_waits_for else _calm(text)
+    return Headline(text=visible(text), held_up=bool(end_waits_for), late=late)
 
 
-def _act(text: str, command: str, *, held_up: bool = True) -> Headline:
-    return Headline(text=visible(text), act=True, held_up=held_up, command=command)
+def _act(text: str, command: str, *, held_up: bool = True, late: Sequence[str] = ()) -> Headline:
+    return Headline(text=visible(text), act=True, held_up=held_up, command=command, late=list(late))
 
 
 def _calm(text: str, command: str = "") -> Headline:
@@ -145,8 +145,12 @@ def _slowest(status: Status) -> FragmentStatus:
 
 
 def _start(status: Status, site: str) -> str:
-    server = f" --server {status.address}" if status.address else ""
-    return f"atoll worker{server} --site {shlex.quote(site)} -- python train.py"
+    return f"atoll worker{_at_server(status)} --site {shlex.quote(site)} -- python train.py"
+
+
+def _at_server(status: Status) -> str:
+    address = status.public_address or status.address
+    return f" --server {address}" if address else ""
 
 
 def _round(status: Status, fragment: FragmentStatus) -> str:
@@ -159,23 +163,39 @@ def _at(status: Status) -> str:
     return f" in {round_[:1].lower()}{round_[1:]}" if round_ else ""
 
 
-def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str]:
-    """Return how long the round is open and what it waits for, as the rest of a sentence; and what the end waits for.
+def is_late(spent_s: float, usual_s: float) -> bool:
+    """Return whether something takes much longer than usual.
 
-    The second text is empty while nothing is in the way of the end.
+    Args:
+        spent_s: seconds so far.
+        usual_s: its usual seconds.
+    """
+    return spent_s > max(LATE * usual_s, usual_s + LATER_S)
+
+
+def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[str]]:
+    """Return what the round waits for, as the rest of a sentence; what the end waits for; and the sites that are late.
+
+    The second text is empty while nothing is in the way of the end. In an asynchronous run, a site may be late although
+    no other waits for it.
     """
     if fragment.phase == "closing":
         aggregator = fragment.place.aggregator if fragment.place else ""
         where = f" at {quoted(aggregator)}" if aggregator else ""
-        return f"is closed: its updates are aggregated{where}.", ""
+        return f"is closed: its updates are aggregated{where}.{_late_alone(status)[0]}", "", _late_alone(status)[1]
     usual_s = usual_round_s(status.history)
-    late = usual_s is not None and fragment.open_s > max(LATE * usual_s, LEAST_LATE_S)
+    late = usual_s is not None and is_late(fragment.open_s, usual_s)
     opened = f"has been open for {duration(fragment.open_s)}"
     if late and usual_s:
         opened += f", {fragment.open_s / usual_s:.0f} times as long as usual,"
     if not fragment.waiting_for:
         is_short = "for another site" in fragment.reason
-        return f"{opened} and {fragment.reason or 'is about to close'}.", "that" if late or is_short else ""
+        told, sites = _late_alone(status)
+        return (
+            f"{opened} and {fragment.reason or 'is about to close'}.{told}",
+            "that" if late or is_short else "",
+            sites,
+        )
     workers = {each.site: each for each in status.workers}
     sites = [each.site for each in fragment.waiting_for]
     facts = [_doing(workers.get(site), status.workers) for site in sites[:MOST_NAMES]]
@@ -186,12 +206,27 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str]:
     is_away = any(site not in workers or workers[site].state != "alive" for site in sites)
     in_the_way = ("it" if len(sites) == 1 else "them") if late or why or is_away else ""
     if not in_the_way and len(sites) == alive > 1 and len({fact for fact in facts if fact}) <= 1:
-        return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}.", ""
+        return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}.", "", []
     names = [f"{quoted(site)} ({fact})" if fact else quoted(site) for site, fact in zip(sites, facts, strict=False)]
     if len(sites) > len(names):
         names.append(number_of(len(sites) - len(names), "other site"))
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
-    return f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}.", in_the_way
+    text = f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}."
+    return text, in_the_way, sites if in_the_way else []
+
+
+def _late_alone(status: Status) -> tuple[str, list[str]]:
+    """Return a sentence about the late sites of an asynchronous run, with a space before it; and their names."""
+    if status.mode != "asynchronous":
+        return "", []
+    late = [each for each in status.workers if each.usual_s and is_late(each.ticket_s, each.usual_s)]
+    if not late:
+        return "", []
+    first, others = late[0], f" and {len(late) - 1} more" if len(late) > 1 else ""
+    times = f"{duration(first.ticket_s)}, {first.ticket_s / first.usual_s:.0f} times as long as usual"
+    verb = "are" if others else "is"
+    text = f" {quoted(first.site)}{others} {verb} late: {times}. The other sites do not wait."
+    return text, [each.site for each in late]
 
 
 def _doing(worker: WorkerStatus | None, workers: Sequence[WorkerStatus]) -> str:

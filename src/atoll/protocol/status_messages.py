@@ -49,7 +49,14 @@ class WorkerStatus(Message):
     steps_per_s: Estimate = 0.0
     rounds: Count = Field(0, description="Number of the site's counted updates.")
     version: Count = 0
-    staleness: Count = Field(0, description="Rounds between the site's version and the head.")
+    staleness: Count = Field(
+        0, description="Rounds between the site's version and the head. It means something only while it has a ticket."
+    )
+    ticket_s: Estimate = Field(0.0, description="Seconds for which the site has its open ticket; 0: it has none.")
+    usual_s: Estimate = Field(
+        0.0,
+        description="Its usual seconds from a ticket to the complete update; 0: not known since the server's start.",
+    )
     local_steps: Steps = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
     bytes_down: Count = Field(0, description="Bytes sent to the site since the server started.")
@@ -217,6 +224,9 @@ class EvaluationStatus(Message):
     seconds: Estimate = Field(0.0, description="Seconds that its evaluation took.")
     running: Count | None = Field(None, description="The version that is evaluated now.")
     problem: Shown = Field("", description="Why the last evaluation gave no result, or no complete one; else empty.")
+    failed: Table[Shown] = Field(
+        default_factory=dict, description="Version → problem of its evaluation: the last ones since the server's start."
+    )
 
 
 class TaskStatus(Message):
@@ -250,6 +260,10 @@ class Headline(Message):
     act: bool = Field(False, description="Whether the run needs a person.")
     held_up: bool = Field(
         False, description="Whether the run is late or paused, or lacks what its end depends on. No end is then told."
+    )
+    late: Many[Shown] = Field(
+        default_factory=list,
+        description="Sites that hold the run up; in an asynchronous run also those that take much longer than usual.",
     )
     command: Shown = Field("", description="The command for what comes next; NAME and train.py stand for your own.")
 

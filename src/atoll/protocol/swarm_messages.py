@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from atoll.config.settings import MAX_WEIGHT
-from atoll.protocol.messages import Count, Estimate, Hex32, Message, OptionName, Options, Reference, Site, Text
+from atoll.protocol.messages import Count, Estimate, Hex32, Message, OptionName, Options, Reference, Site, Text, since
 from atoll.protocol.routes import DIGEST_BYTES
 from atoll.protocol.values import FrozenRound
 from atoll.registry import ReceivedName
@@ -166,7 +166,15 @@ class PeerWork(Message):
         description="Addresses of all other workers, which the server has checked. A worker connects to no others.",
     )
     sites: list[Site] = Field(
-        default_factory=list, max_length=MOST_PEERS, description="The site of each of `peers`, in the same order."
+        default_factory=list,
+        max_length=MOST_PEERS,
+        json_schema_extra=since(2),
+        description="The site of each of `peers`, in the same order.",
+    )
+    ended: dict[Site, Count] = Field(
+        default_factory=dict,
+        max_length=MOST_PEERS,
+        description="Site → Unix time: certificates that were issued before have ended. Of a revoked site, all have.",
     )
     probe: list[Address] = Field(
         default_factory=list, max_length=MOST_PEERS, description="Test the connection to these; they are in `peers`."

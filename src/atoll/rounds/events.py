@@ -209,6 +209,13 @@ class LeaseEnded(Decision):
 
 
 @dataclass(frozen=True, slots=True)
+class SitesForgotten(Decision):
+    """These sites, which have never contributed and take part no more, make room for another one."""
+
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseRefused(Effect):
     """The sender's lease is void. The sender may join again unless its site has a newer process (`superseded`)."""
 

@@ -28,6 +28,7 @@ from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTic
 NEXT_ROUND = "counts from the next round on"
 STATE_BEGINS = "the state of the run's algorithm begins at zero again, so this round is trained again"
 NOT_DRAWN = "was not drawn for this round; each round draws again"
+LATE = "it has never sent an update, and other sites join"
 STOPPED = "the run was stopped by its admin before this round ended"
 
 
@@ -73,6 +74,8 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
 
 
 def _join(draft: StateDraft, site: str) -> None:
+    if site not in draft.state.members and len(draft.state.members) >= draft.state.rules.most_sites:
+        _make_room(draft)
     lease = draft.state.next_lease
     members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
@@ -84,6 +87,22 @@ def _join(draft: StateDraft, site: str) -> None:
             tickets = {other: ticket for other, ticket in round_.tickets.items() if other != site}
             draft.change_round(fragment, tickets=tickets)
     _review_rounds(draft)
+
+
+def _make_room(draft: StateDraft) -> None:
+    """Forget the sites that have never contributed and are late, or take part no more."""
+    for fragment in range(len(draft.state.rounds)):
+        for site in draft.state.late:
+            _end_open(draft, fragment, "its site ends", LATE, site=site)
+    members, late = draft.state.members, draft.state.late
+    _end(draft, [site for site in sorted(late) if site in members and members[site].alive], "falls silent", LATE)
+    state = draft.state
+    kept = state.proven | {each.site for round_ in state.rounds for each in round_.tickets.values() if each.is_live}
+    gone = tuple(sorted(each.site for each in state.members.values() if not each.alive and each.site not in kept))
+    if gone:
+        members = {site: member for site, member in state.members.items() if site not in gone}
+        draft.change(members=members, late=state.late.difference(gone))
+        draft.effects.append(events.SitesForgotten(gone))
 
 
 def _end(draft: StateDraft, sites: Iterable[str], event: str, detail: str) -> None:
@@ -134,7 +153,7 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
         reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
     elif ticket and ticket.state == "sat out":
         reason = f"it sits out this round; the round {draft.state.why(fragment, draft.now_s)}"
-    elif ticket is None and site not in round_.expected:
+    elif ticket is None and site not in round_.expected and site not in draft.state.late:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     elif draft.state.paused and not (ticket and ticket.state == "open"):
         reason = PAUSED
@@ -195,6 +214,8 @@ def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusedUpda
     order = event.order if isinstance(event, events.UpdateAccepted) else 0
     reason = event.reason if isinstance(event, events.RefusedUpdate) else ""
     draft.put(replace(ticket, state=state, reason=reason, order=order))
+    if state == "accepted" and ticket.site not in draft.state.proven:
+        draft.change(proven=draft.state.proven | {ticket.site}, late=draft.state.late - {ticket.site})
     _drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)
     if state == "accepted" and round_.phase == "open" and round_.first_s is None:
@@ -378,9 +399,10 @@ def _begin_anew(draft: StateDraft, why: str) -> None:
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     """Return the state that the journal describes, and the effects that were not carried out before a crash.
 
-    Heartbeat timeouts and deadlines restart at `now_s`. A round that was being aggregated stays `closing`: the caller
-    aggregates it again and reports `VersionCommitted`. If the server crashes again, another call returns the same
-    state, whether or not the effects of this call were written to the journal.
+    Heartbeat timeouts and deadlines restart at `now_s`; no site is late with its first update yet. A round that was
+    being aggregated stays `closing`: the caller aggregates it again and reports `VersionCommitted`. If the server
+    crashes again, another call returns the same state, whether or not the effects of this call were written to the
+    journal.
 
     Args:
         rules: rules of the rounds.
@@ -417,6 +439,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
         progress=journal.progress,
         paused=journal.paused,
         stopping=journal.stopping,
+        proven=journal.proven | {each.site for each in journal.tickets if each.state == "accepted"},
     )
     draft = StateDraft(state, now_s)
     for fragment, round_ in enumerate(rounds):
@@ -465,6 +488,9 @@ def _review_rounds(draft: StateDraft) -> None:
             if limit is not None:  # expire tickets with an update that would be refused as too stale
                 reason = f"its base is more than async.max_staleness = {limit} behind version {head}"
                 _end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
+            sites, until_s = draft.state.newcomers(fragment)
+            if draft.now_s >= until_s:
+                draft.change(late=draft.state.late.union(sites))
             _revise(draft, fragment)
             _judge(draft, fragment)
 
@@ -482,7 +508,7 @@ def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
     """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
-    rules, alive = draft.state.rules, draft.state.active_s
+    rules, alive = draft.state.rules, draft.state.awaited
     drawn = rules.sampling.draw(alive, fragment, round_.head + round_.sat_out_rounds, at_least=rules.floor)
     expected = dict.fromkeys(drawn, draft.now_s)
     tickets = _pending_tickets(round_) if draft.state.is_async(fragment) else {}
@@ -505,7 +531,7 @@ def _revise(draft: StateDraft, fragment: int) -> None:
     """Set the expected sites of an open round.
 
     In an asynchronous round, these are all sites that may submit and do not sit out the round, and all sites with an
-    accepted update.
+    accepted update. No round expects a site that is late with its first update.
 
     In a synchronous round, these are:
       - the sites with an accepted update, alive or not;
@@ -514,7 +540,7 @@ def _revise(draft: StateDraft, fragment: int) -> None:
     If these are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
     round_, members = draft.round(fragment), draft.state.members
-    floor, alive = draft.state.rules.floor_without(len(round_.sat_out)), draft.state.active_s.keys()
+    floor, alive = draft.state.rules.floor_without(len(round_.sat_out)), draft.state.awaited
     state_of = {site: ticket.state for site, ticket in round_.tickets.items()}
     if draft.state.is_async(fragment):
         accepted = {site for site, state in state_of.items() if state == "accepted"}

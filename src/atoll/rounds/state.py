@@ -8,8 +8,9 @@ times, because the values of this clock mean nothing after a restart.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -45,6 +46,9 @@ class Rules:
         max_inflight: number of fragments for which one worker may have unfinished updates at a time.
         held: whether the first round must wait for the event `TrainingBegins`.
         all_drawn: whether `min_sites` stands for all sites of a round. Then those that sit out are not needed.
+        first_update_s: seconds for which a round waits for a site that has never contributed, after the round's first
+            update; 0 for no limit.
+        most_sites: number of members from which on a new one replaces those that have never contributed.
     """
 
     sites: int
@@ -59,6 +63,8 @@ class Rules:
     max_inflight: int = 1
     held: bool = False
     all_drawn: bool = False
+    first_update_s: float = 3600.0
+    most_sites: int = 1000
 
     @classmethod
     def from_settings(
@@ -101,6 +107,8 @@ class Rules:
             max_inflight=settings.diloco.max_inflight,
             held=held,
             all_drawn=all_drawn,
+            first_update_s=settings.limits.first_update_s,
+            most_sites=settings.limits.sites,
         )
 
     @property
@@ -181,6 +189,8 @@ class State:
             the sites announce their end again.
         paused: whether the admin has paused the run. A round that was open then is still open.
         stopping: whether the admin has ended the run. Rounds that are open or closing are its last ones.
+        proven: sites that have contributed: an update of theirs was accepted.
+        late: sites that have not, and that no round waits for any more. Each round gives them a ticket all the same.
     """
 
     rules: Rules
@@ -193,6 +203,8 @@ class State:
     ending: frozenset[str] = frozenset()
     paused: bool = False
     stopping: bool = False
+    proven: frozenset[str] = frozenset()
+    late: frozenset[str] = frozenset()
 
     @property
     def why_ended(self) -> str:
@@ -206,6 +218,25 @@ class State:
         if not self.ending:
             return self.seen_s
         return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}
+
+    @property
+    def awaited(self) -> Set[str]:
+        """The live sites that may still submit updates, and that rounds wait for."""
+        return self.active_s.keys() - self.late if self.late else self.active_s.keys()
+
+    def newcomers(self, fragment: int) -> tuple[list[str], float]:
+        """Return the sites that an open round waits for although they have never contributed, and until when it does.
+
+        It waits for `rules.first_update_s` after its first update, or for as long again as that update took if this is
+        longer. If sites sat out and none has submitted, the time counts from the round's beginning. Infinity: no end.
+        """
+        round_, wait_s = self.rounds[fragment], self.rules.first_update_s
+        if round_.phase != "open" or self.paused or not wait_s or self.proven.issuperset(round_.expected):
+            return [], math.inf
+        sites = [site for site in round_.expected if site not in self.proven]
+        if round_.first_s is None:
+            return sites, round_.opened_s + wait_s if round_.sat_out else math.inf
+        return sites, round_.first_s + max(wait_s, round_.first_s - round_.opened_s)
 
     @property
     def finished(self) -> bool:
@@ -265,7 +296,7 @@ class State:
         round_ = self.rounds[fragment]
         sites = round_.sat_out
         enough = bool(sites) and len(sites) >= self.rules.floor_without(len(sites)) and not round_.frozen
-        return enough and not round_.expected and {*self.active_s} <= {*sites} and bool(self.active_s)
+        return enough and not round_.expected and self.awaited <= {*sites} and bool(self.active_s)
 
     def ticket_by_id(self, number: int) -> IssuedTicket | None:
         """Return the ticket with this number if it is in a current round; else None."""
@@ -362,6 +393,7 @@ class State:
         A sign of life of a worker can move this time. So read this property again when a timer fires.
         """
         times = [round_.until_s for round_ in self.rounds if round_.phase == "open" and round_.until_s is not None]
+        times += [until_s for f in range(len(self.rounds)) if (until_s := self.newcomers(f)[1]) < math.inf]
         timeout_s = self.rules.heartbeat_timeout_s
         if timeout_s and self.seen_s:
             times.append(min(self.seen_s.values()) + timeout_s)
@@ -413,7 +445,7 @@ class Snapshot:
         next_lease: number of the next lease.
         finished: whether `RunFinished` is in the journal.
         progress: summary of the tracked metric over all versions in the journal.
-        paused, stopping: as in `State`.
+        paused, stopping, proven: as in `State`.
     """
 
     fragments: tuple[FragmentSnapshot, ...]
@@ -425,6 +457,7 @@ class Snapshot:
     progress: MetricProgress = field(default_factory=MetricProgress)
     paused: bool = False
     stopping: bool = False
+    proven: frozenset[str] = frozenset()
 
 
 StepResult = tuple[State, tuple[Effect, ...]]

@@ -34,6 +34,7 @@ from atoll.server.coordinator.trackers import Trackers, makers_of
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.update_operations import UpdateOperations
 from atoll.server.http.webhook import Webhook
+from atoll.server.recorded_rules import record_rules
 from atoll.server.startup import OpenedRun
 from atoll.server.swarm.assignments import SwarmRounds
 from atoll.server.tasks.task_payloads import TaskFilters
@@ -89,6 +90,7 @@ def assemble(
     run.events.subscribe("the reported numbers", admission.reports.on_event)
 
     filtering = Filtering(filters.results, plan, store, run.user_threads)
+    record_rules(plan, store, has_filters=bool(filters.results))
     place: RoundPlace = SwarmRounds(run, admission, leases) if plan.is_swarm else LocalRounds(run, filtering)
 
     objects, answer_filter = PublishedObjects(run), None
@@ -105,7 +107,7 @@ def assemble(
             lambda: background.unsaved.values(),
             history.warnings,
             evaluation.warnings,
-            lambda: admission.reports.warnings,
+            lambda: [*admission.reports.warnings, *admission.metric_warnings.values()],
             extensions.warnings,
         ],
     )

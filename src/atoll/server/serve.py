@@ -404,6 +404,8 @@ class Server:
                     fixed(secure) if secure else None,
                     files=files,
                     idle_timeout_s=network.idle_timeout_s,
+                    most=self.settings.limits.connections,
+                    most_of_address=self.settings.limits.address_connections,
                 )
 
             failed: Exception | None = None

@@ -142,6 +142,7 @@ def open_run(
             durability=settings.disk.durability,
             keep_versions=settings.disk.keep_versions,
             max_pins=settings.disk.max_pinned_versions,
+            keep_updates=settings.disk.keep_updates,
             in_memory=not settings.disk.in_files,
         )
         try:
@@ -175,6 +176,8 @@ def open_run(
                     model = loaded_model(settings, loaded, plan.schema.model)
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
+            for index in range(len(plan.fragments) if not plan.is_swarm else 0):
+                store.versions.write_durable(index)  # else a power loss before the next version could take all of them
             if begun:
                 _take_up_changes(plan, store, where)
         except BaseException:
@@ -216,6 +219,7 @@ def _opened(plan: Plan) -> Iterator[Store]:
         durability=disk.durability,
         keep_versions=disk.keep_versions,
         max_pins=disk.max_pinned_versions,
+        keep_updates=disk.keep_updates,
     ) as store:
         _recover(plan, store)
         yield store

@@ -66,6 +66,7 @@ class Simulated:
         late: number of updates that came after their round had closed.
         global_metrics: metrics of the last version, by the function that evaluates versions at the server.
         refused: site → number of its refused updates.
+        not_evaluated: version → why the function that evaluates versions gave no metrics, or not all.
     """
 
     model: Path
@@ -81,6 +82,7 @@ class Simulated:
     late: int
     refused: dict[str, int]
     global_metrics: dict[str, float] = field(default_factory=dict)
+    not_evaluated: dict[int, str] = field(default_factory=dict)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -348,7 +350,13 @@ class Simulation:
             late=scheduler.late,
             refused=dict(scheduler.refused),
             global_metrics=dict(last.global_metrics) if last else {},
+            not_evaluated=not_evaluated(served.evaluation.status()),
         )
+
+
+def not_evaluated(evaluation: status_messages.EvaluationStatus | None) -> dict[int, str]:
+    """Return version → why the function that evaluates versions gave no metrics, or not all."""
+    return {int(version): why for version, why in evaluation.failed.items()} if evaluation is not None else {}
 
 
 def names_of(sites: int | Sequence[str]) -> list[str]:

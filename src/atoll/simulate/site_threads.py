@@ -30,7 +30,7 @@ from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.progress import Progress
 from atoll.simulate.script import given_function, name_of
 from atoll.simulate.simulated_site import result_of_error
-from atoll.simulate.simulation import Simulated, names_of
+from atoll.simulate.simulation import Simulated, names_of, not_evaluated
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.training.federated_loop import Worker
 
@@ -219,6 +219,7 @@ class _Threads:
             late=0,
             refused=dict(self._refused),
             global_metrics=dict(status.history[-1].global_metrics) if status.history else {},
+            not_evaluated=not_evaluated(status.evaluation),
         )
 
 

@@ -121,6 +121,7 @@ class Slot:
         holds: kind of hold, such as "writer" → number of holds.
         one_writes: lock for writes to this file. The kernel lets only one thread at a time write to a file; with this
             lock, the other threads wait without using CPU time.
+        is_kept: whether the file stays as it is under another name. Then the slot is removed, not rewritten.
     """
 
     number: int
@@ -128,6 +129,7 @@ class Slot:
     fd: int
     holds: Counter[str] = field(default_factory=Counter)
     one_writes: threading.Lock = field(default_factory=threading.Lock)
+    is_kept: bool = False
 
     def __post_init__(self) -> None:
         self.close = weakref.finalize(self, os.close, self.fd)
@@ -272,8 +274,21 @@ class SlotPool:
             if not slot.free or self._slots.get(slot.number) is not slot:
                 return
             self._free.add(slot.number)
-            if self._most is not None and len(self._slots) > self._most:
+            if slot.is_kept or (self._most is not None and len(self._slots) > self._most):
                 self._remove(slot)
+
+    def keep(self, slot: Slot, path: Path) -> None:
+        """Give a slot's file another name, under which the file stays as it is until `path` is removed.
+
+        Raises:
+            StoreError: the file cannot have another name.
+        """
+        try:
+            path.unlink(missing_ok=True)
+            os.link(slot.path, path)
+        except OSError as error:
+            raise file_error(error, path) from error
+        slot.is_kept = True
 
     @contextmanager
     def held(self, slot: Slot, why: str) -> Iterator[None]:

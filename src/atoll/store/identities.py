@@ -21,6 +21,10 @@ from atoll.tensors.reference import hash_of_secret
 OVERLAP_S = 600.0
 """Seconds for which the credential before a renewal is still accepted once the new one was used: connections that were
 opened with it, and other processes of the site, go on meanwhile."""
+NEVER = 2**52
+"""Unix time that no certificate is issued at."""
+SIGNING_S = 2.0
+"""Most seconds between the issue of a certificate and the row that says so."""
 INVITE = "Ask the admin of the run for an invitation: `atoll invite {site}`."
 
 
@@ -80,6 +84,24 @@ class KnownSites:
                 f"If one of the clocks is wrong, correct it. {remedy}",
             )
         return "", ""
+
+    def ended(self, most: int) -> dict[str, int]:
+        """Return which certificates have ended before their time, for workers of a swarm, which see no journal.
+
+        Args:
+            most: largest number of sites; the newest ones.
+
+        Returns:
+            Site → Unix time: those issued before have ended. `NEVER`: all have, since the site was revoked.
+        """
+        rows = [row for row in self.rows.values() if row.state == "revoked" or row.enrolments > 1]
+        rows = sorted(rows, key=lambda row: row.since)[-most:]
+        return {
+            row.site: NEVER
+            if row.state == "revoked"
+            else int(datetime.fromisoformat(row.since).timestamp() - SIGNING_S)
+            for row in sorted(rows, key=lambda row: row.site)
+        }
 
     def has_credential(self, site: str) -> bool:
         """Return whether a site has enrolled or was revoked: then a request without a credential cannot be its."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import re
 import sqlite3
@@ -23,8 +24,10 @@ from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, transie
 from atoll.format_text import of_fragment
 from atoll.posix import FULL, file_error, open_own
 from atoll.runtime import failpoint
-from atoll.store import journal_tables
+from atoll.store import journal_tables, migrations
 from atoll.store.journal_tables import CHECKED, CHECKED_LATER, SCHEMA, SCHEMA_VERSION, Table
+
+LOG = logging.getLogger("atoll.server")
 
 Durability = Literal["process", "power"]
 Row = TypeVar("Row")
@@ -65,7 +68,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, durability: Durability, *, begin: bool = True) -> None:
-        """Open the journal at `path`, or create one if the file is missing or empty.
+        """Open the journal at `path`, or create one if the file is missing or empty. Migrate one of an older version.
 
         Args:
             path: path of the SQLite file.
@@ -73,8 +76,8 @@ class Journal:
             begin: whether a new journal may be created. Pass False if files of an earlier run exist.
 
         Raises:
-            StateCorrupt: the file is not a journal, is damaged or was written by another version of Atoll. Or it is
-                missing or empty, and `begin` is False.
+            StateCorrupt: the file is not a journal, is damaged, or is of a version that this Atoll does not read. Or it
+                is missing or empty, and `begin` is False.
             StoreError: the file cannot be opened.
         """
         self.path, self.durability = path, durability
@@ -128,6 +131,8 @@ class Journal:
             raise StateCorrupt(f"{self.path} is missing or empty, but files of its run exist.", NEW_RUN)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute(f"PRAGMA synchronous = {self._level}")
+        if 0 < version < SCHEMA_VERSION:
+            self._migrate(version)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if version == 0:
@@ -142,6 +147,31 @@ class Journal:
                 raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
         require_unchanged(self._db, self.path, set(CHECKED) - {CHECKED_LATER})
         journal_tables.write_checksums(self._db)
+
+    def _migrate(self, version: int) -> None:
+        """Make a journal of today's version out of an older one: wholly or, after a kill or an error, not at all."""
+        damaged = next(journal_tables.changed_rows(self._db, migrations.checked_in(self._db) - {CHECKED_LATER}), None)
+        if damaged is not None:
+            raise _changed(self.path, damaged)
+        backup = migrations.back_up(self._db, self.path, version, self.sync)
+        self.sync_folder(self.path.parent)
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            migrations.migrate(self._db, version)
+            require_unchanged(self._db, self.path, set(CHECKED) - {CHECKED_LATER})
+            failpoint("journal.migrate")
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute(f"PRAGMA synchronous = {self._level}")
+        LOG.info(
+            "%s was of journal version %d, and is of version %d now. As it was, it is kept as %s. An older Atoll "
+            "cannot go on from here: for that, restore the whole directory from a backup",
+            *(self.path, version, SCHEMA_VERSION, backup),
+        )
 
     @contextmanager
     def transaction(self, *, synced: bool = False) -> Iterator[None]:
@@ -487,7 +517,7 @@ def journal_failed(error: StoreError) -> bool:
 
 
 def require_journal(db: sqlite3.Connection, path: Path) -> int:
-    """Check that a database is a journal that this version of Atoll reads. Return its version; 0 if it has no tables.
+    """Check that a database is a journal that this Atoll reads or migrates. Return its version; 0 if it has no tables.
 
     Args:
         db: connection to the database.
@@ -503,10 +533,13 @@ def require_journal(db: sqlite3.Connection, path: Path) -> int:
             f"{path} belongs to another program: it has the table {min(tables)!r}.",
             "Move it away, or set another disk.state_dir.",
         )
-    if version not in (0, SCHEMA_VERSION):
+    if version and not migrations.OLDEST <= version <= SCHEMA_VERSION:
         raise StateCorrupt(
-            f"{path} has journal version {version}, but this Atoll reads version {SCHEMA_VERSION}.",
-            "Use the version of Atoll that wrote it.",
+            f"{path} has journal version {version}, but this Atoll reads versions {migrations.OLDEST} to "
+            f"{SCHEMA_VERSION}.",
+            "A newer Atoll wrote it. Upgrade Atoll here; nothing was changed."
+            if version > SCHEMA_VERSION
+            else "Start its server once with an older Atoll that reads it, or use the version of Atoll that wrote it.",
         )
     return int(version)
 
@@ -522,7 +555,7 @@ def require_unchanged(db: sqlite3.Connection, path: Path, tables: Iterable[str] 
     Raises:
         StateCorrupt: a table or a row is damaged or was changed.
     """
-    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db, tables)
+    changed = journal_tables.changed_definition(db) or next(journal_tables.changed_rows(db, tables), None)
     if changed is not None:
         raise _changed(path, changed)
 

@@ -14,7 +14,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -81,17 +81,14 @@ def register_row_check(db: sqlite3.Connection) -> None:
     db.create_function("row_check", -1, row_check, deterministic=True)
 
 
-def changed_row(db: sqlite3.Connection, tables: Iterable[str]) -> str | None:
-    """Return the first row of these tables that does not match its checksum, by `named_row`. None if all rows match."""
+def changed_rows(db: sqlite3.Connection, tables: Iterable[str]) -> Iterator[str]:
+    """Yield the rows of these tables that do not match their checksums, by `named_row`."""
     register_row_check(db)
     for table in tables:
         keys, columns = _columns(db, table)
-        found = db.execute(
-            f"SELECT {', '.join(keys)} FROM {table} WHERE row_check != row_check({', '.join(columns)}) LIMIT 1"
-        ).fetchone()
-        if found:
-            return named_row(table, dict(zip(keys, found, strict=True)))
-    return None
+        wrong = f"SELECT {', '.join(keys)} FROM {table} WHERE row_check != row_check({', '.join(columns)})"
+        for found in db.execute(wrong):
+            yield named_row(table, dict(zip(keys, found, strict=True)))
 
 
 def named_row(table: str, keys: Mapping[str, object]) -> str:

@@ -38,9 +38,12 @@ from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
 LOG = logging.getLogger("atoll.server")
 
-MOST_OBJECTS = 10_000
-MOST_OPEN = 64
+MOST_OBJECTS, MOST_OBJECTS_OF_ONE = 10_000, 2000
+"""Maximum number of objects, in all and of one publisher."""
+MOST_OPEN, MOST_OPEN_OF_ONE = 128, 16
 """Maximum number of objects that are uploaded at the same time. Each needs an open file descriptor."""
+BLOCK_BYTES = 4096
+"""A file takes whole blocks of this size on disk; an object has two files."""
 HELD_S = 10 * 365 * 86400.0
 """Lifetime of the server's own objects, in seconds. It is so long that they do not expire."""
 
@@ -57,10 +60,12 @@ class Entry:
         expires_at: expiry time in seconds since 1970.
         digests: part number → BLAKE3, for the parts that are on disk.
         file: the file while parts arrive; closed after that. None if the object was complete from the start.
-        touched_s: time of `time.monotonic` at which the last byte arrived; before the first byte, time of `open`.
+        until_s: time of `time.monotonic` at which the object is removed if it is still arriving. Each byte moves it on,
+            by as much as it may take.
         own: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
             no note, so the server's next start removes it.
         counts: whether the object counts towards the store's `max_bytes`.
+        payer: the site, or else the address, that has opened the object, and that its bytes count for.
         owner: the site that has opened the object with a credential of its own: no other may change or remove it. Empty
             if none has.
         removed: event that is set when the object is removed.
@@ -73,10 +78,11 @@ class Entry:
     expires_at: float
     digests: dict[int, bytes] = field(default_factory=dict)
     file: Descriptor | None = None
-    touched_s: float = 0.0
+    until_s: float = 0.0
     own: bool = False
     counts: bool = True
     owner: str = ""
+    payer: str = ""
     removed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -104,35 +110,50 @@ class ObjectStore:
         folder: folder for objects only; created when the first object needs it.
         max_bytes: maximum size of all objects together, except those that `make_own` has taken over.
         max_expires_s: maximum lifetime of an object in seconds.
-        idle_timeout_s: an incomplete object is removed if no byte arrives for this many seconds.
+        idle_timeout_s: an incomplete object is removed if no byte arrives for this many seconds, or hardly any.
+        most_bytes_of_one: maximum size of the objects of one publisher on disk.
+        least_bytes_per_s: bytes a second that have to arrive of an incomplete object, on average.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        max_expires_s: float,
+        idle_timeout_s: float,
+        most_bytes_of_one: int = 2**62,
+        least_bytes_per_s: float = 1024.0,
+    ) -> None:
         self.folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
+        self._most_bytes_of_one, self._least_bytes_per_s = most_bytes_of_one, least_bytes_per_s
         self._idle_timeout_s = idle_timeout_s
         self._objects: dict[str, Entry] = {}
         self._recover()
 
     # -- calls of a publisher
 
-    def open(self, cuts: Cuts, *, inline: bool, expires_s: float, owner: str = "") -> tuple[Entry, str]:
+    def open(
+        self, cuts: Cuts, *, inline: bool, expires_s: float, owner: str = "", payer: str = ""
+    ) -> tuple[Entry, str]:
         """Create an empty object. Its publisher sends the parts later.
 
         Args:
             cuts: sizes of the object and its parts.
             inline: whether the object's bytes are sent within its manifest.
             expires_s: requested lifetime in seconds, reduced to `max_expires_s` if it is longer.
-            owner: as in `Entry`.
+            owner, payer: as in `Entry`.
 
         Returns:
             The object and its secret. The store keeps only a hash of the secret.
 
         Raises:
             BadRequest: the object is larger than `max_bytes`.
-            Busy: the store is full for now, or too many objects are being uploaded.
+            Busy: the store is full for now, or too many objects are being uploaded; of this publisher, or of all.
             DiskFull: the disk is full.
         """
         self.sweep()
+        self._require_room_of(payer, cuts)
         if cuts.nbytes > self._max_bytes:
             raise BadRequest(
                 f"The object has {cuts.nbytes} bytes, but this server keeps at most {self._max_bytes} bytes "
@@ -153,9 +174,33 @@ class ObjectStore:
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
         entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, file=Descriptor(fd), owner=owner)
-        entry.touched_s = time.monotonic()
+        entry.until_s, entry.payer = time.monotonic() + self._idle_timeout_s, payer
         self._objects[entry.object] = entry
         return entry, secret
+
+    def _require_room_of(self, payer: str, cuts: Cuts) -> None:
+        """Raise an error if one publisher has too many objects, or too many bytes of them, for another one."""
+        mine = [entry for entry in self._objects.values() if entry.payer == payer and entry.counts]
+        arriving, nbytes = sum(entry.is_arriving for entry in mine), sum(_disk_bytes(entry.cuts) for entry in mine)
+        if _disk_bytes(cuts) > self._most_bytes_of_one:
+            raise BadRequest(
+                f"The object has {cuts.nbytes} bytes, but this server keeps at most {self._most_bytes_of_one} bytes of "
+                "one site.",
+                "Publish it from your own process, or raise limits.site_object_bytes at the server.",
+            )
+        if (
+            len(mine) >= MOST_OBJECTS_OF_ONE
+            or arriving >= MOST_OPEN_OF_ONE
+            or nbytes + _disk_bytes(cuts) > self._most_bytes_of_one
+        ):
+            busy = Busy(
+                f"The server keeps {len(mine)} objects of {payer or 'this publisher'} with {nbytes} bytes on disk "
+                f"({arriving} are still arriving), and cannot take another one of {cuts.nbytes} bytes now.",
+                f"Publish later, or withdraw objects: one publisher has at most {MOST_OBJECTS_OF_ONE}, of which "
+                f"{MOST_OPEN_OF_ONE} are arriving, and {self._most_bytes_of_one} bytes (limits.site_object_bytes).",
+            )
+            busy.retry_after_s = 5.0
+            raise busy
 
     def write(self, entry: Entry, data: memoryview, offset: int) -> None:
         """Write bytes of an arriving object at `offset`. Any thread may call it.
@@ -168,6 +213,8 @@ class ObjectStore:
         try:
             with entry.file.used() as fd:  # during the write, the object may be removed
                 write_at(fd, data, offset)
+            later_s = entry.until_s + len(data) / self._least_bytes_per_s
+            entry.until_s = min(later_s, time.monotonic() + self._idle_timeout_s)
         except UsageError:
             raise Gone(f"Object {entry.object[:8]} is complete, or was removed.", "Publish it again.") from None
         except OSError as error:
@@ -362,10 +409,10 @@ class ObjectStore:
     # -- time
 
     def sweep(self) -> None:
-        """Remove expired objects, and incomplete objects that received no byte for `idle_timeout_s`."""
+        """Remove expired objects, and incomplete ones of which hardly a byte has arrived for `idle_timeout_s`."""
         now, now_s = time.time(), time.monotonic()
         for entry in list(self._objects.values()):
-            if entry.expires_at <= now or (entry.is_arriving and entry.touched_s + self._idle_timeout_s < now_s):
+            if entry.expires_at <= now or (entry.is_arriving and entry.until_s < now_s):
                 LOG.debug("object %s is removed", entry.object[:8])
                 self.drop(entry)
 
@@ -412,6 +459,11 @@ class ObjectStore:
         return self.folder / f"{entry.object}.{kind}"
 
 
+def _disk_bytes(cuts: Cuts) -> int:
+    """Return how much an object takes on disk, with its note."""
+    return -(-cuts.nbytes // BLOCK_BYTES) * BLOCK_BYTES + BLOCK_BYTES
+
+
 def _note(entry: Entry) -> dict[str, Any]:
     cuts = entry.cuts
     return {
@@ -421,6 +473,7 @@ def _note(entry: Entry) -> dict[str, Any]:
         "inline": entry.inline,
         "expires_at": entry.expires_at,
         "owner": entry.owner,
+        "payer": entry.payer,
         "digests": [entry.digests[index].hex() for index in range(cuts.count)],
     }
 
@@ -437,6 +490,7 @@ def _read_note(path: Path) -> Entry | None:
             float(note["expires_at"]),
             {index: bytes.fromhex(digest) for index, digest in enumerate(note["digests"])},
             owner=note["owner"],
+            payer=note.get("payer", ""),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         LOG.warning(

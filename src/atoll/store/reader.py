@@ -16,7 +16,7 @@ import socket
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from atoll.protocol.run_events import EventPage, EventQuery
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
 from atoll.protocol.status_messages import KEPT, Recorded, Status
 from atoll.store import journal_tables, verify_journal
-from atoll.store.audit_log import NAME, read_head
+from atoll.store.audit_log import NAME, AuditHead, read_head
 from atoll.store.event_pages import event_page
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
@@ -48,6 +48,7 @@ from atoll.store.journal_tables import (
     controls,
 )
 from atoll.store.kept_events import events_after
+from atoll.store.migrations import migrated_copy
 from atoll.store.round_summaries import Summary, first_values, site_curves, summaries, table_rows, with_sites
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
@@ -89,7 +90,8 @@ class StateReader:
         """Return every row of a query."""
         return self._db.execute(sql, values).fetchall()
 
-    def _select(self, table: Table[Row], how: str = "") -> list[Row]:
+    def select(self, table: Table[Row], how: str = "") -> list[Row]:
+        """Return the rows of a table. `how` is SQL after the table's name."""
         return [table.read(row) for row in self.rows(f"{table.select} {how}")]
 
     def require_unchanged(self) -> None:
@@ -100,13 +102,23 @@ class StateReader:
         """
         require_unchanged(self._db, self.path)
 
+    def changed(self) -> list[str]:
+        """Return, in words, all that is not as the server wrote it: pages of the file, definitions of tables, rows."""
+        try:
+            pages = [answer for (answer,) in self.rows("PRAGMA integrity_check") if answer != "ok"]
+            definition = journal_tables.changed_definition(self._db)
+            rows = journal_tables.changed_rows(self._db, journal_tables.CHECKED)
+            return [*pages, *filter(None, [definition]), *rows]
+        except sqlite3.Error as error:
+            raise StateCorrupt(f"{self.path} cannot be read: {error}.", RESTORE) from error
+
     def run(self) -> RunRow:
         """Return the row of the run.
 
         Raises:
             UsageError: no run was begun in the directory.
         """
-        found = self._select(journal_tables.RUNS)
+        found = self.select(journal_tables.RUNS)
         if not found:
             raise no_run(self.path.parent)
         return found[0]
@@ -128,22 +140,22 @@ class StateReader:
 
     def versions(self) -> list[VersionRow]:
         """Return the versions that the server still has as files, in the order of the fragments."""
-        return self._select(journal_tables.VERSIONS, "ORDER BY fragment")
+        return self.select(journal_tables.VERSIONS, "ORDER BY fragment")
 
     def round_states(self) -> dict[int, RoundState]:
         """Return the state, `open` or `frozen`, of each fragment's round; a fragment without one is not in the dict."""
         return {
             each.fragment: each.state
-            for each in self._select(journal_tables.ROUNDS, "WHERE state IN ('open', 'frozen')")
+            for each in self.select(journal_tables.ROUNDS, "WHERE state IN ('open', 'frozen')")
         }
 
     def members(self) -> list[MemberRow]:
         """Return the sites that have ever joined, in the order of their names."""
-        return self._select(journal_tables.MEMBERS, "ORDER BY site")
+        return self.select(journal_tables.MEMBERS, "ORDER BY site")
 
     def identities(self) -> list[IdentityRow]:
         """Return what is known of the credentials of sites."""
-        return self._select(journal_tables.IDENTITIES)
+        return self.select(journal_tables.IDENTITIES)
 
     def ended_workflows(self) -> set[int]:
         """Return the places of the workflows that have ended, in the run's list of workflows."""
@@ -307,8 +319,11 @@ def open_state(state_dir: Path, *, in_server: bool = False) -> Iterator[StateRea
                 journal_tables.require_regular_files(path)
                 db = _begun(path, WITH_INDEX) if in_server else _connected(path)
             stack.callback(db.close)
-            if not require_journal(db, path):
+            version = require_journal(db, path)
+            if not version:
                 raise StateCorrupt(f"{path} is empty.", RESTORE)
+            if version < journal_tables.SCHEMA_VERSION:
+                db = stack.enter_context(closing(migrated_copy(db, version)))
             yield StateReader(db, path)
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's message may quote bytes that are damaged
             raise StateCorrupt(f"{path} cannot be read: {error}.", RESTORE) from error
@@ -426,9 +441,32 @@ def checked_audit(state_dir: Path, last: int) -> CheckedAudit:
         StoreError: this user has no permission to read the directory.
         StateCorrupt: an entry was changed or removed, or the journal is damaged.
     """
+    head = _audit_head(state_dir)
+    with open_state(state_dir) as state:
+        state.require_unchanged()
+        entries, digest = verify_journal.everything(state.rows, state_dir, head)
+        return CheckedAudit(state.run().run_id, entries, digest, state.audit_after(max(0, entries - last)))
+
+
+def compared_audit(state_dir: Path) -> tuple[int, str]:
+    """Compare the audit log with the rows of the journal, of which some may not match their checksums.
+
+    Returns:
+        The number of entries, and the last entry's hash.
+
+    Raises:
+        StateCorrupt: an entry was changed or removed, or a row differs.
+    """
+    head = _audit_head(state_dir)
+    with open_state(state_dir) as state:
+        return verify_journal.everything(state.rows, state_dir, head)
+
+
+def _audit_head(state_dir: Path) -> AuditHead | None:
+    """Return the content of `audit.head`. Read it before the journal, because a running server may write both."""
     require_run(state_dir)
     try:
-        head = read_head(state_dir)  # before the journal, because a running server may write both
+        return read_head(state_dir)
     except NoteDamaged as error:
         if isinstance(error.__cause__, PermissionError):
             raise _unreadable(state_dir / NAME) from None
@@ -436,10 +474,6 @@ def checked_audit(state_dir: Path, last: int) -> CheckedAudit:
             f"{state_dir / NAME}, the file with the audit log's last hash, is damaged: {error}.",
             "Check the disk for errors. The server writes this file again at its next start.",
         ) from None
-    with open_state(state_dir) as state:
-        state.require_unchanged()
-        entries, digest = verify_journal.everything(state.rows, state_dir, head)
-        return CheckedAudit(state.run().run_id, entries, digest, state.audit_after(max(0, entries - last)))
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ class Recovery:
         Raises:
             StateCorrupt: all versions of a fragment are damaged. This fragment's files and rows stay unchanged.
         """
+        self._tickets.remove_unkept()
         fell_back = self._go_back()
         for fragment in self._slots.fragments:
             with self._journal.lock:
@@ -57,6 +58,8 @@ class Recovery:
         failpoint("recover.midway")
         for fragment in self._slots.fragments:
             with self._journal.transaction():
+                if not self._versions.keep_updates:
+                    self._tickets.drop_kept(fragment)
                 self._versions.drop_old(fragment)
         with self._journal.transaction():
             for (path,) in self._journal.rows("SELECT path FROM exports_under_way"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from atoll.errors import StoreError
@@ -170,6 +170,10 @@ class RunLog:
             )
             if ended and why == "dead":
                 self._journal.count("deaths")
+
+    def forget_members(self, sites: Iterable[str]) -> None:
+        """Remove the rows of sites. Call it in a transaction."""
+        self._journal.execute_many("DELETE FROM members WHERE site = ?", [(site,) for site in sites])
 
     def member(self, site: str) -> MemberRow:
         """Return the row of a site.

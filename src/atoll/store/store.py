@@ -4,6 +4,7 @@
     <directory>/journal.sqlite   the journal: a database with every decision of the server
     <directory>/audit.head       number and hash of the audit log's last entry
     <directory>/slots/           preallocated tensor files: versions, outer optimizer states, arriving updates
+    <directory>/updates/         the updates of the last rounds, with disk.keep_updates
 
 Bytes are written to a tensor file before a row of the journal refers to them, so no row exists without its bytes. At
 every start, a server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. Only then may it use the
@@ -86,6 +87,7 @@ class Store:
         durability: Durability = "process",
         keep_versions: int = 2,
         max_pins: int = 4,
+        keep_updates: int = 0,
         in_memory: bool = False,
     ) -> None:
         """Create or open a state directory, lock it, and raise the journal's epoch.
@@ -96,6 +98,7 @@ class Store:
                 `power`: also a power loss.
             keep_versions: number of newest versions that workers can always download.
             max_pins: number of older versions that are kept in addition while workers still download them.
+            keep_updates: number of newest rounds whose updates are kept, with the versions that they start from.
             in_memory: keep the tensor files in memory. Then only the journal outlives the process.
 
         Raises:
@@ -122,6 +125,7 @@ class Store:
             raise
         self.journal = journal
         self.audit = AuditLog(journal)
+        keep_versions = max(keep_versions, keep_updates + 1)
         self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
         self.run_log = RunLog(journal, self.audit)
         self._receipt_key: ReceiptKey | None = None
@@ -137,6 +141,7 @@ class Store:
             keep_versions=keep_versions,
             max_pins=max_pins,
         )
+        self.versions.keep_updates = keep_updates
         try:
             head = self._begin_epoch(verify_journal.at_start(journal.rows, directory))
             journal.sync_folder(directory)
@@ -212,8 +217,9 @@ class Store:
         free = self.free_bytes()
         if free < min_free_bytes:
             what = "memory left" if self.slots.in_memory else "disk left"
+            least = f"{size(min_free_bytes)} free (disk.min_free_bytes)"
             error = DiskFull(
-                f"The server has {size(free)} of {what}, but must keep {size(min_free_bytes)} free.",
+                f"The server has {size(free)} of {what}, but must keep {least}.",
                 "Free some space: the run then continues by itself, and nothing is lost.",
             )
             error.retry_after_s = RETRY_S

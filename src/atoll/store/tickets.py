@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 from atoll.errors import AtollError, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.format_text import number_of
+from atoll.posix import file_error, own_folder
 from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
@@ -389,7 +391,15 @@ class Tickets:
             for row in ended:
                 self._audit.append(state, ticket=row.ticket, site=row.site, reason=reason)
 
-    def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
+    def end(
+        self,
+        rows: Sequence[TicketRow],
+        state: TicketState,
+        reason: str,
+        version: int | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
         """Set the final state of tickets, and delete the records of their parts. Call it inside a transaction.
 
         After the commit, the files of the updates may be reused as soon as nothing writes to these files.
@@ -399,14 +409,53 @@ class Tickets:
             state: the final state.
             reason: the reason, for messages.
             version: the version that was made from the updates, for state "counted".
+            keep: keep the files of the updates and the records of their parts, until `drop_kept`.
+
+        Raises:
+            StoreError: a file cannot be kept.
         """
         assert state in get_args(TicketState)
         tickets = [row.ticket for row in rows]
         self.change("state = ?, reason = ?, version = ?, slot = NULL", tickets, state, reason, version)
-        self._journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(ticket,) for ticket in tickets])
+        if keep:
+            self._keep(rows)
+        else:
+            self._journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(ticket,) for ticket in tickets])
         if tickets:
             self._journal.count(state, len(tickets))
         self._drop_spools(rows, state, reason)
+
+    # -- updates that are kept after their round
+
+    def _keep(self, rows: Sequence[TicketRow]) -> None:
+        folder = kept_updates(self._slots.folder.parent)
+        try:
+            own_folder(folder, folder.parent)
+        except OSError as error:
+            raise file_error(error, folder) from error
+        for row in rows:
+            if row.slot is not None:
+                pool = self._slots.pool(SPOOL, row.fragment)
+                pool.keep(pool[row.slot], folder / kept_name(row))
+
+    def drop_kept(self, fragment: int, since: int | None = None) -> None:
+        """Drop a fragment's kept updates; with `since`, only those of earlier versions. Call it in a transaction."""
+        rows = self.select(f"{_KEPT} AND fragment = ?1 AND (?2 IS NULL OR version < ?2)", fragment, since)
+        self._journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(row.ticket,) for row in rows])
+        paths = [kept_updates(self._slots.folder.parent) / kept_name(row) for row in rows]
+
+        def remove() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+        self._journal.after_commit(remove)
+
+    def remove_unkept(self) -> None:
+        """At a start, remove the files of updates that the journal does not keep, such as those of an open round."""
+        known = {kept_name(row) for row in self.select(_KEPT)}
+        for path in kept_updates(self._slots.folder.parent).glob("*"):
+            if path.name not in known:
+                path.unlink()
 
     def _drop_spools(self, rows: Sequence[TicketRow], state: TicketState, reason: str) -> None:
         """After the commit, close the files of updates, and let them be reused."""
@@ -423,6 +472,20 @@ class Tickets:
                     pool.drop(pool[slot], JOURNAL)
 
         self._journal.after_commit(drop)
+
+
+_KEPT = "state = 'counted' AND ticket IN (SELECT ticket FROM parts)"
+"""SQL condition: the ticket's update is kept after its round."""
+
+
+def kept_updates(state_dir: Path) -> Path:
+    """Return the folder of a state directory with the updates that are kept after their rounds."""
+    return state_dir / "updates"
+
+
+def kept_name(row: TicketRow) -> str:
+    """Return the name of the file of a kept update."""
+    return f"update-{row.fragment}-{row.ticket}.bin"
 
 
 def why_closed(row: TicketRow) -> AtollError:

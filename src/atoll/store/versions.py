@@ -157,6 +157,7 @@ class Versions:
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
+        keep_updates: number of newest rounds of a fragment whose updates, and whose bases, are kept.
         wanted: function that returns, for a fragment, the versions that workers will soon download. The store keeps
             them, too, but at most `keep_versions + max_pins` versions in all.
     """
@@ -174,7 +175,7 @@ class Versions:
     ) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._run_log, self._tickets = run_log, tickets
-        self._keep_versions, self._max_pins = keep_versions, max_pins
+        self._keep_versions, self._max_pins, self.keep_updates = keep_versions, max_pins, 0
         self._pins: list[Pin[VersionRow]] = []  # oldest first
         self.wanted: Callable[[int], Collection[int]] = lambda fragment: ()
 
@@ -352,7 +353,7 @@ class Versions:
                 f"round's state and tickets in the journal are {round_ and (round_.state, list(round_.tickets))}."
             )
         rows = self._tickets.get_all(tickets)
-        self._tickets.end(rows, "counted", "", version)
+        self._tickets.end(rows, "counted", "", version, keep=self.keep_updates > 0)
         self._journal.execute_many(
             "UPDATE members SET rounds_counted = rounds_counted + 1 WHERE site = ?", [(row.site,) for row in rows]
         )
@@ -559,6 +560,8 @@ class Versions:
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
             return
+        if self.keep_updates:
+            self._tickets.drop_kept(fragment, min(self._newest(fragment, self.keep_updates)))
         stateful = {*self._newest(fragment, max(2, self._keep_versions)), self.durable(fragment), *self._back_to}
         for row in self.kept(fragment):
             pins = self._pins_of(fragment, [row])
@@ -594,13 +597,15 @@ class Versions:
     def drop_all_but_heads(self) -> None:
         """For each fragment, drop all versions except the newest, if the newest is known to survive a power loss.
 
+        The bases of rounds whose updates are kept stay, too.
+
         Call it when the run is finished.
         """
         with self._journal.transaction():
             for fragment in self._slots.fragments:
                 rows = self.kept(fragment)
                 if rows and self.durable(fragment) == rows[-1].version:
-                    for row in rows[:-1]:
+                    for row in rows[: max(0, len(rows) - 1 - self.keep_updates)]:
                         self.drop(row)
 
     # -- durable versions

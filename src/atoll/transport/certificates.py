@@ -7,8 +7,11 @@ has it (`spiffe://atoll/site/NAME`). A site makes its key itself, and sends only
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import itertools
 import re
+import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -30,7 +33,8 @@ CLOCK_SLACK = timedelta(minutes=10)
 REQUEST_CHARS = 4096
 """Maximum length of a signing request."""
 SITE_URI = "spiffe://atoll/site/"
-_URI = re.compile(r"spiffe://[A-Za-z0-9._-]{1,255}/(?:[A-Za-z0-9._-]+/)*([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+_SITE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+_URI = re.compile(r"spiffe://[A-Za-z0-9._-]{1,255}/(?:[A-Za-z0-9._-]+/)*" + _SITE.pattern)
 
 
 @dataclass(frozen=True)
@@ -157,6 +161,11 @@ def identity_in(peer: Mapping[str, Any]) -> SiteIdentity | None:
     return SiteIdentity(found[0], serial) if len(found) == 1 else None
 
 
+def issued_at_s(peer: Mapping[str, Any]) -> float:
+    """Return the Unix time at which the run's authority has issued a certificate, as `identity_in` takes it."""
+    return ssl.cert_time_to_seconds(str(peer["notBefore"])) + CLOCK_SLACK.total_seconds()
+
+
 def first_certificate(text: bytes) -> bytes:
     """Return the first certificate of a PEM text alone: a fingerprint says nothing of those behind it.
 
@@ -177,6 +186,57 @@ def why_unfit(certificate: bytes, key: bytes, site: str) -> str:
     if found.public_key() != _private(key).public_key():
         return "it is for another key"
     return "" if uris == [SITE_URI + site] else f"it names {', '.join(uris) or 'no site'}, not {site}"
+
+
+def issued_elsewhere(chain: bytes, key: bytes, now: datetime) -> tuple[str, datetime, bytes]:
+    """Check a site's certificate that another authority has issued.
+
+    Args:
+        chain: the certificate, followed by those of intermediate authorities, PEM.
+        key: its private key, PEM.
+        now: the time.
+
+    Returns:
+        The site that it names; until when it is valid; and key and certificates as PEM.
+
+    Raises:
+        ValueError: it cannot be used; `str()` gives the reason.
+    """
+    found = x509.load_pem_x509_certificates(chain)
+    own = found[0]
+    try:
+        private = serialization.load_pem_private_key(key, None)
+    except TypeError:
+        raise ValueError("its key is encrypted: write it without a passphrase, with mode 0600") from None
+    if private.public_key() != own.public_key():
+        raise ValueError("the key is another one's")
+    for each, issuer in itertools.pairwise(found):
+        try:
+            each.verify_directly_issued_by(issuer)
+        except (ValueError, TypeError, InvalidSignature):
+            who = issuer.subject.rfc4514_string()
+            raise ValueError(f"the chain is broken: {each.subject.rfc4514_string()} is not issued by {who}") from None
+    for each in found:
+        begin, end = each.not_valid_before_utc, each.not_valid_after_utc
+        if not begin <= now < end:
+            raise ValueError(
+                f"{each.subject.rfc4514_string()} is valid from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC, "
+                f"and by the clock of this machine it is {now:%Y-%m-%d %H:%M} UTC"
+            )
+    with contextlib.suppress(x509.ExtensionNotFound):
+        usage = own.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        if ExtendedKeyUsageOID.CLIENT_AUTH not in usage:
+            raise ValueError("it is not for clients (its extended key usage lacks clientAuth)")
+    uris = list[str]()
+    with contextlib.suppress(x509.ExtensionNotFound):
+        names = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    stated = {"subjectAltName": [("URI", uri) for uri in uris], "subject": [[("commonName", common_name(chain))]]}
+    identity = identity_in(stated)
+    if identity is None or not _SITE.fullmatch(identity.site):
+        raise ValueError(f"it names no site, but {', '.join(uris) or repr(common_name(chain))}")
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return identity.site, own.not_valid_after_utc, b"".join([private.private_bytes(*form), *map(_pem, found)])
 
 
 def common_name(certificate: bytes) -> str:

@@ -32,6 +32,8 @@ MOST_SITES = 1000
 """Number of credentials of this machine that are looked at."""
 ANEW = "Ask the admin of the server for a new invitation (atoll invite SITE --again), and run: atoll enrol INVITATION"
 
+ISSUED_ANEW = "Get a new certificate from the authority that has issued it, and run: atoll enrol --certificate FILE"
+
 
 @dataclass(frozen=True)
 class CredentialNote:
@@ -50,6 +52,12 @@ class CredentialNote:
     kind: str
     renew_at_s: float
     expires_at_s: float
+
+    @property
+    def anew(self) -> str:
+        """How the site gets another credential, as advice."""
+        is_issued_elsewhere = self.kind == "certificate" and not self.renew_at_s
+        return ISSUED_ANEW if is_issued_elsewhere else ANEW
 
 
 @dataclass
@@ -120,7 +128,7 @@ class SiteCredential:
             if key not in files.contexts:
                 context = make()
                 if files.note.kind == "certificate":
-                    with_identity(context, self.folder / IDENTITY, ANEW)
+                    with_identity(context, self.folder / IDENTITY, files.note.anew)
                 files.contexts[key] = context
             return files.contexts[key]
 
@@ -258,6 +266,15 @@ def credential_at(server: str, site: str | None) -> SiteCredential | None:
     if site is None and len(names) == 1:
         site = names[0]
     return SiteCredential(folder_for(server, site)) if site in names and site is not None else None
+
+
+def certificate_at(server: str) -> SiteCredential | None:
+    """Return any credential of this machine at a server with which workers of its swarm take connections; else None."""
+    own = chosen()
+    found = [own] if own is not None else [SiteCredential(folder_for(server, each.site)) for each in notes_at(server)]
+    return next(
+        (each for each in found if each.note.kind == "certificate" and (each.folder / AUTHORITY).exists()), None
+    )
 
 
 def authority_at(server: str) -> str | None:

@@ -8,14 +8,18 @@
     update     an update that is complete: ticket, digest, bytes, norm, filters, weight, names of metrics
     answer     an answer to a task: its name, bytes, digest
     object     a published object that is complete
-    served     bytes that other processes have downloaded from this one
+    served     bytes that another process is about to download from this one
     sat out    a round that the site sits out
     messages   small messages since the entry before: kind → [count, bytes]
     receipt    what the server has signed: that it has an update, or that a version contains it
     torn       the end of a line that a crash has cut off was removed
 
-Each line is written before its bytes leave. Several processes may write to the log: each appends under a lock. Bytes
-are those of bodies, without headers and TLS. A part that is sent again is in the log again.
+Each line is on the disk before its bytes leave (`keep`): threads that wait for that share one fdatasync. After it, the
+file `egress.head` names the last line, so that a log whose end was cut off is noticed. A crash leaves lines whose bytes
+did not leave, and lines behind the head: neither is an error. Messages and receipts wait for the next line.
+
+Several processes may write to the log: each appends under a lock. Bytes are those of bodies, without headers and TLS. A
+part that is sent again is in the log again, and so is a range that another process downloads.
 """
 
 from __future__ import annotations
@@ -32,10 +36,22 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt, StoreError, UsageError
-from atoll.json_files import chain_hash
-from atoll.posix import OwnedFile, file_error, folder_error, open_own, own_folder, read_at
+from atoll.json_files import NoteDamaged, chain_hash, seal, unseal
+from atoll.posix import (
+    OwnedFile,
+    file_error,
+    folder_error,
+    open_own,
+    own_folder,
+    read_at,
+    read_own,
+    replace_file,
+    write_at,
+)
 
-NAME = "egress.jsonl"
+NAME, HEAD = "egress.jsonl", "egress.head"
+HEAD_BYTES = 512
+"""Size of `egress.head`. It fits into one sector of a disk, so a write is all or nothing."""
 START = "0" * 64
 KEYS = {"seq", "at", "what", "detail", "previous", "hash"}
 
@@ -118,8 +134,10 @@ class EgressLog(OwnedFile):
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self.sent: dict[str, Sent] = defaultdict(lambda: Sent(set(), 0, "", set()))
-        self._lock, self._offset = threading.RLock(), 0
+        self._lock, self._keeping, self._offset = threading.RLock(), threading.Lock(), 0
         self._last: Entry | None = None
+        self._head = OwnedFile()
+        self._kept = 0  # number of entries that are on the disk, as far as this process knows
         try:
             own_folder(folder)
             self.fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -138,6 +156,25 @@ class EgressLog(OwnedFile):
         """
         with self._locked():
             return self._append(what, detail)
+
+    def keep(self, entry: Entry) -> None:
+        """Return when an entry is on the disk and `egress.head` names it or a later one. Then its bytes may leave.
+
+        Raises:
+            StoreError: the disk fails. What was to be sent must not be sent.
+        """
+        with self._keeping:  # a thread that has waited here finds its entry kept with that of another one
+            if entry.seq <= self._kept:
+                return
+            last = self._last or entry
+            try:
+                os.fdatasync(self.fd)
+                with self._locked():
+                    if read_head(self.path)[0] < last.seq:
+                        write_at(self._head.fd, _head_text(last.seq, last.hash), 0)
+            except OSError as error:
+                raise file_error(error, self.path) from error
+            self._kept = last.seq
 
     def _append(self, what: str, detail: dict[str, Any]) -> Entry:
         last = self._last
@@ -174,22 +211,39 @@ class EgressLog(OwnedFile):
     def _catch_up(self) -> None:
         """Read the entries that other processes have added. Called with the lock."""
         size = os.fstat(self.fd).st_size
+        head = self._begin(size) if self._head.fd < 0 else (0, START)
         if size < self._offset:
             raise StateCorrupt(f"{self.path} has become shorter.", "Restore it from a backup; nothing is sent.")
         if size == self._offset:
-            return
+            return _require_end(self.path, head, self._last)
         data = bytearray(size - self._offset)
         read_at(self.fd, memoryview(data), self._offset)
         whole, feed, torn = bytes(data).rpartition(b"\n")
         for line in whole.split(b"\n") if feed else ():
             try:
-                self._note(Entry.read(line, self._last))
+                self._note(_headed(Entry.read(line, self._last), head))
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise _changed(self.path, self._last, error) from None
         self._offset += len(whole) + len(feed)
+        _require_end(self.path, head, self._last)
         if torn:
             os.ftruncate(self.fd, self._offset)
             self._append("torn", {"lost_bytes": len(torn)})
+        return None
+
+    def _begin(self, size: int) -> tuple[int, str]:
+        """Open `egress.head`, or make it for a log without lines. Return its number of entries, and the last hash."""
+        path = self.path.with_name(HEAD)
+        if not size and not path.exists():
+            replace_file(path, [_head_text(0, START)])
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)  # both names
+            finally:
+                os.close(folder)
+        head = read_head(self.path)
+        self._head.fd = open_own(path, os.O_WRONLY)
+        return head
 
 
 class _Locked:
@@ -233,19 +287,67 @@ def read_log(path: Path) -> Iterator[Entry]:
         raise file_error(error, path) from error
     last: Entry | None = None
     with open(fd, "rb") as file:
+        fcntl.flock(fd, fcntl.LOCK_SH)  # a process may be writing the head
+        head = read_head(path) if os.fstat(fd).st_size or path.with_name(HEAD).exists() else (0, START)
+        fcntl.flock(fd, fcntl.LOCK_UN)
         for line in file:
             if not line.endswith(b"\n"):
-                return
+                break
             try:
-                last = Entry.read(line[:-1], last)
+                last = _headed(Entry.read(line[:-1], last), head)
             except (ValueError, TypeError, RecursionError) as error:
                 raise _changed(path, last, error) from None
             yield last
+    _require_end(path, head, last)
+
+
+def read_head(log: Path) -> tuple[int, str]:
+    """Return what `egress.head` beside a log says: number of entries that were on the disk, and hash of the last one.
+
+    Raises:
+        StateCorrupt: it is missing or damaged.
+    """
+    path = log.with_name(HEAD)
+    try:
+        note = unseal(read_own(path))
+        return int(note["entries"]), str(note["last_hash"])
+    except (OSError, NoteDamaged, KeyError, ValueError, TypeError) as error:
+        raise StateCorrupt(
+            f"Nothing shows where the egress log {log} ends: {path} cannot be used ({error}).",
+            f"Restore {NAME} and {HEAD} together from a backup. {_ANEW}",
+        ) from None
+
+
+def _head_text(entries: int, last_hash: str) -> bytes:
+    return f"{seal({'entries': entries, 'last_hash': last_hash}):<{HEAD_BYTES - 1}}\n".encode()
+
+
+def _headed(entry: Entry, head: tuple[int, str]) -> Entry:
+    """Return an entry.
+
+    Raises:
+        ValueError: it is the one that the head names, but has another hash.
+    """
+    if entry.seq == head[0] and entry.hash != head[1]:
+        raise ValueError(f"{HEAD} names another hash")
+    return entry
+
+
+def _require_end(path: Path, head: tuple[int, str], last: Entry | None) -> None:
+    """Raise an error if a log ends before the entry that its head names."""
+    if (ends := last.seq if last else 0) < head[0]:
+        raise StateCorrupt(
+            f"The end of the egress log {path} is missing: it has {ends} lines, but {HEAD} names line {head[0]}.",
+            f"Restore both from a backup. `atoll egress --compare` names the updates that are missing. {_ANEW}",
+        )
+
+
+_ANEW = f"To begin a new log, move {NAME} and {HEAD} away."
 
 
 def _changed(path: Path, before: Entry | None, error: Exception) -> StateCorrupt:
     number = before.seq + 1 if before else 1
     return StateCorrupt(
         f"Line {number} of the egress log {path} cannot be trusted: {error}.",
-        "Compare it with a backup, or with the server's audit log. Move the file away to begin a new log.",
+        "Compare it with a backup, or with the server's audit log. " + _ANEW,
     )

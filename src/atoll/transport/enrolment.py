@@ -3,6 +3,7 @@
     authority_of(invitation)   GET  /v1/authority    over unverified TLS; the invitation's fingerprint proves it
     enrol(invitation, folder)  POST /v1/enrol        over verified TLS; the secret of the invitation proves the site
     renew(http, credential)    POST /v1/enrol/renew  with the present credential
+    store_issued(…)            sends nothing: a certificate of another authority is checked and stored
 
 The site makes each key itself and never sends it.
 """
@@ -18,11 +19,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from atoll.errors import AuthError, PeerError, UsageError
+from atoll.errors import AuthError, ConfigError, PeerError, UsageError
 from atoll.posix import (
     FolderTaken,
     file_error,
     own_folder,
+    read_named,
     read_own,
     replace_file,
     require_writable_folder,
@@ -34,6 +36,7 @@ from atoll.protocol.invitation import Invitation
 from atoll.transport.certificates import (
     fingerprint,
     first_certificate,
+    issued_elsewhere,
     new_key,
     signing_request,
     validity,
@@ -41,7 +44,7 @@ from atoll.transport.certificates import (
 )
 from atoll.transport.credential_store import CredentialNote, SiteCredential, folder_for, store
 from atoll.transport.http_client import Http, damaged
-from atoll.transport.tls import is_loopback, unverified_context
+from atoll.transport.tls import client_context, is_loopback, require_private, unverified_context
 
 TIMEOUT_S = 20.0
 PENDING = "pending.pem"
@@ -80,6 +83,55 @@ def enrol(invitation: Invitation, folder: Path | None = None) -> SiteCredential:
         answer = http.post(routes.ENROL, message, Credential, timeout_s=TIMEOUT_S)
     _store(folder, server, invitation.site, key, answer, authority)
     (folder / PENDING).unlink(missing_ok=True)
+    return SiteCredential(folder)
+
+
+def store_issued(
+    server: str, certificate: Path, key: Path, authority: Path | None = None, folder: Path | None = None
+) -> SiteCredential:
+    """Store a certificate that another authority (`trust.authority` of the server) has issued to a site.
+
+    Nothing is sent. Store the next one in the same way: running workers go on with it. They do not renew it.
+
+    Args:
+        server: address of the server.
+        certificate: PEM file with the certificate, then those of intermediate authorities.
+        key: PEM file with its key, of mode 0600; may be the same file.
+        authority: PEM file with the authority of the server's certificate; None: those of the system.
+        folder: as for `enrol`.
+
+    Returns:
+        The stored credential.
+
+    Raises:
+        ConfigError: a file cannot be used, or they do not fit.
+        UsageError: the address is not that of a server with TLS.
+        StoreError: the folder cannot be written.
+    """
+    http = Http(server, context=unverified_context)
+    if not http.secure:
+        raise UsageError(f"{http.server} has no TLS, so it takes no certificate.", "Give its https:// address.")
+    require_private(key, "The site's key")
+    try:
+        chain, secret, trusted = (read_named(path) if path else b"" for path in (certificate, key, authority))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}.", "Give a PEM file.") from error
+    try:
+        site, end, identity = issued_elsewhere(chain, secret, datetime.now(UTC))
+    except ValueError as error:
+        raise ConfigError(
+            f"The certificate {str(certificate)!r} with the key {str(key)!r} cannot be a site's: {error}.",
+            "Give both as PEM, as the authority has issued them. If the clock of this machine is wrong, correct it.",
+        ) from None
+    if authority is not None:
+        client_context(str(authority))
+    folder = folder or folder_for(http.server, site)
+    store(
+        folder,
+        CredentialNote(http.server, site, "certificate", 0.0, end.timestamp()),
+        secret=identity,
+        authority=trusted,
+    )
     return SiteCredential(folder)
 
 

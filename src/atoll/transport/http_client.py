@@ -48,7 +48,6 @@ from atoll.protocol.read_message import read_framed, read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.credential_store import (
-    ANEW,
     AUTHORITY,
     SiteCredential,
     authority_at,
@@ -69,6 +68,7 @@ T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 
 _JSON = {"Content-Type": "application/json"}
+_PROTOCOL = {routes.PROTOCOL_HEADER: str(routes.PROTOCOL)}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 """All that is raised for a broken connection or a malformed answer. `network_error` makes an error of Atoll of it."""
 THROUGH = "through "
@@ -299,7 +299,7 @@ class Http:
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         own = self.credential.token if self.credential else None
         headers = {"Authorization": f"Bearer {own.text}"} if own else self._headers
-        return {**headers, **self._proxy_headers, **lease, **secret, **(more or {})}
+        return {**_PROTOCOL, **headers, **self._proxy_headers, **lease, **secret, **(more or {})}
 
     def target(self, path: str) -> str:
         """Return what the first line of a request names: `path` behind the path of the server's address.
@@ -517,7 +517,8 @@ def problem_of(status: int, body: bytes | bytearray, token_origin: str) -> Atoll
         text = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
         if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
             return ServerUnreachable(text, "Check that the server behind this address runs.")
-        return PeerError(text)
+        too_large = "Let the gateway pass bodies of 32 MiB (nginx: client_max_body_size 32m)." if status == 413 else ""
+        return PeerError(text, too_large)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
         kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
@@ -753,19 +754,19 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
             f"{http.where} refuses the certificate of site {note.site}: it has expired. It was valid until "
             f"{until:%Y-%m-%d %H:%M} UTC."
             f"{clock_difference(http)}",
-            ANEW,
+            note.anew,
         )
     if refused is not None:
         return _wrong_server(
             f"{http.where} refuses the certificate of site {note.site}: its own authority has not signed it. Either "
             "the server has a new state directory, or another server answers at this address.",
-            ANEW,
+            note.anew,
         )
     if "CERTIFICATE_VERIFY_FAILED" in text and ("issuer" in text or "self-signed" in text or "self signed" in text):
         return _wrong_server(
             f"{http.where} is not the server at which site {note.site} has enrolled: another authority has signed its "
             "certificate.",
-            f"Check the address. If the server has a new state directory: {ANEW[0].lower()}{ANEW[1:]}",
+            f"Check the address. If the server has a new state directory: {note.anew[0].lower()}{note.anew[1:]}",
         )
     return None
 

@@ -1,7 +1,8 @@
 """Accepts connections, but only so many that file descriptors are left for the server's own files.
 
 A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so even
-clients without a token could stop a run by opening many connections.
+clients without a token could stop a run by opening many connections. Where clients show credentials, a connection that
+has shown none yet can be closed for a newer one, so that such connections keep nobody out.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
+import math
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 
 from aiohttp import web
 
 from atoll.errors import ConfigError, PortInUse
 from atoll.protocol import routes
+from atoll.transport.rates import Rates, network_of
 from atoll.transport.request_body import BodyInterceptor
 from atoll.transport.tls import ContextMaker, accept_tls
 
@@ -34,6 +38,11 @@ FILES_OF_ONE = 2
 """Number of descriptors per connection: its socket, and a duplicate while a thread receives tensor bytes."""
 KEEPALIVE_S = 75.0
 """Seconds after which a connection without a request is closed."""
+STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S = 100.0, 500.0, 10.0
+"""Connections a second of one address that are begun, those at once after a pause, and the longest wait of one. Where
+clients show credentials, a flood of TLS handshakes would otherwise take all of the server's time."""
+TIME_TO_SHOW_S = 1.0
+"""Seconds for which a connection without a credential is not closed for a newer one."""
 PAUSE_S = 0.2
 """Seconds before the next attempt to accept a connection, if no descriptor is free."""
 SAY_S = 60.0
@@ -140,6 +149,8 @@ async def start_listener(
     *,
     files: int,
     idle_timeout_s: float,
+    most: int | None = None,
+    most_of_address: int | None = None,
 ) -> Listener:
     """Begin to accept connections for a runner.
 
@@ -149,6 +160,7 @@ async def start_listener(
         secure: returns the TLS context for a new connection; None for plain TCP.
         files: number of files that this process may open; it limits the number of connections.
         idle_timeout_s: seconds after which a peer that reads no bytes of an answer is disconnected.
+        most, most_of_address: as for `Listener`; `files` limits `most`.
     """
     if runner.server is None:
         await runner.setup()
@@ -158,7 +170,8 @@ async def start_listener(
     def make() -> BodyInterceptor:
         return BodyInterceptor(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
 
-    accepting = Listener(listener, make, secure, connections_within(files))
+    most = min(most or MOST_FILES, connections_within(files))
+    accepting = Listener(listener, make, secure, most, most_of_address)
     accepting.open()
     return accepting
 
@@ -171,6 +184,8 @@ class Listener:
         make: function that creates the asyncio protocol of a new connection.
         secure: returns the TLS context for a new connection; None for plain TCP.
         most: maximum number of connections at a time. Further connections are accepted and closed immediately.
+        most_of_address: maximum number of connections of one address that have not shown a credential: for those,
+            the application calls `BodyInterceptor.prove`. None: no client shows any, so all are treated alike.
     """
 
     def __init__(
@@ -179,8 +194,13 @@ class Listener:
         make: Callable[[], BodyInterceptor],
         secure: ContextMaker | None,
         most: int,
+        most_of_address: int | None = None,
     ) -> None:
         self._listener, self._make, self._secure, self._most = listener, make, secure, most
+        self._most_of_address = most_of_address
+        # address → connections without a credential, oldest first, with their time, and what ends them
+        self._unproven: dict[str, dict[BodyInterceptor, tuple[float, Callable[[], object]]]] = {}
+        self._starts = Rates(STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S)
         self._open_count = 0
         self._said_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -197,10 +217,11 @@ class Listener:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
 
-    def _start(self, work: Coroutine[None, None, None]) -> None:
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _connection_waits(self) -> None:
         """Wait until a connection can be accepted.
@@ -219,7 +240,7 @@ class Listener:
         while True:
             try:
                 await self._connection_waits()
-                sock, _ = self._listener.accept()
+                sock, peer = self._listener.accept()
                 sock.setblocking(False)
             except (ConnectionError, BlockingIOError, InterruptedError):  # the peer closed before the accept
                 continue
@@ -227,23 +248,63 @@ class Listener:
                 self._say("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(PAUSE_S)
                 continue
-            if self._open_count >= self._most:
+            address = network_of(str(peer[0])) if peer else ""
+            if self._open_count >= self._most and not self._end_oldest(self._unproven):
                 sock.close()
                 self._say(
-                    "there are %d connections, the most that the limit of open files allows, so new ones are "
-                    "closed. Raise the limit with ulimit -n, and check what connects",
+                    "there are %d connections, the most that the limit of open files (ulimit -n) or limits.connections "
+                    "allows, so new ones are closed. Raise the limit, and check what connects",
                     self._open_count,
                 )
                 continue
+            wait_s = 0.0
+            if self._most_of_address is not None:
+                is_full = len(self._unproven.get(address, ())) >= self._most_of_address
+                wait_s, fits = self._starts.use(address)
+                if not fits or (is_full and not self._end_oldest([address])):
+                    sock.close()
+                    self._say(
+                        "%s opens many connections without a credential (limits.address_connections), so new ones of "
+                        "it are closed",
+                        address,
+                    )
+                    continue
             self._open_count += 1
-            self._start(self._serve(sock))
+            front = self._make()
+            task = self._start(self._serve(front, sock, wait_s))
+            front.on_lost = functools.partial(self._count_end, front, address)
+            if self._most_of_address is not None:
+                front.on_proven = functools.partial(self._forget, front, address)
+                self._unproven.setdefault(address, {})[front] = time.monotonic(), task.cancel
 
-    async def _serve(self, sock: socket.socket) -> None:
-        front = self._make()
-        front.on_lost = self._count_end
+    def _end_oldest(self, addresses: Iterable[str]) -> bool:
+        """End the oldest connection without a credential of these addresses. Return False if none is old enough."""
+        oldest = [(*next(iter(self._unproven[each].items())), each) for each in addresses]
+        front, (since_s, end), address = min(oldest, key=lambda each: each[1][0], default=(None, (math.inf, None), ""))
+        if front is None or end is None or time.monotonic() - since_s < TIME_TO_SHOW_S:
+            return False
+        self._forget(front, address)
+        front.abort() if front.is_connected else end()
+        return True
+
+    def _forget(self, front: BodyInterceptor, address: str) -> None:
+        """Count a connection no longer among those without a credential."""
+        mine = self._unproven.get(address, {})
+        mine.pop(front, None)
+        if not mine:
+            self._unproven.pop(address, None)
+
+    async def _serve(self, front: BodyInterceptor, sock: socket.socket, wait_s: float) -> None:
         try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(sock.close)
+                await asyncio.sleep(wait_s)
+                stack.pop_all()
             if self._secure is not None:
-                await accept_tls(front, sock, self._secure())
+                widen = await accept_tls(front, sock, self._secure())
+                if self._most_of_address is None:
+                    widen()
+                front.on_widen = widen
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
         except ssl.SSLCertVerificationError as error:
@@ -252,10 +313,11 @@ class Listener:
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
             if not front.is_connected:
-                self._count_end()
+                front.on_lost()
 
-    def _count_end(self) -> None:
+    def _count_end(self, front: BodyInterceptor, address: str) -> None:
         self._open_count -= 1
+        self._forget(front, address)
 
     def _say(self, text: str, value: object) -> None:
         now_s = time.monotonic()

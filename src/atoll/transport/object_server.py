@@ -13,11 +13,12 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -25,6 +26,7 @@ from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Cut, write_object
 from atoll.errors import (
     AtollError,
+    AuthError,
     BadRequest,
     ConfigError,
     DiskFull,
@@ -40,6 +42,7 @@ from atoll.protocol import messages, routes
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, hash_of_secret, new_id, require_secret
+from atoll.transport.credential_store import ANEW
 from atoll.transport.listener import files_limit, listen, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, Sink, read_parts
@@ -301,6 +304,10 @@ class ObjectHost:
         folder: folder for the files of the objects; None for the folder of temporary files.
         context: returns the TLS context for a new connection, in place of one with `tls_cert`; None: there is none.
 
+    Attributes:
+        refuses: whether nothing is served to a connection with this certificate, as `getpeercert` returns it; it is
+            asked again before each write.
+
     Raises:
         ConfigError: the address needs TLS, or is not an address of this machine.
         PortInUse: the port is in use.
@@ -336,6 +343,7 @@ class ObjectHost:
         self._listener = listen(host, [port], setting="host", remedy="Use a free port; 0: any free port.")
         self.port: int = self._listener.getsockname()[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
+        self.refuses: Callable[[Mapping[str, Any]], bool] = lambda _: False
         self._thread = LoopThread("atoll-objects", self._serve)
         self._thread.start()
 
@@ -475,7 +483,13 @@ class ObjectHost:
                 "Publish it again. Pass a longer expires_s if it is fetched late.",
             )
         require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
+        if self._is_refused(request):
+            text = "The certificate of this connection has ended: its site was revoked, or has enrolled again."
+            raise AuthError(text, ANEW)
         return served
+
+    def _is_refused(self, request: web.Request) -> bool:
+        return self.refuses(request.get_extra_info("peercert") or {})
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
         served = self._find(request)
@@ -483,17 +497,14 @@ class ObjectHost:
         if served.inline:
             inline = bytearray(served.manifest.nbytes)
             read_at(served.fd, memoryview(inline), 0)
-            way_out().served(served.manifest.id, len(inline))
+            await asyncio.get_running_loop().run_in_executor(
+                self._pool, way_out().served, served.manifest.id, len(inline)
+            )
         message = messages.BlobManifest.of(served.manifest, inline)
         return web.Response(body=message.model_dump_json().encode(), content_type="application/json")
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
         served, way = self._find(request), way_out()
-
-        def count(nbytes: int) -> None:
-            way.served(served.manifest.id, nbytes)
-            served.on_bytes(nbytes)
-
         served.readers += 1
         try:
             return await serve_file(
@@ -503,8 +514,9 @@ class ObjectHost:
                 served.manifest.id,
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
-                revoked=served.removed.is_set,
-                on_bytes=count,
+                revoked=lambda: served.removed.is_set() or self._is_refused(request),
+                on_bytes=served.on_bytes,
+                before=partial(way.served, served.manifest.id) if way.log is not None else None,
             )
         finally:
             served.readers -= 1

@@ -30,7 +30,7 @@ from aiohttp import web
 
 from atoll.errors import BadRequest
 from atoll.protocol import routes
-from atoll.protocol.routes import DIGEST_BYTES
+from atoll.protocol.routes import DIGEST_BYTES, LEAST_BYTES_PER_S
 
 T = TypeVar("T")
 
@@ -38,6 +38,8 @@ SLICE_S = 0.05
 """Maximum seconds that one part uses a pool thread. Then another connection gets the thread."""
 PATIENCE_S = 0.002
 """Seconds that a pool thread waits for bytes before it returns the socket to the event loop."""
+MOST_HEAD_BYTES = 4 * routes.HEADER_BYTES
+"""Maximum number of bytes in an incomplete head. aiohttp limits a line to `HEADER_BYTES / 2`, but not their number."""
 HEAD_S = 10.0
 """Maximum seconds that a peer may take to send the head (request line and headers) of a request."""
 DISCARD_S = 10.0
@@ -157,9 +159,10 @@ class _WithRest:
 
 
 class Idle:
-    """A context manager that aborts a request's connection if no byte is sent or received for a while.
+    """A context manager that aborts a request's connection if hardly a byte is sent or received for a while.
 
-    It checks every `timeout_s` seconds, so it aborts after `timeout_s` to `2 * timeout_s` seconds without a byte.
+    It checks every `timeout_s` seconds, so it aborts after `timeout_s` to `2 * timeout_s` seconds with fewer than
+    `LEAST_BYTES_PER_S`.
 
     Args:
         request: the request.
@@ -172,7 +175,7 @@ class Idle:
 
     def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
         self.on_end: Callable[[], None] = lambda: None
-        self._request, self._timeout_s, self._on_bytes, self._moved = request, timeout_s, on_bytes, False
+        self._request, self._timeout_s, self._on_bytes, self._moved_bytes = request, timeout_s, on_bytes, 0
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._check)
 
     def __enter__(self) -> Idle:
@@ -184,16 +187,16 @@ class Idle:
     def add(self, nbytes: int) -> int:
         """Record that `nbytes` bytes were sent or received, and return `nbytes`."""
         if nbytes:
-            self._moved = True
+            self._moved_bytes += nbytes
             self._on_bytes(nbytes)
         return nbytes
 
     def _check(self) -> None:
-        if not self._moved:
+        if self._moved_bytes < max(1.0, LEAST_BYTES_PER_S * self._timeout_s):
             break_off(self._request)
             self.on_end()
             return
-        self._moved = False
+        self._moved_bytes = 0
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
 
 
@@ -359,12 +362,19 @@ class BodyInterceptor(asyncio.Protocol):
         direct: the argument of this name.
         is_connected: whether the connection is established (with TLS: after the handshake).
         on_lost: callback at the end of the connection.
+        on_proven: callback when the peer has shown a credential.
+        on_widen: callback then, too, after which a TLS connection takes more memory.
     """
 
     def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
         self._inner, self.direct, self._idle_timeout_s = inner, direct, idle_timeout_s
         self.is_connected = False
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_proven: Callable[[], None] = lambda: None
+        self.on_widen: Callable[[], None] = lambda: None
+        self._is_proven = False
+        self._head_bytes = 0  # number of bytes of a head that aiohttp has, but which is not complete
+        self._heard_s = 0.0  # when aiohttp got bytes last
         self._transport: asyncio.Transport | None = None
         self._unparsed = b""  # bytes of an incomplete head, or bytes that follow a body
         self._passes = False  # whether all further bytes of the connection go to aiohttp
@@ -375,6 +385,17 @@ class BodyInterceptor(asyncio.Protocol):
         self._early = b""  # the first bytes of the part's body, if they came together with the head
         self._timer: asyncio.TimerHandle | None = None  # deadline for a complete head, or for dropping a refused part
         self._reader_timer: asyncio.TimerHandle | None = None  # runs while the peer does not read the answer
+
+    def prove(self) -> None:
+        """Note that the peer has shown a credential, so that the connection is not closed for a newer one."""
+        if not self._is_proven:
+            self._is_proven = True
+            self.on_proven()
+            self.on_widen()
+
+    def abort(self) -> None:
+        """End the connection at once."""
+        self._give_up()
 
     # -- between transport and aiohttp
 
@@ -419,7 +440,7 @@ class BodyInterceptor(asyncio.Protocol):
         if self._transport is None:
             return
         now_bytes = self._transport.get_write_buffer_size()
-        if now_bytes == left_bytes:
+        if left_bytes is not None and left_bytes - now_bytes < max(1.0, LEAST_BYTES_PER_S * self._idle_timeout_s):
             self._give_up()
             return
         again = asyncio.get_running_loop().call_later
@@ -433,7 +454,7 @@ class BodyInterceptor(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Handle received bytes: pass them to aiohttp, drop them, or search them for the headers of requests."""
         if self._passes:
-            self._inner.data_received(data)
+            self._pass(data)
         elif self._discarding:
             self._discard(data)
         elif self._part:  # a thread should have received these bytes, so the body is incomplete
@@ -490,9 +511,39 @@ class BodyInterceptor(asyncio.Protocol):
             self._inner.data_received(head)
 
     def _pass_all(self, data: bytes) -> None:
-        self._stop_timer()
         self._passes = True
+        self._pass(data)
+
+    def _pass(self, data: bytes) -> None:
+        """Pass bytes to aiohttp. It has no limit of time for the head of a request, so this sets one.
+
+        Bytes that come together with the end of a request may begin another one, which cannot be seen. So while the
+        peer has shown no credential, its connection is not left open between requests for longer than this limit.
+        """
+        is_ahead = _has_whole_request(self._inner)  # then these bytes are of a later request
         self._inner.data_received(data)
+        self._heard_s = time.monotonic()
+        if not getattr(self._inner, "_messages", ()) and (is_ahead or _waits_for_head(self._inner)):
+            self._head_bytes += len(data)
+            if self._head_bytes > MOST_HEAD_BYTES:
+                self._give_up()
+        elif getattr(self._inner, "_messages", ()) or not _is_between(self._inner):
+            self._head_bytes = 0
+            self._stop_timer()
+        if self._timer is None and (self._head_bytes or not self._is_proven):
+            self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._give_up_head)
+
+    def _give_up_head(self) -> None:
+        """End the connection if it has waited for the head of a request for too long, or for the rest of it."""
+        self._timer = None
+        left_s = self._heard_s + HEAD_S - time.monotonic()
+        if self._transport is None or (self._is_proven and not self._head_bytes):
+            return
+        if _waits_for_head(self._inner) and left_s <= 0:
+            self._give_up()
+        else:
+            again_s = left_s if left_s > 0 else HEAD_S
+            self._timer = asyncio.get_running_loop().call_later(again_s, self._give_up_head)
 
     # -- a part
 
@@ -572,6 +623,24 @@ class BodyInterceptor(asyncio.Protocol):
             self._transport.abort()
 
 
+def _waits_for_head(inner: Any) -> bool:
+    """Return whether aiohttp waits for the head of a request, or for the rest of it."""
+    waiter = getattr(inner, "_waiter", None)
+    return waiter is not None and not waiter.done() and not getattr(inner, "_messages", ())
+
+
+def _is_between(inner: Any) -> bool:
+    """Return whether aiohttp answers no request: it waits for one, begins to, or drops what follows a refused one."""
+    waiter = getattr(inner, "_waiter", None)
+    return getattr(inner, "_current_request", None) is None and not (waiter is not None and waiter.done())
+
+
+def _has_whole_request(inner: Any) -> bool:
+    """Return whether aiohttp answers a request of which it has all bytes."""
+    request = getattr(inner, "_current_request", None)
+    return request is not None and request.content.is_eof()
+
+
 class _Facade:
     """The asyncio transport that aiohttp gets: `pause_reading` and `resume_reading` go to the interceptor.
 
@@ -596,6 +665,13 @@ def interceptor_of(request: web.Request) -> BodyInterceptor | None:
     """Return the `BodyInterceptor` of a request's connection; None with TLS, or if there is none."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
     return protocol if isinstance(protocol, BodyInterceptor) and protocol.direct else None
+
+
+def prove(request: web.Request) -> None:
+    """Note that a request has shown a credential. See `BodyInterceptor.prove`."""
+    protocol = request.transport.get_protocol() if request.transport is not None else None
+    if isinstance(protocol, BodyInterceptor):
+        protocol.prove()
 
 
 def _body_bytes(head: bytes) -> int | None:

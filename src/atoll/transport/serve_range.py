@@ -80,6 +80,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     idle_timeout_s: float,
     revoked: Callable[[], bool],
     on_bytes: Callable[[int], None],
+    before: Callable[[int], None] | None = None,
 ) -> web.StreamResponse:
     """Answer a GET request for a file, or for a range of it.
 
@@ -93,6 +94,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
         revoked: function that returns whether the file may have been rewritten. It is called before every write. If it
             returns True, the connection is closed, so that no wrong bytes are sent.
         on_bytes: callback with the number of bytes sent.
+        before: called in `pool` with the number of bytes that are about to be sent; an error ends the request.
     """
     etag = f'"{digest}"'
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Type": "application/octet-stream"}
@@ -105,6 +107,8 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
     except RangeNotSatisfiable:
         return web.Response(status=416, headers={**headers, "Content-Range": f"bytes */{nbytes}"})
     start, stop = chosen or (0, nbytes)
+    if before is not None:
+        await asyncio.get_running_loop().run_in_executor(pool, before, stop - start)
     if chosen is not None:
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{nbytes}"
     response = web.StreamResponse(status=206 if chosen is not None else 200, headers=headers)

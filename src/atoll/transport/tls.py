@@ -12,6 +12,7 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from atoll.errors import ConfigError
 from atoll.posix import read_named, require_regular
@@ -85,6 +86,8 @@ def unverified_context() -> ssl.SSLContext:
     return context
 
 
+ANY_SITE = "*"
+"""In place of a site's name: a connection may reach any site of the run."""
 OTHER_PEER = "shows the certificate of"
 """Part of the message if another worker answers at the address of one."""
 
@@ -94,8 +97,8 @@ def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
 
     Args:
         authority: PEM file with the run's authority.
-        site: name of the site that a connection has to reach: a certificate of a site names no host. None: the context
-            is for accepting connections, of any site of the run.
+        site: name of the site that a connection has to reach: a certificate of a site names no host; or `ANY_SITE`.
+            None: the context is for accepting connections, of any site of the run.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -103,7 +106,7 @@ def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if site is None else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
-    if site is not None:
+    if site not in (None, ANY_SITE):
         context.sslsocket_class = _socket_to(site)
     try:
         context.load_verify_locations(authority)
@@ -236,25 +239,54 @@ def _sendable(token: str, origin: str) -> Token:
 class SmallBuffer(SSLProtocol):
     """asyncio's TLS protocol with a smaller read buffer: `max_size` bytes instead of 256 KiB.
 
-    asyncio keeps the buffer until the connection closes, even if the peer has no valid token. At 256 KiB, a thousand
-    connections would take 290 MB. Buffers of 64 KiB are as fast; with 16 KiB, rounds take a fifth longer.
+    asyncio keeps the buffer until the connection closes. At 256 KiB, a thousand connections would take 290 MB. Buffers
+    of 64 KiB are as fast; with 16 KiB, rounds take a fifth longer. A peer that has shown no credential yet has `FIRST`.
     """
 
     max_size = 2**16
+    FIRST = 2**12
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._full_size, self.max_size = self.max_size, self.FIRST
+        self._ssl_buffer = bytearray(self.FIRST)
+        self._ssl_buffer_view = memoryview(self._ssl_buffer)
+
+    def widen(self) -> None:
+        """Read with the full buffer from now on: the peer has shown a credential."""
+        self.max_size = self._full_size
+
+    def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
+        """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
+        transport, outgoing = getattr(self, "_transport", None), getattr(self, "_outgoing", None)
+        if handshake_exc is not None and transport is not None and outgoing is not None:
+            transport.write(outgoing.read())
+        super()._on_handshake_complete(handshake_exc)  # type: ignore[misc]
 
 
-async def accept_tls(protocol: asyncio.BaseProtocol, sock: socket.socket, context: ssl.SSLContext) -> None:
+HANDSHAKE_S = 10.0
+"""Maximum seconds of a TLS handshake."""
+
+
+async def accept_tls(
+    protocol: asyncio.BaseProtocol, sock: socket.socket, context: ssl.SSLContext
+) -> Callable[[], None]:
     """Do the TLS handshake on an accepted socket, then connect `protocol` to the decrypted stream.
+
+    Return a function to be called when the peer has shown a credential: the connection then takes more memory.
 
     Raises:
         OSError, EOFError: the peer closed the connection, or does not speak TLS. The socket is closed.
     """
     loop = asyncio.get_running_loop()
     shaken: asyncio.Future[None] = loop.create_future()
-    front = SmallBuffer(loop, protocol, context, shaken, server_side=True)
+    front = SmallBuffer(
+        loop, protocol, context, shaken, server_side=True, ssl_handshake_timeout=HANDSHAKE_S, ssl_shutdown_timeout=2.0
+    )
     transport, _ = await loop.connect_accepted_socket(lambda: front, sock)
     try:
         await shaken
     except BaseException:
         transport.close()
         raise
+    return front.widen

@@ -3,7 +3,7 @@
     message(…)    a message that is about to be sent: refused, or without what must not leave
     part(…)       a part of an update or object; refused unless it was cleared
     serve(…)      a file that other processes may download; refused unless all its parts were cleared
-    served(…)     bytes of such a file
+    served(…)     bytes of such a file, before they are sent
 
 What carries tensors is cleared by the code that has applied the policy's filters to it: `clear`, `clear_update`,
 `clear_answer`. So a new way out that knows nothing of the policy is refused, not open. Clients of a process ask
@@ -31,7 +31,7 @@ from atoll.config.site_policy import VARIABLE, Policy, allows, most, policy_path
 from atoll.errors import AtollError, ConfigError, PeerError
 from atoll.posix import open_own
 from atoll.protocol import admin_messages, identity_messages, messages, routes, swarm_messages, task_messages
-from atoll.transport.egress_log import EgressLog
+from atoll.transport.egress_log import HEAD, EgressLog, Entry
 
 DRY_RUN, MESSAGES = "ATOLL_DRY_RUN", "messages.jsonl"
 """Variable that `atoll worker --dry-run` sets: the folder for what would leave; the file in it with the messages that
@@ -109,7 +109,7 @@ class WayOut:
     dry_run: Path | None = None
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _parts: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    _updates: dict[str, ClearedUpdate] = field(default_factory=dict)
+    _updates: dict[tuple[str, str, int], tuple[str, ClearedUpdate]] = field(default_factory=dict)  # run, site, fragment
     _answers: dict[str, str] = field(default_factory=dict)
     _runs: dict[str, str] = field(default_factory=dict)  # address of a server → id of its run
     _small: dict[str, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
@@ -160,14 +160,15 @@ class WayOut:
                 f"The run {info.name!r} at {server} signs its receipts with another key than when this site first took "
                 f"part ({known[:16]}…, now {info.receipt_key[:16]}…).",
                 "Ask the server's operator whether receipts.key was replaced. To accept the new key, begin a new log: "
-                f"move {self.log.path} away.",
+                f"move {self.log.path} and {HEAD} away.",
             )
         with self._lock:
             self._flush()
-            self.log.append(
+            entry = self.log.append(
                 "run", run=info.run, name=info.name, server=server, algorithm=name, policy=self.digest,
                 receipt_key=info.receipt_key,
             )  # fmt: skip
+        self.log.keep(entry)
 
     def require_tensors(self, names: Iterable[str], what: str) -> None:
         """Raise an error if one of these tensors may not leave.
@@ -249,15 +250,8 @@ class WayOut:
 
     def clear_update(self, digest: str, update: ClearedUpdate) -> None:
         """Let an update be completed. An earlier one of the site's fragment no longer may be."""
-
-        def place(of: ClearedUpdate) -> tuple[str, str, int]:
-            return of.run, of.site, of.fragment
-
         with self._lock:
-            old = [each for each, other in self._updates.items() if place(other) == place(update)]
-            for each in old:
-                del self._updates[each]
-            self._updates[digest] = update
+            self._updates[update.run, update.site, update.fragment] = digest, update
 
     def clear_answer(self, task: str, name: str) -> None:
         """Let an answer to the task with this id leave. `name` is the task's."""
@@ -282,9 +276,10 @@ class WayOut:
             return _text(message)
         self.require_server(server)
         self._require_no_dry_run(message)
-        kept, (what, detail) = self._kept(path, message)
-        text = _text(kept)
         run = self._runs.get(server, "")
+        kept, (what, detail) = self._kept(run, path, message)
+        text = _text(kept)
+        entry: Entry | None = None
         with self._lock:
             if what == "answer":
                 self.require_bytes(run, len(text))
@@ -293,12 +288,14 @@ class WayOut:
                 self._keep(path, text)
             if self.log is not None and what:
                 self._flush()
-                self.log.append(what, **{"run": run, "site": site, "bytes": len(text), **detail})
+                entry = self.log.append(what, **{"run": run, "site": site, "bytes": len(text), **detail})
             elif time.monotonic() - self._flushed_s > FLUSH_S or isinstance(message, messages.Leave):
                 self._flush()
+        if entry is not None and self.log is not None:
+            self.log.keep(entry)
         return text
 
-    def _kept(self, path: str, message: BaseModel) -> tuple[BaseModel, tuple[str, dict[str, Any]]]:
+    def _kept(self, run: str, path: str, message: BaseModel) -> tuple[BaseModel, tuple[str, dict[str, Any]]]:
         """Return what may leave of a message, and its entry in the log; no entry: it is only counted."""
         assert self.policy is not None
         rules, nothing = self.policy.metadata, ("", dict[str, Any]())
@@ -321,7 +318,7 @@ class WayOut:
                 return message.model_copy(update={"error": self._error(message.error)}), nothing
             case messages.Complete():
                 kept = message.model_copy(update={"metrics": self.metrics(message.metrics)})
-                return kept, ("update", self._update(path, kept))
+                return kept, ("update", self._update(run, path, kept))
             case messages.SitOut():
                 kept_metrics = self.metrics(message.metrics)
                 return messages.SitOut(metrics=kept_metrics), ("sat out", {"metrics": sorted(kept_metrics)})
@@ -341,12 +338,18 @@ class WayOut:
         assert self.policy is not None
         return error if error is None or self.policy.metadata.errors else HIDDEN
 
-    def _update(self, path: str, message: messages.Complete) -> dict[str, Any]:
-        update = self._updates.get(message.digest)
-        if update is None or path != routes.COMPLETE.format(ticket=update.ticket):
-            is_with_part = update is not None and TICKET_PART.fullmatch(path)
-            if update is None or not is_with_part or int(is_with_part[1]) != update.ticket:
-                raise self._uncleared(f"the update {message.digest[:16]}")
+    def _update(self, run: str, path: str, message: messages.Complete) -> dict[str, Any]:
+        with_part = TICKET_PART.fullmatch(path)
+
+        def is_meant(digest: str, update: ClearedUpdate) -> bool:
+            is_own = path == routes.COMPLETE.format(ticket=update.ticket)
+            is_own |= with_part is not None and int(with_part[1]) == update.ticket
+            return is_own and (digest, update.run) == (message.digest, run or update.run)
+
+        with self._lock:  # sites of one process may have equal updates
+            update = next((each for digest, each in self._updates.values() if is_meant(digest, each)), None)
+        if update is None:
+            raise self._uncleared(f"the update {message.digest[:16]}")
         return {
             **vars(update),
             "bytes": update.nbytes,
@@ -390,9 +393,11 @@ class WayOut:
             run, ticket, object_ = self._runs.get(server, ""), TICKET_PART.fullmatch(path), OBJECT_PART.fullmatch(path)
             of = {"ticket": int(ticket[1])} if ticket else {"object": object_[1] if object_ else ""}
             self.require_bytes(run, nbytes)
-            if self.log is not None:
-                self._flush()
-                self.log.append("part", run=run, site=site, bytes=nbytes, digest=digest.hex(), **of)
+            if self.log is None:
+                return
+            self._flush()
+            entry = self.log.append("part", run=run, site=site, bytes=nbytes, digest=digest.hex(), **of)
+        self.log.keep(entry)  # without the lock: threads that send parts wait for the disk together
 
     def serve(self, digests: Iterable[bytes]) -> None:
         """Check that the parts of a file may be served to other processes.
@@ -405,7 +410,7 @@ class WayOut:
             self._require_cleared(digests)
 
     def served(self, digest: str, nbytes: int) -> None:
-        """Note bytes that another process has downloaded from this one.
+        """Note bytes that another process is about to download from this one.
 
         Raises:
             ConfigError: more bytes would leave than the policy allows.
@@ -414,7 +419,8 @@ class WayOut:
             with self._lock:
                 run = next(iter(self._runs.values()), "")
                 self.require_bytes(run, nbytes)
-                self.log.append("served", run=run, digest=digest, bytes=nbytes)
+                entry = self.log.append("served", run=run, digest=digest, bytes=nbytes)
+            self.log.keep(entry)
 
     def receipt(self, receipt: messages.SignedReceipt | None) -> None:
         """Keep a receipt that the server has signed. The same one is kept once.

@@ -16,6 +16,8 @@ from kit.peers import Connection, Peer, Request
 from kit.processes import Outcome, command
 from kit.requests import get
 
+from atoll.protocol import routes
+
 ROOT = Path(__file__).parents[3]
 
 WORKER: dict[str, Any] = {
@@ -68,7 +70,7 @@ STATUS: dict[str, Any] = {
 def run_info(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a server says of its run."""
     with serve(tmp_path_factory.mktemp("canned"), **{"run.name": "canned"}) as server:
-        return get(server.url, "/v1/run")[1]
+        return get(server.url, routes.RUN)[1]
 
 
 @pytest.fixture

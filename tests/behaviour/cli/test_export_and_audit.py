@@ -279,17 +279,17 @@ def test_audit_lists_decisions_and_detects_changed_entries(atoll_command, tmp_pa
                 fl_round.submit(fl_round.state_dict(), weight=3)
         assert server.wait(60)
         running = json.loads(atoll_command("audit", "state", "--json").stdout)
-    assert [entry["what"] for entry in running["last"]] == ["committed", "accepted", "committed", "finished"]
-    assert running["last"][1]["site"] == "clinic-a"
+    assert [entry["what"] for entry in running["last"]] == ["committed", "rules", "accepted", "committed", "finished"]
+    assert running["last"][2]["site"] == "clinic-a"
     assert json.loads(atoll_command("audit", "state", "--json", "--last", str(10**30)).stdout) == running
     stopped = atoll_command("audit", "--dir", "state", "--last", "1")
     assert stopped.returncode == 0
     last, checked = stopped.stdout.splitlines()
     assert "finished" in last
-    assert checked == f"4 entries checked, none changed or removed; the last hash is {running['last_hash']}"
+    assert checked == f"5 entries checked, none changed or removed; the last hash is {running['last_hash']}"
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as db, db:
-        db.execute("UPDATE audit SET detail_json = replace(detail_json, 'clinic-a', 'clinic-z') WHERE seq = 2")
+        db.execute("UPDATE audit SET detail_json = replace(detail_json, 'clinic-a', 'clinic-z') WHERE seq = 3")
     changed = atoll_command("audit", "state")
     assert changed.returncode == StateCorrupt.exit_code
-    assert "broken at entry 2" in changed.stderr
+    assert "broken at entry 3" in changed.stderr
     assert len(changed.stderr.splitlines()) == 1

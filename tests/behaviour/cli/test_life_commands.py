@@ -16,6 +16,11 @@ from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_f
 from kit.processes import Outcome, command, running
 from kit.tls import write_certificate
 
+from atoll.cli import logs
+from atoll.cli.stored_status import stored_status
+from atoll.cli.which_run import note_failure
+from atoll.server.coordinator.build_status import write_status
+from atoll.simulate import INPUTS_FILE
 from atoll.store.reader import open_state
 from atoll.store.store import Store
 
@@ -217,6 +222,10 @@ NEXT = "the next start of its server"
 START = "To start its server: atoll server run.toml --dir state"
 RESUME = "atoll resume state, and then atoll server run.toml --dir state"
 MORE = "To train further: raise rounds.total, and then atoll server run.toml --dir state"
+MEND = "Before that, mend why it failed: The reducer raised an error."
+FRESH = "To start it: atoll run trial"
+BEGIN = f"its server has not begun. {FRESH}"
+WISHES = ("pause", "resume", "stop", "rollback 0")
 CELLS: dict[tuple[str, str], tuple[int, str]] = {
     ("interrupted", "pause"): (0, f"{NOW} is paused from {NEXT} on. To go on: {RESUME}"),
     ("interrupted", "resume"): (
@@ -253,6 +262,14 @@ CELLS: dict[tuple[str, str], tuple[int, str]] = {
     ("finished", "resume"): (6, f"The run in state is finished, so it cannot resume. {MORE}"),
     ("finished", "stop"): (6, f"The run in state is finished, so it cannot be stopped. {MORE}"),
     ("finished", "rollback 0"): (6, f"The run in state is finished, so it cannot go back. {MORE}"),
+    ("failed", "pause"): (0, f"{NOW} is paused from {NEXT} on. To go on: {RESUME} {MEND}"),
+    ("failed", "resume"): (0, f"{NOW} was not paused; it goes on with {NEXT}. {START} {MEND}"),
+    ("failed", "stop"): (0, f"{NOW} is finished after its present round, with {NEXT}."),
+    ("failed", "rollback 0"): (0, f"{NOW} goes back to version 0 with {NEXT}. {START} {MEND}"),
+    **dict.fromkeys((("never started", words) for words in WISHES), (2, f"trial was never started: {BEGIN}")),
+    **dict.fromkeys(
+        (("failed early", words) for words in WISHES), (2, f"trial failed before it began: no module. {FRESH}")
+    ),
     ("nowhere", "pause"): (2, "There is no run in 'state'. Give the run file's disk.state_dir."),
     ("nowhere", "resume"): (2, "There is no run in 'state'."),
     ("nowhere", "stop"): (2, "There is no run in 'state'."),
@@ -264,13 +281,15 @@ CELLS: dict[tuple[str, str], tuple[int, str]] = {
 @pytest.mark.parametrize(("state", "words"), CELLS, ids=lambda each: str(each).replace(" ", "-"))
 def test_each_command_fits_the_runs_state(nursery: Nursery, killed: Path, state: str, words: str) -> None:
     """What a command says and names next is possible in that state; a refused one changes nothing."""
-    if state == "nowhere":
+    where = "state"
+    if state in ("nowhere", "never started", "failed early"):
         (killed / "state").rename(killed / "elsewhere")
+        where = where if state == "nowhere" else begun(killed / "trial", "no module" if state == "failed early" else "")
     elif state != "interrupted":
         mark(killed, state)
     code, said = CELLS[state, words]
     before = command(nursery, killed, "status", "state", "--json").stdout
-    outcome = command(nursery, killed, *words.split(), "state")
+    outcome = command(nursery, killed, *words.split(), where)
     assert (outcome.returncode, said in outcome.stdout + outcome.stderr) == (code, True), outcome
     if code == 6:
         after = command(nursery, killed, "status", "state", "--json").stdout
@@ -291,6 +310,36 @@ def mark(folder: Path, state: str) -> None:
         store.run_log.control(paused=state == "paused", stopping=state in ("stopping", "stopped"))
         if state in ("stopped", "finished"):
             store.run_log.finish()
+    if state == "failed":
+        status, _ = stored_status(folder / "state")
+        write_status(folder / "state", status.model_copy(update={"failed": "The reducer raised an error."}))
+
+
+def begun(folder: Path, failure: str) -> str:
+    """The name of a run of `atoll run` whose server has not begun; it failed before that, if a failure is given."""
+    folder.mkdir()
+    (folder / INPUTS_FILE).write_text("{}")
+    note_failure(folder, failure)
+    return folder.name
+
+
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        ("finished", "next: atoll page state; for its model: atoll export model.safetensors state"),
+        ("stopped", "next: atoll page state; for its model: atoll export model.safetensors state"),
+        ("interrupted", "next: atoll status state"),
+    ],
+)
+def test_the_log_of_a_run_leads_to_its_result(
+    state: str, then: str, killed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if state != "interrupted":
+        mark(killed, state)
+    monkeypatch.chdir(killed)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    logs.command(run=Path("state"), state_dir=None, follow=False, site=None, server=None, token_file=None, json=False)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(then)
 
 
 def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., str]) -> None:

@@ -185,7 +185,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another version's": (
         changed_by("PRAGMA user_version = 99"),
-        f"state/{JOURNAL} has journal version 99, but this Atoll reads version ",
+        f"state/{JOURNAL} has journal version 99, but this Atoll reads versions ",
     ),
     "changed row": (
         lambda path: flip_column(path, "tickets", "digest"),

@@ -116,7 +116,7 @@ def test_a_worker_reports_a_server_that_is_not_atoll(canned, atoll_command) -> N
 def test_another_protocol_version_says_which_side_to_upgrade(canned, tmp_path) -> None:
     """If the server has a newer protocol version, the error tells the user to upgrade Atoll at the worker."""
     status, body = canned.answers["/v1/run"]
-    canned.answers["/v1/run"] = (status, body.replace('"protocol": 1', '"protocol": 2'))
+    canned.answers["/v1/run"] = (status, body.replace('"protocol": 2', '"protocol": 3'))
     with pytest.raises(VersionSkew, match="Upgrade Atoll at this worker"):
         atoll.join(canned.url, site="a", folder=tmp_path)
 

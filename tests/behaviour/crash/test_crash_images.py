@@ -20,6 +20,8 @@ from crash_images import (
 from harness.processes import Nursery
 from kit import SETTINGS, SITES
 
+from atoll.server.verify_state import verify_state
+
 SRC = Path(__file__).parents[3] / "src"
 AFTER = """
 from pathlib import Path
@@ -52,7 +54,9 @@ ACCEPTS = ("accept.before", "accept.after")
 CLOSING = ("pass.chunk", "pass.write", "head.before", "head.after")
 SCENARIOS = {
     "beginning and receiving": Scenario(server=PARTS | second("slot.create", "journal.commit") | twice(*ACCEPTS)),
-    "closing a round": Scenario(server=second(*CLOSING, "export.write", "fsync"), settings={"disk.export_every": 1}),
+    "closing a round": Scenario(
+        server=second(*CLOSING, "export.write", "fsync"), settings={"disk.export_every": 1, "disk.keep_updates": 2}
+    ),
     "at a site": Scenario(
         site=second("worker.write", "outbox.seal", "outbox.sealed", "pull.part", "pull.done", "push.part")
         | second("worker.acknowledged"),
@@ -122,6 +126,9 @@ def problems_of(scenario: Scenario, image: Image, right: str) -> list[str]:
     if again := before & trained.keys():
         problems.append(f"{where}{sorted(again)} were ready, and are trained again")
     sealed = max([hit for name, hit in image.places if name in SEALED], default=0)
+    found = verify_state(image.folder / "state")
+    wrong = [*found.changed, *(each for each in found.rounds if each.result == "differs")]
+    problems += [f"{where}{each}" for each in wrong]
     if trained.total() > len(SITES) * SETTINGS["rounds.total"] - sealed:
         problems.append(f"{where}{sealed} updates were ready, and {trained.total()} are trained afterwards")
     return problems

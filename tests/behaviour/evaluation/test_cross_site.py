@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 
 import atoll
 from atoll.errors import RunFailed
+from atoll.simulate import INPUTS_FILE
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.testing.contracts import peak_growth
 from atoll.testing.run import Status
@@ -418,6 +419,23 @@ def test_evaluates_versions_of_a_finished_run(nursery: Nursery, tmp_path: Path) 
     again = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=tmp_path)
     assert again.wait(30) == 0  # the run is where it was: finished
     assert "finished at version 5" in again.output()
+
+
+def test_evaluates_a_run_that_is_named(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll evaluate NAME` takes the run file in the folder of an `atoll run`. Without one, it asks for a run file."""
+    folder = tmp_path / "runs" / "trip-1"
+    folder.mkdir(parents=True)
+    trained(nursery, folder, 1)
+    refused = nursery.start("atoll", "evaluate", "trip-1", "--port=0", cwd=tmp_path)
+    assert refused.wait(30) == 2
+    assert "'trip-1' has no run file. Give the run file: atoll evaluate run.toml." in refused.output()
+    (folder / INPUTS_FILE).write_text("{}")  # as `atoll run` leaves it
+    server = nursery.start("atoll", "evaluate", "trip-1", "--port=0", "--out=found.json", cwd=tmp_path)
+    url = url_of(server)
+    sites = [start_site(nursery, tmp_path, url, name) for name in "ab"]
+    assert server.wait(60) == 0, server.output()
+    assert [site.wait() for site in sites] == [0, 0]
+    assert losses(json.loads((tmp_path / "found.json").read_text())) == {"version 1": {"a": 1.0, "b": 8.0}}
 
 
 def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:

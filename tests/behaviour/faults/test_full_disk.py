@@ -318,8 +318,8 @@ def test_uploads_are_refused_below_min_free_bytes(
     # The site and the status report this. The server logs the refusal once, and logs once that uploads are accepted
     # again.
     told = (
-        "The server has 100.0 kB of disk left, but must keep 1.0 MB free. Free some space: the run then continues "
-        "by itself, and nothing is lost."
+        "The server has 100.0 kB of disk left, but must keep 1.0 MB free (disk.min_free_bytes). "
+        "Free some space: the run then continues by itself, and nothing is lost."
     )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
         store = server._require_served().run.store

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
+from http.client import HTTPSConnection, IncompleteRead
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from blake3 import blake3
 from kit.enrolling_server import EnrollingServer
 
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.errors import AtollError, ServerUnreachable
+from atoll.errors import AtollError, AuthError, ServerUnreachable
 from atoll.protocol import routes
+from atoll.store.identities import NEVER
 from atoll.tensors.layout import PART_BYTES
 from atoll.tensors.reference import TensorRef
 from atoll.transport.credential_store import SiteCredential
@@ -95,3 +99,51 @@ def test_stranger_reads_nothing_from_a_worker(tmp_path: Path, kind: str) -> None
             with contextlib.closing(http), pytest.raises(AtollError):
                 http.reach(routes.OBJECT.format(object=ref.object), timeout_s=10)
             assert other.served == 0
+
+
+def test_download_with_an_ended_certificate_is_broken_off(tmp_path: Path) -> None:
+    """When a worker learns that a site was revoked, a running download of that site ends, and the next is refused."""
+    content = os.urandom(2**20) * 64  # more than what sockets hold
+    with EnrollingServer(tmp_path / "server") as server:
+        a, b = enrolled(server, "a"), enrolled(server, "b")
+        with peer_of("b", b) as other:
+            fd = os.memfd_create("version", os.MFD_CLOEXEC)
+            os.write(fd, content)
+            cuts = Cuts(0, len(content), PART_BYTES)
+            ref = other.serve(fd, Manifest.of_cuts(cuts, [blake3(each).digest() for each in parts_of(content)]))
+            os.close(fd)
+            http = object_http(ref, require_ip=lambda _: None, context=lambda: a.context_to_peer("b"))
+            connection = HTTPSConnection("127.0.0.1", urlsplit(ref.server).port, context=a.context_to_peer("b"))
+            connection.request("GET", routes.OBJECT_DATA.format(object=ref.object), headers=http.headers())
+            answer = connection.getresponse()
+            assert len(answer.read(2**16)) == 2**16
+            other.learn([], ended={"a": NEVER})
+            with pytest.raises((IncompleteRead, ConnectionError)):
+                answer.read()
+            connection.close()
+            with contextlib.closing(http), pytest.raises(AuthError, match="was revoked, or has enrolled again"):
+                http.reach(routes.OBJECT.format(object=ref.object), timeout_s=10)
+
+
+def parts_of(content: bytes) -> list[bytes]:
+    return [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
+
+
+def test_certificate_of_a_new_enrolment_is_accepted(tmp_path: Path) -> None:
+    """After a site has enrolled again, its earlier certificates have ended; a new one has not, nor that of others."""
+    with EnrollingServer(tmp_path / "server") as server:
+        a, b, c = (enrolled(server, site) for site in "abc")
+        with peer_of("b", b) as other:
+            ref, _ = offered(other)
+
+            def reach(own: SiteCredential) -> None:
+                http = object_http(ref, require_ip=lambda _: None, context=lambda: own.context_to_peer("b"))
+                with contextlib.closing(http):
+                    http.reach(routes.OBJECT.format(object=ref.object), timeout_s=10)
+
+            other.learn([], ended={"a": int(time.time()) - 60})
+            reach(a)
+            other.learn([], ended={"a": int(time.time()) + 60})
+            with pytest.raises(AuthError):
+                reach(a)
+            reach(c)

@@ -64,6 +64,7 @@ def test_the_page_follows_a_run_without_reload(tmp_path: Path, chrome: Browser) 
         chrome.wait("#sentence", "The run is finished after 3 rounds.")
     chrome.wait("#link", "the run is over")
     assert chrome.js("return window.stays") is True
+    assert [chrome.texts(f"#row-{name} td")[4] for name in "ab"] == ["–", "–"]  # no site is behind a run that is over
 
 
 def play_last(world: World) -> None:
@@ -263,7 +264,7 @@ def test_the_page_has_no_accessibility_faults(tmp_path: Path, chrome: Browser, d
         chrome.open(f"{world.url}/#site=clinic-cedar&round=2")
         chrome.wait("#round", "Round 2")
         chrome.wait("figcaption", "mean")
-        chrome.js("document.querySelector('details').open = true")
+        chrome.js("document.querySelectorAll('details').forEach((each) => (each.open = true))")
         chrome.wait("#setting-table", "rounds.total")
         assert chrome.axe() == []
 
@@ -325,6 +326,84 @@ def test_the_timeline_shows_how_long_a_round_is_open(tmp_path: Path, chrome: Bro
         chrome.open(world.url)
         said = chrome.wait("#lanes .hint", "1 round in ")
         assert float(said.removeprefix("1 round in ").partition(" s;")[0]) >= round(open_s, 1) - 0.05
+
+
+def test_a_late_site_of_an_async_run_is_amber(tmp_path: Path, chrome: Browser) -> None:
+    """The sentence and its row say how late it is, although no other site waits."""
+    with World(tmp_path, START, "ab", rounds=99, **{"async.enabled": True}) as world:
+        for number in (1, 2, 3):
+            world.pull("a", "b")
+            for name in "ab":
+                world.submit(name, 0.5, metrics={"loss": 1 / number})
+        world.pull("b")
+        chrome.open(world.url)
+        chrome.wait("#sentence", '"b" is late: ')
+        assert chrome.js("return document.getElementById('headline').className") == "held"
+        assert chrome.texts("#row-b .late")[0] == world.status.workers[1].doing
+        assert "It is late: " in chrome.text("#row-b small")
+        assert chrome.texts("#row-a .late") == []
+        assert [chrome.texts(f"#row-{name} td")[4] for name in "ab"] == ["–", "0"]
+
+
+def test_a_refused_update_is_drawn_as_refused(tmp_path: Path, chrome: Browser) -> None:
+    """It is no time of waiting. Bytes that the server has not counted are unknown, not 0."""
+    with prepared("nan", tmp_path) as world:
+        chrome.open(world.url)
+        chrome.wait("#row-clinic-cedar", "its updates are refused")
+        drawn = "return [...document.querySelectorAll('#lanes canvas')].map((each) => each.ariaLabel).join('\\n')"
+        chrome.until(lambda: "clinic-cedar, most recently: " in chrome.js(drawn), "the timeline")
+        cedar = next(line for line in chrome.js(drawn).splitlines() if line.startswith("clinic-cedar"))
+        assert "refused" in cedar.rpartition(", ")[2]
+        received = chrome.texts("#row-clinic-cedar td")[-2]
+        assert received == "–"
+
+
+def test_no_site_is_amber_while_the_disk_is_full(tmp_path: Path, chrome: Browser) -> None:
+    with prepared("full", tmp_path) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "(disk.min_free_bytes)")
+        chrome.wait("#row-clinic-amber", "The round waits for it")
+        assert chrome.texts("#table td span.late") == []
+
+
+def test_commands_have_the_address_of_the_page(tmp_path: Path, chrome: Browser) -> None:
+    """Another machine cannot use the server's own name for itself."""
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        address = world.url.replace("127.0.0.1", "localhost")
+        chrome.open(address)
+        assert (
+            chrome.wait("#command", "atoll worker") == f"atoll worker --server {address} --site NAME -- python train.py"
+        )
+        assert f"atoll export --server {address}" in chrome.text("#versions-hint")
+
+
+def test_an_event_of_another_day_has_its_date(tmp_path: Path, chrome: Browser) -> None:
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "waits for")
+        shown = chrome.driver.execute_async_script(
+            "const done = arguments[0], at = (time) => ({ at: time.toISOString(), number: 1, what: 'run paused' });"
+            "import('/page/sections.js').then(({ drawEvents }) => {"
+            "  drawEvents([at(new Date(2020, 0, 2, 13, 4, 5)), at(new Date())]);"
+            "  done([...document.querySelectorAll('#event-list time')].map((each) => each.textContent)); });"
+        )
+    assert shown[1] == "2020-01-02 13:04:05"
+    assert len(shown[0]) == len("13:04:05")
+
+
+def test_the_page_explains_its_columns(tmp_path: Path, chrome: Browser) -> None:
+    """By pointing at a title, and in a list, which a phone can show, too; a table that goes on has a shadow there."""
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        chrome.set_look(width=390, height=844)
+        chrome.open(world.url)
+        chrome.wait("#versions-hint", "A durable version is safely on the server's disk")
+        chrome.js("document.querySelector('#sites details').open = true")
+        for title in ("Behind", "Norm"):
+            told = chrome.js(
+                f"return [...document.querySelectorAll('#table button')].find(e => e.textContent === '{title}').title"
+            )
+            assert f"{title}\n{told}" in chrome.wait("#columns", title)
+        assert "local" in chrome.js("return getComputedStyle(document.querySelector('.wide')).backgroundAttachment")
 
 
 def colour(chrome: Browser) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from policy_world import Writes, log_of
 
 from atoll.cli.egress import require_genuine_receipts
 from atoll.errors import StateCorrupt, UsageError
-from atoll.transport.egress_log import NAME, EgressLog, Entry, read_log
+from atoll.transport.egress_log import HEAD, NAME, EgressLog, Entry, read_head, read_log
 
 
 @pytest.fixture
@@ -103,6 +106,74 @@ def test_line_cut_off_by_a_crash_is_removed(tmp_path: Path) -> None:
         ("part", None),
     ]
     assert again.sent["r"].nbytes == 12
+
+
+@pytest.mark.parametrize("cut", ["one line", "all lines", "half a line", "the head", "the chain made anew"])
+def test_missing_end_is_noticed(tmp_path: Path, cut: str) -> None:
+    """Of a log of three kept entries, no line can be removed from the end, and no chain can take its place."""
+    log = EgressLog(tmp_path)
+    for number in range(3):
+        log.keep(log.append("part", run="r", bytes=number))
+    path, head = tmp_path / NAME, tmp_path / HEAD
+    lines = path.read_bytes().splitlines(keepends=True)
+    match cut:
+        case "one line":
+            path.write_bytes(b"".join(lines[:2]))
+        case "all lines":
+            path.write_bytes(b"")
+        case "half a line":
+            path.write_bytes(b"".join(lines)[:-9])
+        case "the head":
+            head.unlink()
+        case "the chain made anew":
+            kept = head.read_bytes()
+            path.unlink()
+            head.unlink()
+            log = EgressLog(tmp_path)
+            for _ in range(4):
+                log.append("part", run="r", bytes=0)
+            head.write_bytes(kept)
+    for look in (lambda: list(read_log(path)), lambda: EgressLog(tmp_path)):
+        with pytest.raises(StateCorrupt, match=r"is missing|where the egress log|names another hash") as raised:
+            look()
+        assert "To begin a new log, move" in raised.value.remedy or "audit log" in raised.value.remedy
+
+
+def test_crash_before_the_bytes_left_is_no_fault(tmp_path: Path) -> None:
+    """Lines behind the head, and half a line, are what a crash leaves: the log is accepted, and goes on."""
+    log = EgressLog(tmp_path)
+    log.keep(log.append("part", run="r", bytes=5))
+    log.append("update", run="r", fragment=0, round=1)  # killed before it was kept: nothing of it was sent
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b'{"seq": 3')
+    assert [each.what for each in read_log(tmp_path / NAME)] == ["part", "update"]
+    again = EgressLog(tmp_path)
+    again.keep(again.append("part", run="r", bytes=7))
+    assert read_head(tmp_path / NAME)[0] == 4
+    assert [each.what for each in read_log(tmp_path / NAME)] == ["part", "update", "torn", "part"]
+
+
+def test_threads_share_a_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight threads that write a line each, one waits for its own; the other seven share the next wait."""
+    log, waits, sync = EgressLog(tmp_path), list[int](), os.fdatasync
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(fd: int) -> None:
+        waits.append(fd)
+        begun.set()
+        assert go_on.wait(30)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(log.keep, log.append("part", run="r", bytes=1))
+        assert begun.wait(30)
+        others = [pool.submit(log.keep, log.append("part", run="r", bytes=1)) for _ in range(7)]
+        go_on.set()
+        for each in (first, *others):
+            each.result()
+    assert len(waits) == 2
+    assert read_head(tmp_path / NAME)[0] == 8
 
 
 def test_two_processes_write_one_chain(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from pydantic import BaseModel
 
 import atoll
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.errors import ConfigError, PeerError, UsageError
+from atoll.errors import AtollError, ConfigError, PeerError, StoreError, UsageError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.task_messages import TaskAnswer, TaskBody
@@ -25,7 +27,7 @@ from atoll.tensors.layout import Part
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.way_out import HIDDEN, OF_ADMIN, ClearedUpdate, way_out
+from atoll.transport.way_out import HIDDEN, OF_ADMIN, ClearedUpdate, WayOut, way_out
 
 SERVER, DIGEST = "http://127.0.0.1:1", "d" * 64
 STRICT = """
@@ -137,6 +139,52 @@ def test_update_is_cleared_for_its_ticket_alone(policy_of: Writes) -> None:
     way.clear_update("e" * 64, ClearedUpdate("r", "a", 3, 0, 2, 64, 1.0, ()))
     with pytest.raises(ConfigError):
         sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST))
+
+
+def test_sites_of_one_process_may_have_equal_updates(policy_of: Writes) -> None:
+    """Two sites that have formed the same bytes each complete their own update, in any order."""
+    policy = policy_of("")
+    way = way_out()
+    for ticket, site in enumerate("ab", 1):
+        way.clear_update(DIGEST, ClearedUpdate("r", site, ticket, 0, 1, 64, 1.0, ()))
+    for ticket in (2, 1):
+        sent(routes.COMPLETE.format(ticket=ticket), messages.Complete(digest=DIGEST))
+    assert [(each["ticket"], each["site"]) for each in entries(policy, "update")] == [(2, "b"), (1, "a")]
+
+
+def test_nothing_leaves_before_its_line_is_on_the_disk(policy_of: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk fails, part, update and served bytes are refused; the lines that were written are no fault."""
+    policy = policy_of("")
+    way = way_out()
+    way.clear([b"d" * 32])
+    way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        for leave in (
+            lambda: way.part(SERVER, routes.PART.format(ticket=1, part=0), b"d" * 32, 64, "a"),
+            lambda: sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST)),
+            lambda: way.served(DIGEST, 64),
+        ):
+            with pytest.raises(StoreError, match="Input/output error"):
+                leave()
+    way.served(DIGEST, 64)
+    kinds = [each.what for each in log_of(policy) if each.what != "messages"]
+    assert kinds == ["part", "update", "served", "served"]
+
+
+def test_download_of_another_process_is_in_the_log_before_its_bytes(
+    tmp_path: Path, policy_of: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range that another process asks for is refused as a whole if its line cannot be written."""
+    policy_of("")
+    ref = atoll.objects.publish({"w": torch.ones(2**18)})
+    monkeypatch.setattr(WayOut, "served", lambda *_: (_ for _ in ()).throw(StoreError("No line.", "")))
+    with pytest.raises(AtollError, match="No line"):
+        atoll.objects.fetch(ref)
 
 
 @pytest.mark.parametrize("stream", [(), ("train",)], ids=["inline", "by reference"])

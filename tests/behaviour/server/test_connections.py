@@ -394,4 +394,4 @@ def test_an_idle_tls_connection_has_small_buffers(tmp_path: Path) -> None:
             for _ in range(CONNECTIONS):
                 shake()
             each = (tracemalloc.get_traced_memory()[0] - before) / CONNECTIONS
-    assert 2**14 < each <= MOST_BYTES, each
+    assert 2**13 < each <= MOST_BYTES, each

@@ -18,7 +18,6 @@ from kit.world import World
 
 import atoll
 from atoll.protocol.routes import EVENTS
-from atoll.server.http import event_stream
 from atoll.server.http.page_files import page_files
 from atoll.testing.run import wait_until
 
@@ -137,10 +136,9 @@ def test_a_stream_resumes_after_a_given_event(tmp_path: Path) -> None:
         assert (status, json.loads(body)["code"]) == (410, "gone")
 
 
-def test_the_number_of_streams_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_streams_is_limited(tmp_path: Path) -> None:
     """The server refuses one more stream of events than allowed, and accepts a new one when another has been closed."""
-    monkeypatch.setattr(event_stream, "MOST_STREAMS", 2)
-    with World(tmp_path, START, "a") as world:
+    with World(tmp_path, START, "a", **{"limits.event_streams": 8}) as world:  # of which an address gets 2
         streams = [Stream(world), Stream(world)]
         status, _, body = headers_of(world, EVENTS, Accept="text/event-stream")
         assert (status, json.loads(body)["code"]) == (429, "busy")

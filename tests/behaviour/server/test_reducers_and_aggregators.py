@@ -213,7 +213,7 @@ def test_far_higher_steps_or_weights_cause_a_warning(tmp_path: Path, how: dict[s
     """
     # The warning in the status ends when the number is usual again. The others report 9 and 11 steps, so their median
     # is 10.
-    with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
+    with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0, **{"limits.weight_share": 1.0}) as world:
         for number in (1, 2, 3):
             world.pull(number=number)
             for site, steps in (("c", 10), ("a", 9), ("b", 11)):
@@ -224,6 +224,37 @@ def test_far_higher_steps_or_weights_cause_a_warning(tmp_path: Path, how: dict[s
         world.wait(4)
         assert world.status.warnings == []
     assert world.text.count("the median of the other sites") == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "told"),
+    [
+        ({}, [1e12, 2.5, 0.75], "a reports a weight of 1e+12, more than 1000 × the median of the other sites"),
+        ({}, [1.5, 1.0, 0.5], ""),  # exactly half
+        ({}, [1.6, 1.0, 0.5], "a has 52% of the weight of 3 sites (limits.weight_share = 0.5)"),
+        ({"limits.weight_share": 0.6}, [1.6, 1.0, 0.5], ""),
+        ({}, [9.0, 1.0], ""),  # of two sites, one has half or more
+    ],
+)
+def test_a_large_share_of_the_weight_causes_a_warning(
+    tmp_path: Path, settings: dict[str, Any], weights: list[float], told: str
+) -> None:
+    """If one of three or more sites has more than `limits.weight_share` of the weight of a round, status, events and
+    log say so. The warning ends with a round in which no site has.
+    """
+    sites = "abc"[: len(weights)]
+    with World(tmp_path, ONE, sites, rounds=0, **settings) as world:
+        world.pull(number=1)
+        for site, weight in zip(sites, weights, strict=True):
+            world.submit(site, -1.0, weight=weight)
+        world.wait(1)
+        assert [text[: len(told)] for text in world.status.warnings] == ([told] if told else [])
+        world.pull(number=2)
+        for site in sites:
+            world.submit(site, -1.0, weight=1.0)
+        world.wait(2)
+        assert world.status.warnings == []
+    assert told in world.text
 
 
 def test_ignored_steps_cause_no_warning(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit.admin import pause
+from kit.local_run import LocalRun
 from kit.processes import command, url_of
 from kit.servers import PLAIN, plain_server
 from kit.sites import manual_sites
@@ -29,6 +30,7 @@ import atoll
 from atoll.cli.stored_status import stored_status
 from atoll.errors import RunFailed
 from atoll.protocol.status_messages import HISTORY, Status
+from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.run_core import RunCore
 from atoll.testing.run import Threads, status
@@ -54,8 +56,8 @@ START = {"w": torch.ones(4)}
         ((100.0, 110.0, 130.0), 4, 150.0, 45.0),  # it takes longer than 15 s; later rounds are not shorter for that
         ((100.0, 110.0, 130.0), 1, 150.0, 0.0),
         ((100.0, 110.0, 130.0), 4, 161.0, None),  # after more than 30 s it is late: when it ends is not known
-        ((100.0, 100.1, 100.2), 4, 103.1, 0.3),  # rounds of 0.1 s are late after 3 s
-        ((100.0, 100.1, 100.2), 4, 103.3, None),
+        ((100.0, 100.1, 100.2), 4, 101.2, 0.3),  # rounds of 0.1 s are late after 1.1 s
+        ((100.0, 100.1, 100.2), 4, 101.4, None),
         ((100.0, 110.0, 120.0), 0, 120.0, 0.0),
     ],
     ids=[
@@ -125,6 +127,24 @@ def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
         for now_s in (62.0, 64.0):
             streaming.committed(now_s)
         assert streaming.of(run.state, 64.0) == 20.0
+
+
+async def test_a_slow_site_of_an_async_run_is_told_by_its_own_times(tmp_path: Path) -> None:
+    """The site b has taken 2 s for each update, and has its ticket for 12 s; a has no ticket, and b no other one."""
+    async with LocalRun(tmp_path, START, {"rounds": 9, "rounds.sites": 2, "async.enabled": True}) as run:
+        sites = {name: await run.join(name) for name in "ab"}
+        for _ in range(2):
+            opened = {name: site.open_round() for name, site in sites.items()}
+            for seconds, name in ((1.0, "a"), (1.0, "b")):
+                await run.advance(seconds)
+                await run.submit(sites[name], opened[name].ticket, {"w": torch.ones(4)})
+            await run.settle()
+        sites["b"].open_round()
+        await run.advance(12.0)
+        found = status_of(run.served)
+        assert [(each.ticket_s, each.usual_s) for each in found.workers] == [(0.0, 1.0), (12.0, 2.0)]
+        assert found.headline is not None
+        assert found.headline.late == ["b"]
 
 
 @pytest.mark.covers("X4")
@@ -520,6 +540,8 @@ def test_what_a_site_said_of_an_older_round_is_not_shown(tmp_path: Path) -> None
         world.pull(number=2)
         presence.beat = presence.beat.model_copy(update={"state": "submitting to round 1"})
         assert doing() == ""
+        presence.beat = presence.beat.model_copy(update={"state": "waiting for the round"})
+        assert doing() == "about to train"
 
 
 def test_a_held_up_run_has_no_time_left(tmp_path: Path) -> None:

@@ -129,6 +129,30 @@ def test_a_run_tells_its_sites_and_is_evaluated(tmp_path: Path) -> None:
     assert [each["global_metrics"] for each in done.history] == [{"size": 6.0}, {"size": 18.0}]
 
 
+def fails_at_first(model: Any) -> dict[str, float]:
+    """Version 1 is all 2."""
+    if float(model["w"][0]) == 2.0:
+        raise ValueError("no data here")
+    return {"size": float(model["w"].sum())}
+
+
+@pytest.mark.parametrize("engine", ["threads", "forks"])
+def test_an_evaluation_that_raises_is_said_with_its_version(
+    engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on to its end; what failed is in the log, and in the result, also after a later evaluation."""
+    if engine == "threads":
+        done = run(tmp_path, move, evaluate=fails_at_first)
+    else:
+        settings = PLAIN | {"rounds.total": 2, "disk.state_dir": tmp_path / "state"}
+        done = atoll.Simulation(
+            ZERO, settings, script=move, sites=["a", "b"], evaluate=fails_at_first, processes=1
+        ).run()
+    assert done.not_evaluated == {1: "ValueError: no data here"}
+    assert done.global_metrics == {"size": 12.0}
+    assert "(fails_at_first) at version 1: ValueError: no data here. Training goes on" in caplog.text
+
+
 def test_another_config_function_is_another_run(tmp_path: Path) -> None:
     """What it tells decides the result, so an interrupted run is not continued with another one."""
 

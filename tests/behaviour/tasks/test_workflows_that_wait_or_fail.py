@@ -295,8 +295,8 @@ def test_a_payload_waits_for_free_disk_space(
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
     told = (
-        "The server has 10 B of disk left, but must keep 256.0 MB free. Free some space: the run then continues "
-        "by itself, and nothing is lost."
+        "The server has 10 B of disk left, but must keep 256.0 MB free (disk.min_free_bytes). "
+        "Free some space: the run then continues by itself, and nothing is lost."
     )
     with workflow_server(tmp_path, main, **settings) as server:
         sites = AnsweringSites(server.url, "a", {"train": echo})

@@ -192,6 +192,13 @@ def test_a_simulation_is_summed_up_in_one_line() -> None:
     assert " and 2 more" in line
 
 
+def test_the_summary_names_versions_without_an_evaluation() -> None:
+    one = simulate.summary(simulated(not_evaluated={2: "ValueError: no data here"}))
+    assert "; loss 0.5; no complete evaluation of version 2: ValueError: no data here; model" in one
+    two = simulate.summary(simulated(not_evaluated={1: "KeyError: 'w'", 2: "ValueError: no data here"}))
+    assert "; 2 versions without a complete evaluation, the last one version 2: ValueError: no data here; " in two
+
+
 def test_a_finished_simulation_says_that_nothing_was_trained() -> None:
     """If the simulation was already finished, the last line of `atoll simulate` says that nothing was trained."""
     line = simulate.summary(simulated(rounds=0, worker_rounds=0))

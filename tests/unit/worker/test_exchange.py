@@ -128,8 +128,8 @@ def test_a_part_with_other_bytes_is_not_counted(place: Participation) -> None:
     ticket = formed(place)
     push(place)
     digests = [bytes.fromhex(text) for text in note_of(place).part_digests]
-    assert place.session.parts_at_server(ticket.id, dict(enumerate(digests))) == {0}
-    assert place.session.parts_at_server(ticket.id, {0: bytes(32)}) == set()
+    assert place.session.parts_at_server(ticket.id, dict(enumerate(digests)), NONE) == {0}
+    assert place.session.parts_at_server(ticket.id, {0: bytes(32)}, NONE) == set()
 
 
 @pytest.mark.covers("F3")

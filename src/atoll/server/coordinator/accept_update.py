@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from atoll.errors import UpdateRefused
 from atoll.format_text import numbers
@@ -29,6 +29,9 @@ OPTIMIZER_STEPS = (
 )
 
 
+Reporting = TypeVar("Reporting", messages.Complete, messages.SitOut)
+
+
 class UpdateAdmission:
     """Checks the complete updates of a run, and accepts or refuses each.
 
@@ -38,13 +41,16 @@ class UpdateAdmission:
     Attributes:
         refused: number of updates refused in the whole run.
         reports: the weights and numbers of steps that sites report, with warnings about unusual ones.
+        metric_warnings: site → warning that it reports too many different metrics.
     """
 
     def __init__(self, run: RunCore) -> None:
         self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
         self.refused = run.store.run_log.totals().refused
-        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps)
+        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps, weight_share=run.settings.limits.weight_share)
         self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
+        self._metric_names: dict[str, set[str]] = {}
+        self.metric_warnings: dict[str, str] = {}
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def begins(self, site: str, ticket: int, fragment: int) -> None:
@@ -132,6 +138,24 @@ class UpdateAdmission:
                 kept_weight,
             )
         return message.model_copy(update={"weight": kept_weight})
+
+    def with_known_metrics(self, site: str, message: Reporting) -> Reporting:
+        """Return a message without the metrics whose names are too many for one site in a run.
+
+        Each name is a curve, which the status, the page and trackers keep.
+        """
+        names = self._metric_names.setdefault(site, set())
+        left_out = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
+        names.update(message.metrics.keys() - {*left_out})
+        if not left_out:
+            return message
+        if site not in self.metric_warnings:
+            self.metric_warnings[site] = (
+                f"{site} reports more than {messages.METRICS} different metrics; further names, such as "
+                f"{left_out[0]!r}, are left out. Give a metric the same name in each round"
+            )
+            LOG.warning("%s", self.metric_warnings[site])
+        return message.model_copy(update={"metrics": {k: v for k, v in message.metrics.items() if k in names}})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
         """Refuse an update with a weight, norm or number of steps above its limit, or without steps that the run needs.

@@ -54,21 +54,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, rows: Sequence[T
         number=number,
         base_version=base_version,
         version=store.versions.next_number(fragment),
-        updates=[
-            FrozenUpdate(
-                ticket=row.ticket,
-                site=row.site,
-                digest=row.digest or "",
-                weight=row.report.weight,
-                steps=row.report.steps,
-                norm=min(row.norm, sys.float_info.max),  # infinite if squares of fp64 values overflow
-                staleness=(lag := staleness(base_version, row.base_version, lost)),
-                scale=plan.staleness_weight(lag),
-                report=row.report,
-                nbytes=row.bytes,
-            )
-            for row in rows
-        ],
+        updates=frozen_updates(plan, rows, base_version, lost),
         expected=sampling.size(settings.rounds.sites) if not settings.async_.enabled else 0,
         population=frozen.population if frozen else 0,
         population_weight=total,
@@ -77,6 +63,33 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, rows: Sequence[T
         from_zero=store.run_log.generation.begins_at(base_version),
         sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.last_sat_out_round(fragment).first_ticket),
     )
+
+
+def frozen_updates(plan: Plan, rows: Sequence[TicketRow], base_version: int, lost: Sequence[int]) -> list[FrozenUpdate]:
+    """Return the updates of a closed round, with the factors of their weights.
+
+    Args:
+        plan: plan of the run.
+        rows: the tickets of the updates, in order.
+        base_version: the version that the round starts from.
+        lost: numbers of lost versions.
+    """
+    lags = [staleness(base_version, row.base_version, lost) for row in rows]
+    return [
+        FrozenUpdate(
+            ticket=row.ticket,
+            site=row.site,
+            digest=row.digest or "",
+            weight=row.report.weight,
+            steps=row.report.steps,
+            norm=min(row.norm, sys.float_info.max),  # infinite if squares of fp64 values overflow
+            staleness=lag,
+            scale=plan.staleness_weight(lag),
+            report=row.report,
+            nbytes=row.bytes,
+        )
+        for row, lag in zip(rows, lags, strict=True)
+    ]
 
 
 class MadeVersion(NamedTuple):

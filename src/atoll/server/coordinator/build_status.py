@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,9 @@ from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.store.reader import saved_status
 
+MOST_METRICS, LEAST_METRICS = 8192, 4
+"""Number of values in the heartbeats of all sites together that the status shows, and at least of each site."""
+
 LOG = logging.getLogger("atoll.server")
 
 
@@ -32,7 +36,9 @@ def status_of(served: ServedRun) -> status_messages.Status:
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
     roster, local_steps = sorted(run.roster.items()), served.tickets.local_steps(run.roster, number)
+    metrics = max(LEAST_METRICS, MOST_METRICS // max(1, len(roster)))
     last = {each.site: each for summary in history.summaries for each in summary.sites}
+    tickets_s = history.ticket_times.of(run.state, now_s)
     status = status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
@@ -63,7 +69,12 @@ def status_of(served: ServedRun) -> status_messages.Status:
         downlink_codec=str(settings.aggregation.download_codec) or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(served, index, now_s) for index in range(len(run.state.rounds))],
-        workers=[_worker(run, presence, now_s, lost, local_steps[site], last.get(site)) for site, presence in roster],
+        workers=[
+            _worker(run, presence, now_s, lost, local_steps[site], last.get(site), metrics).model_copy(
+                update={"ticket_s": tickets_s.get(site, 0.0), "usual_s": history.ticket_times.usual_s(site)}
+            )
+            for site, presence in roster
+        ],
         history=list(history.summaries),
         first=history.first,
         kept_versions=_kept_versions(served),
@@ -170,11 +181,16 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     )
 
 
+WAITING = "waiting for the round"
+"""What a worker says while it asks for a ticket."""
 SUBMITTING = re.compile(r"submitting to round ([0-9]+)")
 
 
 def _doing(run: RunCore, site: str, said: str) -> str:
-    """Return what a site does. What it said last of an update is left out if the update has arrived, or is of old."""
+    """Return what a site does. What it said last of a ticket is replaced if the ticket has come, or its update has."""
+    ticket = run.state.rounds[0].tickets.get(site) if len(run.state.rounds) == 1 else None
+    if said == WAITING and ticket is not None and ticket.state == "open":
+        return "about to train"  # until its script loads the version
     submitting = SUBMITTING.fullmatch(said)
     if submitting is None:
         return said
@@ -208,6 +224,7 @@ def _worker(
     lost: Sequence[Sequence[int]],
     local_steps: int,
     last: status_messages.SiteRound | None,
+    metrics: int,
 ) -> status_messages.WorkerStatus:
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
@@ -235,7 +252,7 @@ def _worker(
         waited_s=max(presence.waited_s.values(), default=0.0),
         retries=beat.retries,
         reconnections=beat.reconnections,
-        metrics=dict(beat.metrics),
+        metrics=dict(itertools.islice(beat.metrics.items(), metrics)),
         labels=presence.labels,
         local_steps=local_steps,
         error=presence.error,

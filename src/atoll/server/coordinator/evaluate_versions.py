@@ -161,7 +161,14 @@ class VersionEvaluation:
 
         await until_passed(record, f"the evaluation of version {version} cannot be written")
         self._history.replace(summary)
-        self._note(version=version, metrics=result.metrics, seconds=seconds, problem=problem)
+        failed = [*self._status.failed.items(), *([(str(version), problem)] if problem else [])]
+        self._note(
+            version=version,
+            metrics=result.metrics,
+            seconds=seconds,
+            problem=problem,
+            failed=dict(failed[-status_messages.HISTORY :]),
+        )
         self._stopped_in_a_row = self._stopped_in_a_row + 1 if result.is_stopped else 0
         if result.metrics:
             LOG.info("version %d evaluated in %.1f s: %s", version, seconds, numbers(result.metrics))
@@ -198,6 +205,8 @@ class VersionEvaluation:
         then = (
             "No further version is evaluated: correct it, or raise server.evaluate_timeout_s, and start the run again"
             if self._stopped_in_a_row >= MOST_STOPPED
+            else "The run ends without metrics of that version"
+            if self._run.state.finished
             else "Training goes on, and the next version is evaluated again"
         )
         what, version = self._status.function, self._status.version

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import MAX_WEIGHT
-from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
+from atoll.errors import ConfigError, SchemaMismatch, ServerLost
 from atoll.format_text import number_of, size
 from atoll.protocol import messages, routes
+from atoll.protocol.served_versions import skew
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
@@ -41,6 +42,7 @@ def run_info(plan: Plan, run_id: str, receipt_key: str = "") -> messages.RunInfo
     try:
         return messages.RunInfo(
             protocol=routes.PROTOCOL,
+            oldest_protocol=routes.OLDEST_PROTOCOL,
             run=run_id,
             receipt_key=receipt_key,
             name=settings.run.name,
@@ -84,18 +86,14 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     """Raise an error if a site that wants to join does not fit the run.
 
     Raises:
-        VersionSkew: the site uses another version of the protocol.
+        VersionSkew: the server does not serve the protocol of the site.
         ServerLost: the site takes part in another run.
         SchemaMismatch: the site has another model.
         ConfigError: the site has another number of local steps H or of fragments; or it has lost its algorithm's local
             state, or has a state that does not fit its updates in the run.
     """
-    if message.protocol != routes.PROTOCOL:
-        older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
-        raise VersionSkew(
-            f"Worker {message.site} uses protocol {message.protocol}, but this server uses protocol {routes.PROTOCOL}.",
-            f"Upgrade Atoll at {older}.",
-        )
+    if not routes.OLDEST_PROTOCOL <= message.protocol <= routes.PROTOCOL:
+        raise skew(f"Worker {message.site}", message.protocol, f"worker {message.site}")
     run = store.run_log.run_id
     if message.run not in ("", run):
         raise ServerLost(

@@ -174,6 +174,8 @@ def _write_decision(
             run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
         case events.LeaseEnded(site, lease, why, detail):
             run_log.end_member(site, lease, why, detail)
+        case events.SitesForgotten(sites):
+            run_log.forget_members(sites)
         case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
             run_log.open_round(fragment, base, expected)
         case events.TicketIssued(site, ticket, fragment, base):
@@ -244,4 +246,5 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         progress=progress,
         paused=run_log.controls.paused,
         stopping=run_log.controls.stopping,
+        proven=frozenset(row.site for row in run_log.members() if row.rounds_counted),
     )

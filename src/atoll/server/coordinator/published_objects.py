@@ -30,6 +30,8 @@ class PublishedObjects(Extension):
             max_bytes=disk.objects_max_bytes,
             max_expires_s=disk.objects_expire_s,
             idle_timeout_s=run.settings.network.idle_timeout_s,
+            most_bytes_of_one=run.settings.limits.site_object_bytes,
+            least_bytes_per_s=routes.LEAST_BYTES_PER_S,
         )
 
     def tick(self, now_s: float) -> None:
@@ -41,13 +43,14 @@ class PublishedObjects(Extension):
         self.store.close()
 
     async def open_object(
-        self, message: messages.ObjectOpen, identity: SiteIdentity | None = None
+        self, message: messages.ObjectOpen, identity: SiteIdentity | None = None, payer: str = ""
     ) -> messages.ObjectOpened:
         """Create an empty object, to which the publisher sends parts. The answer has the object's secret.
 
         Args:
             message: sizes of the object.
             identity: what the publisher's credential proves. The object is then this site's alone.
+            payer: the site, or else the address, that the object's bytes count for.
 
         Raises:
             BadRequest: the object is too large, or its part sizes are invalid.
@@ -62,7 +65,11 @@ class PublishedObjects(Extension):
             )
         self._run.require_space()
         entry, secret = self.store.open(
-            cuts, inline=message.inline, expires_s=message.expires_s, owner=identity.site if identity else ""
+            cuts,
+            inline=message.inline,
+            expires_s=message.expires_s,
+            owner=identity.site if identity else "",
+            payer=payer,
         )
         return messages.ObjectOpened(
             object=entry.object, secret=secret, expires_s=max(0.0, entry.expires_at - time.time())

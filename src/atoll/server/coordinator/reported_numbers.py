@@ -6,10 +6,15 @@ The server cannot check a weight or a number of steps, and a single wrong one ca
 from __future__ import annotations
 
 import logging
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atoll.protocol.run_events import Happened, RoundClosed
+
+LEAST_SITES = 3
+"""One of two sites has at least half of the weight, so that is nothing to warn of."""
 
 LOG = logging.getLogger("atoll.server")
 
@@ -41,6 +46,10 @@ class _Numbers:
         for site, value in self.last.items():
             if value > self.factor * usual:
                 self.warnings[site] = self.warning.format(site=site, value=value, usual=usual)
+        self.say()
+
+    def say(self) -> None:
+        """Log the warnings about sites that the log has had none about."""
         for site in self.warnings.keys() - self.told:
             self.told.add(site)
             LOG.warning("%s", self.warnings[site])
@@ -51,10 +60,11 @@ class ReportedNumbers:
 
     Args:
         needs_steps: whether the run uses the numbers of steps; if not, no warning is about them.
+        weight_share: share of the weight of three or more sites above which to warn of one.
     """
 
-    def __init__(self, *, needs_steps: bool) -> None:
-        self._needs_steps = needs_steps
+    def __init__(self, *, needs_steps: bool, weight_share: float = 1.0) -> None:
+        self._needs_steps, self._weight_share = needs_steps, weight_share
         self._steps = _Numbers(
             100,
             "{site} reports {value} local steps, more than 100 × the median of the other sites ({usual:g}). Check that "
@@ -79,6 +89,22 @@ class ReportedNumbers:
         if isinstance(event, RoundClosed):
             self._steps.compare()
             self._weights.compare()
+            self._find_large_share(event.sites)
+
+    def _find_large_share(self, sites: Sequence[str]) -> None:
+        """Warn of a site that has more than `weight_share` of the weight of a round; in a small one, of all sites."""
+        last = self._weights.last
+        weights = {site: last[site] for site in (sites if len(sites) >= LEAST_SITES else last) if site in last}
+        largest = max(weights, key=weights.__getitem__, default="")
+        share = weights[largest] / math.fsum(weights.values()) if largest else 0.0
+        if len(weights) >= LEAST_SITES and share > self._weight_share:
+            self._weights.warnings.setdefault(
+                largest,
+                f"{largest} has {share:.0%} of the weight of {len(weights)} sites (limits.weight_share = "
+                f"{self._weight_share:g}): its update decides the mean. Check that all sites count the same, samples "
+                "or tokens; aggregation.max_weight refuses larger weights",
+            )
+            self._weights.say()
 
     @property
     def warnings(self) -> list[str]:

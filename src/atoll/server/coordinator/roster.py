@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import mean, median
@@ -21,8 +21,8 @@ from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
 from atoll.format_text import listed, number_of, of_fragment, visible
-from atoll.protocol import messages, status_messages
-from atoll.protocol.status_headline import LATE, LEAST_LATE_S
+from atoll.protocol import messages, run_events, status_messages
+from atoll.protocol.status_headline import is_late
 from atoll.registry import nearest
 from atoll.rounds import events
 from atoll.rounds.state import State
@@ -275,6 +275,7 @@ class Attendance:
         self._expected = {fragment: set(sites) for fragment, sites in (expected or {}).items()}
         self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
+        self._late: frozenset[str] = frozenset()
 
     def expects(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
         """Record the sites that a round waits for. Sites that the round no longer waits for stay in the record."""
@@ -284,6 +285,9 @@ class Attendance:
             LOG.debug("round %d%s is open for %s", state.rounds[fragment].number, of, ", ".join(sites))
             self._expected[fragment] = set()
         self._expected.setdefault(fragment, set()).update(sites)
+        for site in sorted(state.late - self._late):
+            LOG.warning("%s", _late(site, state))
+        self._late = state.late
 
     def ended(self, effect: events.LeaseEnded, state: State) -> None:
         """Log that a site no longer takes part. If too few sites are left for a round, log that, too."""
@@ -372,7 +376,20 @@ class Attendance:
         short = "" if self._simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
         all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
-        return [text for text in (short, all_out, *partial.values()) if text]
+        late = [_late(site, state) for site in sorted(state.late) if site in state.seen_s][:LATE_SHOWN]
+        return [text for text in (short, all_out, *partial.values(), *late) if text]
+
+
+LATE_SHOWN = 20
+"""Number of sites that are late with their first update and of which the status warns."""
+
+
+def _late(site: str, state: State) -> str:
+    return (
+        f"{site} has never sent an update, so rounds no longer wait for it (limits.first_update_s = "
+        f"{state.rules.first_update_s:g}). It takes part from its first update on. If it only needs longer, set a "
+        "higher limit"
+    )
 
 
 SAT_OUT_ROUNDS = 3
@@ -543,7 +560,7 @@ def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float
     while len(rounds_s) > 1 and rounds_s[0] > STEADY * median(rounds_s[1:]):
         del rounds_s[0]
     each_s, spent_s = mean(rounds_s), max(0.0, now_s - commits_s[-1])
-    if commits_left and spent_s > max(LATE * each_s, LEAST_LATE_S):
+    if commits_left and is_late(spent_s, each_s):
         return None
     return max(0.0, commits_left * each_s - min(spent_s, each_s))
 
@@ -583,3 +600,39 @@ class TimeLeft:
         if not self._rounds or state.finished or state.paused or state.stopping or stands_still:
             return None
         return left_s(self._commits_s, sum(max(0, self._rounds - each.done) for each in state.rounds), now_s)
+
+
+class TicketTimes:
+    """For how long sites have their tickets: now, and usually. It follows the run's events.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._start_s = clock, clock()
+        self._begun_s: dict[int, float] = {}  # ticket → when the site got it
+        self._took_s: dict[str, deque[float]] = {}
+
+    def on_event(self, event: run_events.Happened) -> None:
+        """Note when a site gets a ticket, and how long it then takes until its update is complete."""
+        match event:
+            case run_events.TicketIssued(ticket=ticket):
+                self._begun_s[ticket] = self._clock()
+            case run_events.UpdateAccepted(site=site, ticket=ticket) if ticket in self._begun_s:
+                self._took_s.setdefault(site, deque(maxlen=ROUNDS)).append(self._clock() - self._begun_s[ticket])
+
+    def of(self, state: State, now_s: float) -> dict[str, float]:
+        """Return site → seconds for which it has its oldest open ticket, and forget tickets that are over.
+
+        For a ticket that is older than the server's start, return the seconds since then.
+        """
+        held = {
+            each.id: each.site for round_ in state.rounds for each in round_.tickets.values() if each.state == "open"
+        }
+        self._begun_s = {ticket: self._begun_s.get(ticket, self._start_s) for ticket in held}
+        return {held[ticket]: max(0.0, now_s - self._begun_s[ticket]) for ticket in sorted(held, reverse=True)}
+
+    def usual_s(self, site: str) -> float:
+        """Return the usual seconds from a site's ticket to its update; 0: not known yet."""
+        return median(self._took_s.get(site, [0.0]))

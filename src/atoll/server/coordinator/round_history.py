@@ -10,7 +10,7 @@ from atoll.format_text import time_left
 from atoll.protocol import status_messages
 from atoll.rounds import events
 from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
-from atoll.server.coordinator.roster import Attendance, StalenessCounter, TimeLeft
+from atoll.server.coordinator.roster import Attendance, StalenessCounter, TicketTimes, TimeLeft
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import HistoryRow
 
@@ -30,6 +30,7 @@ class RoundHistory:
         first: first recorded value of each metric; see `Status.first`.
         stale: staleness of the updates.
         time_left: estimate of the remaining time.
+        ticket_times: for how long sites have their tickets.
     """
 
     def __init__(self, run: RunCore, *, simulated: bool = False) -> None:
@@ -39,6 +40,8 @@ class RoundHistory:
         self.attendance = Attendance(run.roster, run_log.totals().deaths, asked, simulated=simulated)
         self.stale = StalenessCounter(run.plan)
         self.time_left = TimeLeft(run.settings.rounds.total, len(run.plan.fragments))
+        self.ticket_times = TicketTimes(run.clock)
+        run.events.subscribe("the times of tickets", self.ticket_times.on_event)
         summaries = [each.summary_json for each in run_log.summaries(status_messages.HISTORY)]
         self.summaries = deque(
             map(status_messages.RoundSummary.model_validate_json, summaries), status_messages.HISTORY
@@ -57,6 +60,9 @@ class RoundHistory:
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self._run.state)
+            case events.SitesForgotten(sites):
+                for site in sites:
+                    self._run.roster.pop(site, None)
             case events.RoundOpened() | events.ExpectedChanged():
                 self.attendance.expects(effect, self._run.state)
             case events.RoundSatOut():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,6 +10,9 @@ from atoll.format_text import listed, number_of, size
 from atoll.protocol import run_events
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.settings_advice import advice
+
+MOST_OF_SITES = 200
+"""Number of warnings of sites that the status shows."""
 
 LOG = logging.getLogger("atoll.server")
 
@@ -37,7 +41,9 @@ class RunWarnings:
             *(text for source in self._sources for text in source()),
             *run.events.problems.values(),
             *(presence.rival for presence in present if presence.rival),
-            *(f"{presence.site}: {text}" for presence in present for text in presence.beat.warnings),
+            *itertools.islice(
+                (f"{presence.site}: {text}" for presence in present for text in presence.beat.warnings), MOST_OF_SITES
+            ),
         ]
 
     def tick(self) -> None:

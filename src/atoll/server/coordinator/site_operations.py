@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from atoll.errors import Busy
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.joining import require_fit, run_info
@@ -70,6 +71,26 @@ class SiteOperations:
             evaluates=self._tasks.will_evaluate(message.site),
             displaces=self._run.roster[message.site].displaced.get(previous.process) if previous is not None else None,
         )
+
+    def require_room(self, site: str, *, has_credential: bool) -> None:
+        """Refuse a site with a new name if the run has `limits.sites` already, and none of them can be forgotten.
+
+        Names that the admin has invited or written into `trust.sites` are not counted so.
+
+        Raises:
+            Busy: there is no room at present.
+        """
+        state, limits = self._run.state, self._run.settings.limits
+        if has_credential or site in state.members or site in self._run.settings.trust.sites:
+            return
+        stays = [each for each in state.members.values() if each.alive or each.site in state.proven]
+        if len(stays) >= limits.sites and not state.late:
+            error = Busy(
+                f"The run has {len(state.members)} sites, and takes no new name.",
+                "Use the name of a site that takes part, or raise limits.sites at the server.",
+            )
+            error.retry_after_s = 30.0
+            raise error
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         """End a site's lease, so that no round waits for the site. If training failed, the message has the error."""

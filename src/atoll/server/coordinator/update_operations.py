@@ -130,6 +130,7 @@ class UpdateOperations:
                 "The server's state was probably restored from a backup. Ask for the next ticket.",
             )
         message = self._admission.with_kept_weight(lease.site, message)
+        message = self._admission.with_known_metrics(lease.site, message)
         if (receipt := await self._place.deliver(lease, row, message)) is not None:
             return receipt, self._run.store.tickets.get(ticket)
         parts, layout = self._run.store.tickets.whole(row), self._run.plan.fragments[row.fragment].update
@@ -166,6 +167,7 @@ class UpdateOperations:
         if row.state == "sat out":
             return
         self._leases.require_open(lease, ticket)
+        message = self._admission.with_known_metrics(lease.site, message)
         self._admission.sit_out(lease.site, ticket, message.metrics)
 
 

@@ -40,7 +40,8 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes, run_events, status_messages, task_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
-from atoll.protocol.read_message import require_keys_once
+from atoll.protocol.read_message import framed, require_keys_once
+from atoll.protocol.served_versions import in_protocol, protocol_of
 from atoll.protocol.site_curves import SiteCurvesQuery
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.effective_settings import setting_shown, settings_in_effect
@@ -58,7 +59,7 @@ from atoll.store.journal import journal_failed
 from atoll.store.reader import open_state
 from atoll.store.round_summaries import Query, table_rows
 from atoll.store.store import directory_gone
-from atoll.transport.request_body import break_off, interceptor_of
+from atoll.transport.request_body import break_off, interceptor_of, prove
 from atoll.transport.serve_range import problem
 
 LOG = logging.getLogger("atoll.server")
@@ -153,6 +154,8 @@ class NoSwarm:
     work_in_swarm = get_swarm_plan
 
 
+BODY_S = 10.0
+"""Maximum seconds that a client may take to send a message."""
 STATUS_S = 0.5
 """Seconds for which the answer with the status is used again."""
 
@@ -203,7 +206,7 @@ class ServerPages:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
         if EVENT_STREAM in request.headers.get("Accept", ""):
-            return await self._streams.send(request, self._served.run, query)
+            return await self._streams.send(request, self._served.run, query, CALLER.get().key)
         return await self._served.run.events.get_events(query)
 
     async def get_settings(self) -> status_messages.SettingsInEffect:
@@ -292,7 +295,7 @@ def _adapt(
     """
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        caller = CALLER.get()
+        caller, protocol = CALLER.get(), protocol_of(operation, request.headers.get(routes.PROTOCOL_HEADER))
         arguments = await _arguments(operation, request, caller, served, gate)
         if operation.path in (routes.STATUS, routes.EVENTS) and caller.lease is None:
             served.run.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
@@ -303,7 +306,11 @@ def _adapt(
             return web.Response(status=204)
         if isinstance(result, str):
             return web.Response(text=result)
-        return web.Response(body=result.model_dump_json().encode(), content_type="application/json")
+        if isinstance(result, tuple):
+            message, data = result
+            body = framed(in_protocol(message, protocol, exclude_defaults=True), data)
+            return web.Response(body=body, content_type="application/octet-stream")
+        return web.Response(body=in_protocol(result, protocol), content_type="application/json")
 
     return handle
 
@@ -321,12 +328,16 @@ async def _arguments(
         arguments["lease"] = served.leases.require_lease(caller.stated_lease())
     if operation.identity:
         arguments["identity"] = caller.identity
+    if operation.path == routes.OBJECTS:
+        arguments["payer"] = caller.key
     if operation.query is not None:
         arguments["query"] = query_of(operation.query, request.query)
     if isinstance(operation.request, type) and issubclass(operation.request, BaseModel):
         message = await _read(request, operation.request, operation.body_bytes)
         for site in _named_in(served, message) if gate.may_refuse_names(caller) else ():
             gate.require_own(caller, site)
+        if isinstance(message, messages.Join):
+            served.sites.require_room(message.site, has_credential=caller.identity is not None)
         arguments["message"] = message
     if operation.request is bytes or operation.reply is bytes or operation.streams:
         arguments["request"] = request
@@ -363,7 +374,7 @@ async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> M
         raise BadRequest(f"The body has the type {request.content_type}.", "Send application/json.")
     if (request.content_length or 0) > most_bytes:
         raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(BODY_S):
         body = await request.clone(client_max_size=most_bytes).read()
     try:
         message = kind.model_validate_json(body)
@@ -455,7 +466,11 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 caller = admit(gate, request, operation, served.run.roster)
                 CALLER.set(caller)
             except AuthError as refused:
-                return problem(refused.code, refused.message, refused.remedy)
+                return await _refuse(gate, request, refused)
+            if _is_proven(caller, gate, request, served):
+                prove(request)
+            joins = operation is not None and operation.path == routes.WORKERS
+            await gate.rates.admit(caller, joins=joins)
             if (failed := failure()) is not None:
                 raise failed
             with gate.connections.during(caller, request.transport):
@@ -471,6 +486,8 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
             return _refused(request, refused)
         except Exception as error:
             _note_refusal(gate, request, error)
+            if isinstance(error, AuthError) and not isinstance(error, Forbidden):  # a wrong invitation or secret
+                return await _refuse(gate, request, error)
             return _failed(served.run, request, failure() or error)  # the run may have failed meanwhile
         finally:
             interceptor = interceptor_of(request)
@@ -478,6 +495,25 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 interceptor.end_part()
 
     return guard
+
+
+async def _refuse(gate: Gate, request: web.Request, refused: AuthError) -> web.Response:
+    """Return the answer to a request without the right credential. After too many, it also ends the connection."""
+    has_credential = "Authorization" in request.headers or request.match_info.route.name == "enrol"
+    error = await gate.rates.refuse(request.remote or "", refused, has_credential=has_credential)
+    response = problem(error.code, error.message, error.remedy, error.retry_after_s)
+    if error is not refused:
+        response.force_close()
+    return response
+
+
+def _is_proven(caller: Caller, gate: Gate, request: web.Request, served: ServedRun) -> bool:
+    """Return whether a request has shown a credential; at a server that needs none, each has."""
+    if caller.kind != "peer" or gate.tokens.is_open:
+        return caller.kind != "stranger" or gate.tokens.is_open
+    with contextlib.suppress(AtollError):
+        return bool(served.objects.store.find(request.match_info.get("object", ""), caller.secret))
+    return False
 
 
 def _note_refusal(gate: Gate, request: web.Request, error: Exception) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterator
 
 from aiohttp import web
@@ -22,7 +21,7 @@ from atoll.blobs.model_file import ModelFile, model_header, model_runs
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
 from atoll.format_text import number_of
 from atoll.protocol import messages, routes
-from atoll.protocol.read_message import LENGTH_BYTES, framed, read_framed
+from atoll.protocol.read_message import LENGTH_BYTES, read_framed
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
@@ -40,7 +39,7 @@ PARTS_PER_CONNECTION = 4
 More than 1, because uploads over broken connections may still be open at the server.
 """
 OBJECT_PARTS = 64
-"""Maximum number of simultaneous uploads of object parts, by all publishers together."""
+"""Maximum number of simultaneous uploads of object parts, by one publisher."""
 
 
 class ByteRoutes:
@@ -52,7 +51,7 @@ class ByteRoutes:
 
     async def request_ticket(
         self, lease: Lease, message: messages.TicketRequest
-    ) -> messages.TicketReply | web.Response:
+    ) -> messages.TicketReply | tuple[messages.TicketReply, bytes | memoryview]:
         """Return what `TicketOperations.request_ticket` does, with the ticket's version if the site lacks it.
 
         The manifest comes with every such version. Its bytes come if there are at most `routes.VERSION_BYTES`, unless
@@ -71,7 +70,7 @@ class ByteRoutes:
                 manifest = await self.get_manifest(ticket.fragment, ticket.base_version)
                 data = b"" if manifest.delta else await self._small_version(ticket, lease.site)
                 reply = reply.model_copy(update={"manifest": manifest})
-        return web.Response(body=framed(reply, data), content_type="application/octet-stream")
+        return reply, data
 
     async def _small_version(self, ticket: messages.Ticket, site: str) -> bytes | memoryview:
         """Return the bytes of the version of a ticket, if they are here and few enough to come with the ticket."""
@@ -356,7 +355,7 @@ class PartReceiver:
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
         run.require_space()
-        with self._only_upload(key, "the publishers of objects", OBJECT_PARTS, request):
+        with self._only_upload(key, f"objects of {entry.payer}", OBJECT_PARTS, request):
             before = self._writers.get(key)
             entry.digests.pop(part, None)
             writer = self._writers[key] = _ObjectPart(self._objects, entry, expected.start)
@@ -468,7 +467,6 @@ class _ObjectPart:
         with self._lock:
             if self._ended or self._entry.removed.is_set():
                 raise ConnectionAbortedError("the part was sent again, or its object was removed")
-            self._entry.touched_s = time.monotonic()
             self._objects.write(self._entry, data, self._offset)
             self._offset += len(data)
 

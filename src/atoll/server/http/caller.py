@@ -24,6 +24,7 @@ from atoll.store.caller_tokens import TokenKind
 from atoll.store.identities import KnownSites
 from atoll.tensors.reference import hash_of_secret
 from atoll.transport.certificates import SiteIdentity, identity_in
+from atoll.transport.rates import network_of
 from atoll.transport.tls import MOST_TOKEN_CHARS
 
 
@@ -54,6 +55,11 @@ class Caller:
     identity: SiteIdentity | None = None
     by_certificate: bool = False
     fault: tuple[str, str] = ("", "")
+
+    @property
+    def key(self) -> str:
+        """What is counted for this caller: its site, or else its address."""
+        return f"site {self.site}" if self.site else network_of(self.address)
 
     def stated_lease(self) -> Lease:
         """Return the lease that the request states.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -24,29 +25,39 @@ STREAM_HEADERS: Mapping[str, str] = {
     "Cache-Control": "no-store",
     "X-Accel-Buffering": "no",
 }
-MOST_STREAMS = 200
-"""Maximum number of streams at a time: each holds a connection."""
 PAUSE_S = 0.5
 """Least seconds between two messages of a stream: events of this time travel together."""
 
 
 class Streams:
-    """How many streams a server sends at present."""
+    """How many streams a server sends at present, and to which callers."""
 
     def __init__(self) -> None:
-        self._count, self._newest = 0, ((0, 0, 0), (0, 0, b""))
+        self._open: Counter[str] = Counter()
+        self._newest = ((0, 0, 0), (0, 0, b""))
 
-    async def send(self, request: web.Request, run: RunCore, query: EventQuery) -> web.StreamResponse:
+    async def send(self, request: web.Request, run: RunCore, query: EventQuery, caller: str) -> web.StreamResponse:
         """Answer a request with the events after a number, until the run ends or the client goes.
+
+        Args:
+            request: the request.
+            run: the run.
+            query: the number.
+            caller: the site or the address that the request is from.
 
         Raises:
             Busy: too many clients follow the run.
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
-        if self._count >= MOST_STREAMS:
-            raise Busy(f"{MOST_STREAMS} clients follow this run already.", "Try again later, or ask without a stream.")
+        most = run.settings.limits.event_streams
+        if self._open.total() >= most or self._open[caller] >= most // 4:
+            raise Busy(
+                f"{self._open.total()} clients follow this run already, {self._open[caller]} of {caller} "
+                f"(limits.event_streams = {most}).",
+                "Try again later, or ask without a stream.",
+            )
         number, within, text = message_of(run.events.page(query), query.after)
-        self._count += 1
+        self._open[caller] += 1
         try:
             response = web.StreamResponse(headers=STREAM_HEADERS)
             await response.prepare(request)
@@ -63,7 +74,8 @@ class Streams:
         except (AtollError, TimeoutError):  # the answer has begun: the client asks again, and is then told why
             break_off(request)
         finally:
-            self._count -= 1
+            self._open[caller] -= 1
+            self._open += Counter()  # without those that have none
         return response
 
     def _next(self, run: RunCore, number: int, within: int, newest: int) -> tuple[int, int, bytes]:

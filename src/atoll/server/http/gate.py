@@ -13,13 +13,19 @@ from typing import Any
 from weakref import WeakSet
 
 from atoll.config import Settings
-from atoll.errors import AuthError, ConfigError
+from atoll.config.settings import Limits
+from atoll.errors import AtollError, AuthError, Busy, ConfigError, Forbidden
 from atoll.server.http.caller import Caller, ShownCredentials, Tokens, require_own
 from atoll.store.identities import KnownSites
+from atoll.transport.rates import Rates, network_of
 from atoll.transport.tls import is_loopback, read_token
 
 LOG = logging.getLogger("atoll.server")
 
+MOST_WAIT_S = 2.0
+"""Maximum seconds for which a request waits because its caller sends too many."""
+REFUSED_S = 0.5
+"""Seconds before the answer to a refused request of an address that has sent too many."""
 REPEAT_S = 60.0
 """Seconds within which the log says the same refusal only once."""
 MOST_SAID = 100
@@ -55,22 +61,79 @@ class Refusals:
         self._said_s[text] = now_s
 
 
-class SiteConnections:
-    """The open connections of sites, to be closed when a site is revoked."""
+class CallerRates:
+    """How often callers may send requests. A caller is a site, or else an address.
 
-    def __init__(self) -> None:
-        self._open: dict[str, WeakSet[asyncio.Transport]] = {}
+    A request over the rate waits, so that its connection sends no other one meanwhile; if the wait were longer than
+    `MOST_WAIT_S`, the request is refused. A wrong credential counts for its address, but keeps no right one out.
+
+    Args:
+        limits: the settings.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._requests = Rates(limits.site_requests_per_s, 2 * limits.site_requests_per_s, MOST_WAIT_S)
+        self._joins = Rates(limits.joins_per_minute / 60, limits.joins_per_minute, MOST_WAIT_S)
+        self._wrong = Rates(limits.wrong_credentials / 60, limits.wrong_credentials)
+
+    async def admit(self, caller: Caller, *, joins: bool = False) -> None:
+        """Wait until a caller may send this request.
+
+        Raises:
+            Busy: it sends too many.
+        """
+        rates, what = (self._joins, "joins") if joins else (self._requests, "requests")
+        wait_s, fits = rates.use(caller.key)
+        if wait_s:
+            await asyncio.sleep(min(wait_s, MOST_WAIT_S))
+        if not fits:
+            raise busy(f"{caller.key} sends too many {what}.", wait_s)
+
+    async def refuse(self, address: str, refused: AuthError, *, has_credential: bool) -> AtollError:
+        """Return the error for a refused request: that of too many wrong credentials, slowly, after so many of them."""
+        is_wrong = has_credential and not isinstance(refused, Forbidden)
+        key = network_of(address)
+        wait_s, fits = (self._wrong if is_wrong else self._requests).use(key)
+        if fits:
+            await asyncio.sleep(wait_s)
+            return refused
+        await asyncio.sleep(REFUSED_S)
+        return busy(f"Too many requests that were refused came from {key}.", wait_s)
+
+
+def busy(message: str, wait_s: float) -> Busy:
+    """Return the error that asks a caller to come again later."""
+    error = Busy(message, "Send fewer requests; those of other callers are answered.")
+    error.retry_after_s = max(1.0, wait_s)
+    return error
+
+
+class SiteConnections:
+    """The open connections of sites, to be closed when a site is revoked.
+
+    Args:
+        most: maximum number of connections of a site.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._open = most, dict[str, WeakSet[asyncio.Transport]]()
 
     @contextmanager
     def during(self, caller: Caller, transport: asyncio.Transport | None) -> Iterator[None]:
         """Note that a connection has a request of a site; with the site's certificate, the connection stays the site's.
 
         Without one, it may be that of a proxy, and the next request another site's.
+
+        Raises:
+            Busy: the site has too many.
         """
-        if caller.identity is None or transport is None:
+        if not caller.site or transport is None:
             yield
             return
-        of_site = self._open.setdefault(caller.identity.site, WeakSet())
+        of_site = self._open.setdefault(caller.site, WeakSet())
+        is_new = len(of_site) >= self._most and transport not in of_site
+        if is_new and sum(not each.is_closing() for each in of_site) >= self._most:
+            raise busy(f"Site {caller.site} has {self._most} connections (limits.site_connections).", 1.0)
         of_site.add(transport)
         try:
             yield
@@ -93,6 +156,7 @@ class Gate:
             request must name a loopback address.
         own_credentials: whether each site needs a credential of its own.
         allowed: the setting `trust.sites`.
+        limits: what each caller may take.
 
     Attributes:
         tokens: the tokens of sites, readers and the admin.
@@ -100,15 +164,24 @@ class Gate:
         known: what the server knows of the credentials of sites.
         authority: common name of the run's own authority; empty if it has none.
         connections: the open connections of sites.
+        rates: how often callers may send requests.
         clock: returns the Unix time in seconds.
     """
 
     def __init__(
-        self, token: str | None, *, local: bool = False, own_credentials: bool = False, allowed: Sequence[str] = ()
+        self,
+        token: str | None,
+        *,
+        local: bool = False,
+        own_credentials: bool = False,
+        allowed: Sequence[str] = (),
+        limits: Limits | None = None,
     ) -> None:
+        limits = limits or Limits()
         self.refusals, self.tokens = Refusals(), Tokens(token, own_credentials=own_credentials)
         self._needs_local_name, self._allowed = local and self.tokens.is_open, allowed
-        self.known, self.authority, self.connections = KnownSites(), "", SiteConnections()
+        self.known, self.authority = KnownSites(), ""
+        self.connections, self.rates = SiteConnections(limits.site_connections), CallerRates(limits)
         self.clock: Callable[[], float] = time.time
 
     def shown(self, certificate: Mapping[str, Any] | None) -> ShownCredentials:
@@ -200,4 +273,5 @@ def open_gate(settings: Settings) -> Gate:
         local=is_loopback(network.host),
         own_credentials=own,
         allowed=settings.trust.sites,
+        limits=settings.limits,
     )

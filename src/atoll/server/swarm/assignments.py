@@ -24,6 +24,7 @@ from atoll.format_text import listed
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.run_events import Happened
 from atoll.protocol.swarm_messages import (
+    MOST_PEERS,
     MOST_SOURCES,
     Collect,
     CollectedUpdate,
@@ -188,6 +189,7 @@ class SwarmView:
             stamp=0,
             peers=[self.peers[other].address for other in self.peers.others(site)],
             sites=self.peers.others(site),
+            ended=self._store.identities.known.ended(MOST_PEERS),
             probe=self.peers.to_probe(site),
             hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[

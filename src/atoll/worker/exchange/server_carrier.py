@@ -74,7 +74,7 @@ class ServerCarrier:
             if failed is not None:
                 raise failed
             if has is None:
-                has = session.parts_at_server(note.ticket, digests)
+                has = session.parts_at_server(note.ticket, digests, note.digest)
             bar.resume()
             missing = [part for part in outbox.layout.parts if part.index not in has]
             if not is_whole or not missing:
@@ -86,7 +86,7 @@ class ServerCarrier:
                 missing[0],
                 digests[0],
                 note.complete(),
-                has_arrived=lambda: 0 in session.parts_at_server(note.ticket, digests),
+                has_arrived=lambda: 0 in session.parts_at_server(note.ticket, digests, note.digest),
                 on_bytes=bar.add,
             )
             if answer is not None:

@@ -369,7 +369,7 @@ class SwarmPeer:
         with self._lock:
             if work.server != self._work.server or work.order > self._work.order:  # else a newer answer came before
                 self._work = work
-            for address in self._peer_server.learn(self._work.peers, self._work.sites):
+            for address in self._peer_server.learn(self._work.peers, self._work.sites, self._work.ended):
                 LOG.info("%s: connects to the worker of another site at %s", self.site, address)
             self._follow(self._work)
             if self._leaving and report.leaving and not self._work.stay:

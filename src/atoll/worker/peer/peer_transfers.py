@@ -14,13 +14,14 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from blake3 import blake3
@@ -201,6 +202,8 @@ class PeerServer:
         self._lock = threading.Lock()
         self._peers: dict[str, str] = {}  # address → site
         self._learnt: set[str] = set()
+        self._ended: Mapping[str, float] = {}  # site → its certificates that were issued before this time have ended
+        host.refuses = self._refuses
         self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
         self.served = 0
         self._watching: dict[int, Callable[[int], None]] = {}  # fragment → callback for its update's pulled bytes
@@ -220,13 +223,17 @@ class PeerServer:
         finally:
             os.close(fd)
 
-    def learn(self, addresses: Sequence[str], sites: Sequence[str] = ()) -> list[str]:
+    def learn(
+        self, addresses: Sequence[str], sites: Sequence[str] = (), ended: Mapping[str, float] | None = None
+    ) -> list[str]:
         """Allow connections to the workers at these addresses, and to no others. Return those that are new.
 
         Args:
             addresses: the addresses of all other workers, from the newest answer of the server.
             sites: the site of each, if the server names them.
+            ended: as in `PeerWork`. Downloads with such a certificate are broken off.
         """
+        self._ended = ended or {}
         new = [address for address in dict.fromkeys(addresses) if address not in self._learnt]
         new = new[: MOST_ADDRESSES - len(self._learnt)]
         self._learnt.update(new)
@@ -234,6 +241,15 @@ class PeerServer:
             address: site for address, site in zip_longest(addresses, sites, fillvalue="") if address in self._learnt
         }
         return new
+
+    def _refuses(self, certificate: Mapping[str, Any]) -> bool:
+        """Return whether the certificate of a connection, checked by TLS, has ended before its time."""
+        if not certificate or not self._ended:
+            return False
+        from atoll.transport.certificates import identity_in, issued_at_s  # its library takes a while to load
+
+        found = identity_in(certificate)
+        return found is not None and issued_at_s(certificate) < self._ended.get(found.site, 0.0)
 
     def _why_refused(self, address: str) -> str:
         """Return why this worker does not connect to an address; empty if it may.

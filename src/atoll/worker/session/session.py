@@ -497,14 +497,22 @@ class Session:
             if answered:
                 self.renew()
 
+    def _renewals(self) -> None:
+        """Renew the credential in a run without heartbeats."""
+        while (credential := self.http.credential) is not None:
+            left_s = credential.note.renew_at_s - time.time()
+            if self._closing.wait(min(max(left_s, HEARTBEAT_RETRY_S), RENEW_RETRY_S)):
+                return
+            self.renew()
+
     def renew(self) -> None:
         """Renew the site's credential if it is due. If that fails, go on with the present one, and try again later."""
         credential = self.http.credential
         if credential is None or time.monotonic() < self._renew_from_s or not credential.is_due():
             return
-        from atoll.transport.enrolment import renew, until
+        from atoll.transport.enrolment import TIMEOUT_S, renew, until
 
-        timeout_s = max(1.0, self.info.heartbeat_interval_s / 2)
+        timeout_s = max(1.0, self.info.heartbeat_interval_s / 2) if self.info.heartbeat_interval_s else TIMEOUT_S
         try:
             if renew(self.http, credential, timeout_s):
                 LOG.info("%s: the credential was renewed; it is valid until %s", self.site, until(credential.note))
@@ -571,8 +579,9 @@ class Session:
             return
         self.ranks.from_rank0(self._join)
         watch_exit(self)
-        if self.info.heartbeat_interval_s:
-            self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
+        work = self._heartbeats if self.info.heartbeat_interval_s else self._renewals
+        if self.info.heartbeat_interval_s or self.http.credential is not None:
+            self._beat = threading.Thread(target=work, name="atoll-heartbeat", daemon=True)
             self._beat.start()
 
     def _join(self, max_retries: int | None = None) -> str:
@@ -656,7 +665,7 @@ class Session:
         self.is_untold = self._fatal is None and silent
         try:
             if self._fatal is None and not silent:
-                if self._beat is not None or self.heartbeat.warnings:
+                if self.info.heartbeat_interval_s or self.heartbeat.warnings:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 if error is None and command_sees_end():
@@ -870,19 +879,22 @@ class Session:
         """
         return require(self.outcome(ticket))
 
-    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
+    def parts_at_server(self, ticket: int, digests: Mapping[int, bytes], update: str) -> Collection[int]:
         """Return the indices of the update's parts that the server already has, with the same digests.
 
         Args:
             ticket: the ticket under which the update is submitted.
             digests: BLAKE3 of each part, by the part's index.
+            update: digest of the update.
 
         Raises:
-            TicketClosed: the round closed without this update.
+            TicketClosed: the round closed without this update, or another one was accepted under its ticket.
         """
         state = self._state_of(ticket)
         if state.outcome.state == "expired":
             raise TicketClosed(f"The round closed without this worker's update: {state.outcome.reason}.")
+        if state.outcome.is_in and state.outcome.digest not in ("", update):
+            raise TicketClosed(f"Another process of {self.site} has submitted another update for ticket {ticket}.")
         if state.outcome.is_in:
             return digests.keys()
         return {

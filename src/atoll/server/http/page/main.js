@@ -3,7 +3,7 @@
 import { $, duration, el, facts, setText, size } from "./dom.js";
 import { Charts, metricNames } from "./charts.js";
 import { csv, drawBytes, drawEvents, drawSettings, drawVersions, json, showRound } from "./sections.js";
-import { follow, getJSON, getSized, Gone, keepToken, NeedsToken, takeToken } from "./server.js";
+import { follow, getJSON, getSized, Gone, keepToken, NeedsToken, reached, takeToken } from "./server.js";
 import { showSite, SiteTable } from "./sites.js";
 import { drawTimeline, Rounds } from "./timeline.js";
 
@@ -56,10 +56,11 @@ function draw() {
       .join(" · "),
   );
   setText($("sentence"), headline?.text || "");
-  $("headline").className = headline?.act ? "act" : headline?.held_up ? "held" : "";
-  $("next").hidden = !headline?.command;
-  setText($("command"), headline?.command || "");
-  setText($("act"), headline?.act ? `A person must act. ${headline.command}` : "");
+  $("headline").className = headline?.act ? "act" : headline?.held_up || headline?.late.length ? "held" : "";
+  const command = reached(headline?.command || "", status);
+  $("next").hidden = !command;
+  setText($("command"), command);
+  setText($("act"), headline?.act ? `A person must act. ${command}` : "");
   const alive = status.workers.filter((each) => each.state === "alive").length;
   const front = status.fragments.reduce((low, each) => (!low || each.round < low.round ? each : low), null);
   facts($("figures"), [

@@ -3,7 +3,7 @@
 import { $, el, duration, facts, fill, number, size } from "./dom.js";
 import { evaluatedNames, metricNames } from "./charts.js";
 import { roundTable } from "./timeline.js";
-import { download, getJSON, save } from "./server.js";
+import { download, getJSON, reached, save } from "./server.js";
 
 export function drawBytes(status) {
   const updates = status.history.flatMap((each) => each.sites),
@@ -45,8 +45,13 @@ export function drawVersions(status, metric) {
     evaluated = evaluatedNames(status);
   $("versions-hint").replaceChildren(
     "The last rounds; what sites report in a round is of the version before it. Choose two versions to compare them, or save one as a safetensors file. On the command line: ",
-    el("code", {}, `atoll export ${serves ? `--server ${status.address}` : `--dir ${quoted(dir)}`} model.safetensors`),
-    status.best?.file ? `. The best version is kept in ${status.best.file}.` : "",
+    el(
+      "code",
+      {},
+      reached(`atoll export ${serves ? `--server ${status.address}` : `--dir ${quoted(dir)}`} model.safetensors`, status),
+    ),
+    status.best?.file ? `. The best version is kept in ${status.best.file}` : "",
+    ". A durable version is safely on the server's disk, also after a power cut. Step norm: how far the sites together moved the model.",
   );
   fill(
     $("version-table"),
@@ -208,6 +213,11 @@ const WORDS = {
 const list = (sites) =>
   sites.length > 4 ? `${sites.slice(0, 3).join(", ")} and ${sites.length - 3} others` : sites.join(", ");
 
+// The time of an event; with its date unless it is of today.
+const clock = (at) =>
+  (at.toDateString() === new Date().toDateString() ? "" : `${at.toLocaleDateString("sv")} `) +
+  at.toLocaleTimeString([], { hour12: false });
+
 export function drawEvents(events) {
   $("event-list").replaceChildren(
     ...events
@@ -217,11 +227,7 @@ export function drawEvents(events) {
         el(
           "li",
           {},
-          el(
-            "time",
-            { dateTime: each.at, title: `event ${each.number}` },
-            new Date(each.at).toLocaleTimeString([], { hour12: false }),
-          ),
+          el("time", { dateTime: each.at, title: `event ${each.number}` }, clock(new Date(each.at))),
           el("span", {}, (WORDS[each.what] || (() => each.what))(each)),
         ),
       ),

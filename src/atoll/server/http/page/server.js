@@ -16,6 +16,11 @@ export function keepToken(token) {
   sessionStorage.setItem(KEY, token.trim());
 }
 
+// A command with the address at which this page was reached: another machine may run it.
+export function reached(command, { address, public_address, stored }) {
+  return stored || !address ? command : command.replaceAll(address, public_address || location.origin);
+}
+
 async function ask(path, options = {}) {
   const token = sessionStorage.getItem(KEY);
   const headers = { ...(options.headers || {}), ...(token ? { Authorization: `Bearer ${token}` } : {}) };

@@ -4,22 +4,24 @@ import { $, el, duration, facts, median, number, setText, size } from "./dom.js"
 
 const ROWS = 100,
   LATE = 2;
+// title, what sorts the rows, class, explanation
 const COLUMNS = [
-  ["Site", (w) => w.site, "text"],
-  ["State", (w) => rank(w), "text long"],
-  ["Step", (w) => w.step],
-  ["Speed", (w) => w.steps_per_s],
-  ["Rounds", (w) => w.rounds],
-  ["Behind", (w) => w.staleness],
-  ["Weight", (w) => w.last?.weight],
-  ["Metric", (w) => w.shownMetric],
-  ["Norm", (w) => w.last?.norm],
-  ["Sent", (w) => w.bytes_up],
-  ["Received", (w) => w.bytes_down],
-  ["Last message", (w) => w.last_heartbeat_s],
+  ["Site", (w) => w.site, "text", ""],
+  ["State", (w) => rank(w), "text long", ""],
+  ["Step", (w) => w.step, "", "local steps of the site's process"],
+  ["Speed", (w) => w.steps_per_s, "", "local steps a second, and against the median of the sites"],
+  ["Rounds", (w) => w.rounds, "", "updates of the site that count"],
+  ["Behind", (w) => behind(w), "", "versions that came after the one from which the site trains now"],
+  ["Weight", (w) => w.last?.weight, "", "weight of its last update in the mean, such as its number of samples"],
+  ["Metric", (w) => w.shownMetric, "", "what the site reported last"],
+  ["Norm", (w) => w.last?.norm, "", "length (L2 norm) of its last update: how far the model moved there"],
+  ["Sent", (w) => w.bytes_up, "", "bytes from the site since the server's start; –: none were counted"],
+  ["Received", (w) => w.bytes_down, "", "bytes to the site since the server's start; –: none were counted"],
+  ["Last message", (w) => w.last_heartbeat_s, "", ""],
 ];
+const behind = (w) => (w.ticket_s > 0 ? w.staleness : null);
 const rank = (w) =>
-  w.state === "failed" ? 0 : w.state === "dead" ? 1 : w.refused ? 2 : w.awaited ? 3 : w.state === "alive" ? 4 : 5;
+  w.state === "failed" ? 0 : w.state === "dead" ? 1 : w.refused ? 2 : w.late ? 3 : w.awaited ? 4 : w.state === "alive" ? 5 : 6;
 const note = (w) => w.error || w.refused || w.waits || "";
 
 const stateOf = (w) => (w.state !== "alive" ? w.state : w.refused ? "its updates are refused" : w.doing || "alive");
@@ -31,8 +33,8 @@ export class SiteTable {
       el(
         "tr",
         {},
-        ...COLUMNS.map(([title, , kind], place) => {
-          const button = el("button", { type: "button" }, title);
+        ...COLUMNS.map(([title, , kind, explained], place) => {
+          const button = el("button", { type: "button", title: explained }, title);
           button.onclick = () => {
             this.down = this.by === place && !this.down;
             this.by = place;
@@ -41,6 +43,10 @@ export class SiteTable {
           return el("th", { class: kind || "", scope: "col" }, button);
         }),
       ),
+    );
+    facts(
+      $("columns"),
+      COLUMNS.map(([title, , , explained]) => [title, explained]),
     );
     $("find").oninput = redraw;
     this.more = el("button", {
@@ -59,9 +65,13 @@ export class SiteTable {
     const workers = status.workers.map((w) => ({
       ...w,
       awaited: waits.has(w.site),
-      holdsUp: waits.has(w.site) && status.headline?.held_up,
+      late: status.headline?.late.includes(w.site),
       shownMetric: w.last?.metrics[metric] ?? w.metrics[metric],
-      waits: waits.has(w.site) ? `The round waits for it, ${duration(waits.get(w.site))} so far.` : "",
+      waits: waits.has(w.site)
+        ? `The round waits for it, ${duration(waits.get(w.site))} so far.`
+        : status.headline?.late.includes(w.site)
+          ? `It is late: ${duration(w.ticket_s)} for its update; usually ${duration(w.usual_s)}.`
+          : "",
     }));
     const value = COLUMNS[this.by][1],
       sign = this.down ? -1 : 1;
@@ -105,16 +115,16 @@ export class SiteTable {
       : el("div", {}, w.steps_per_s ? `${number(w.steps_per_s)}/s` : "", el("small", {}, against));
     const texts = [
       el("a", { href: `#site=${w.site}` }, w.site),
-      el("div", {}, el("span", { class: bad ? "bad" : w.holdsUp ? "late" : "" }, stateOf(w)), note(w) && el("small", {}, note(w))),
+      el("div", {}, el("span", { class: bad ? "bad" : w.late ? "late" : "" }, stateOf(w)), note(w) && el("small", {}, note(w))),
       w.step || "–",
       speed,
       w.rounds,
-      w.staleness,
+      behind(w) ?? "–",
       number(w.last?.weight),
       number(w.shownMetric),
       number(w.last?.norm),
-      size(w.bytes_up),
-      size(w.bytes_down),
+      w.bytes_up ? size(w.bytes_up) : "–",
+      w.bytes_down ? size(w.bytes_down) : "–",
       w.heard ? `${duration(w.last_heartbeat_s)} ago` : "none yet",
     ];
     return el(

@@ -35,14 +35,14 @@ export class Rounds {
         this.round(event).opened = at;
         break;
       case "ticket issued":
-        Object.assign(this.ticket(event), { begun: at, ended: undefined });
+        Object.assign(this.ticket(event), { begun: at, ended: undefined, then: "wait" });
         break;
       case "update accepted":
         Object.assign(this.ticket(event), { ended: at, send: event.send_seconds * 1000 });
         break;
       case "update refused":
       case "site sat out":
-        this.ticket(event).ended = at;
+        Object.assign(this.ticket(event), { ended: at, then: event.what === "site sat out" ? "" : "refused" });
         break;
       case "round ended":
         this.round(event).over = at;
@@ -71,7 +71,7 @@ export class Rounds {
   spans(site, begin, now) {
     const own = this.tickets.get(site) || [],
       found = [];
-    own.forEach(({ begun, ended, send, train, over }, place) => {
+    own.forEach(({ begun, ended, send, train, over, then }, place) => {
       if (begun === undefined) return;
       const end = ended ?? now,
         sent = end - Math.min(send || 0, end - begun),
@@ -82,11 +82,11 @@ export class Rounds {
         [begun, sent - trained, "pull"],
         [sent - trained, sent, "train"],
         [sent, end, "send"],
-        [end, wait, "wait"],
+        [end, wait, then],
       );
     });
     return found
-      .filter(([from, to]) => to > from && to > begin)
+      .filter(([from, to, kind]) => kind && to > from && to > begin)
       .map(([from, to, kind]) => [Math.max(from, begin), to, kind]);
   }
 }

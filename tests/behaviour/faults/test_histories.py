@@ -1,0 +1,151 @@
+"""Random histories hold their invariants, can be played again, and find bugs that are planted.
+
+`make histories MINUTES=10` plays many more. A history is a whole run: see `harness/histories`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.histories import story
+from harness.histories.checks import Violation
+from harness.histories.story import play
+
+from atoll.rounds import machine
+from atoll.rounds.state import Rules
+from atoll.server.coordinator.accept_update import UpdateAdmission
+from atoll.store.versions import Versions
+from atoll.worker.exchange import exchange
+
+ROOT = Path(__file__).parents[3]
+PLAYED = range(24)
+
+
+@pytest.mark.covers("F1", "F2", "F3", "F4", "F5", "F6", "F8", "F9", "F12", "F17", "F19", "F22", "F25", "F33", "F34")
+def test_the_invariants_hold_in_random_histories():
+    """In random histories of servers and sites with all faults, each acknowledged update is in exactly one version,
+    and each run goes on once faults stop.
+    """
+    seen = Counter[str]()
+    for seed in PLAYED:
+        seen += play(seed).counts
+    assert seen["versions"] > 40
+    assert seen["receipts"] > 100
+    assert all(seen[what] for what in ("kill server", "power loss", "kill site", "rival", "RunFinished")), seen
+
+
+def test_a_history_can_be_played_again():
+    """A seed leads to the same history, line by line: in the same process after another one, and in another process."""
+    seed = 3
+    first = play(seed).trace
+    play(seed + 1)
+    assert play(seed).trace == first
+    command = [sys.executable, "tools/histories.py", "--seed", str(seed)]
+    again = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[: len(first)] == first
+
+
+def test_a_failed_history_says_how_to_play_it_again(monkeypatch, capsys):
+    """If an invariant does not hold, the tool prints what is wrong, the seed, and the command that plays it again."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    import histories
+
+    def fails(seed: int) -> Any:
+        raise Violation("version 2 follows 3")
+
+    monkeypatch.setattr(histories, "play", fails)
+    assert histories.main(["--from", "11", "--count", "1"]) == 1
+    told = capsys.readouterr().out
+    assert "version 2 follows 3" in told
+    assert "python tools/histories.py --seed 11" in told
+
+
+# -- the checks themselves
+
+
+def no_dedupe(monkeypatch):
+    """A worker sends the update in its outbox again under each new ticket, whether or not it has counted."""
+
+    def again(note, ticket, previous, info, outcome_of):
+        if note is None or note.run != info.run:
+            return None
+        base = ticket.base
+        return replace(note, ticket=ticket.id, base_version=base.number, base_digest=base.digest, sent=False)
+
+    monkeypatch.setattr(exchange, "resend_note", again)
+
+
+def acknowledge_before_journal(monkeypatch):
+    """The server answers with a receipt, and writes the update into its journal a moment later."""
+    accept = UpdateAdmission.accept
+
+    def later(self, row, message, norm):
+        import asyncio
+
+        def write():
+            if not self._run.store.journal.closed and not self._run.store.tickets.get(row.ticket).is_in:
+                accept(self, row, message, norm)
+
+        asyncio.get_running_loop().call_later(0.05, write)
+
+    monkeypatch.setattr(UpdateAdmission, "accept", later)
+
+
+def lost_restore(monkeypatch):
+    """A restarted server forgets the updates that were accepted before."""
+    restore = machine.restore
+
+    def forgets(rules, journal, now_s):
+        kept = tuple(ticket for ticket in journal.tickets if ticket.state != "accepted")
+        return restore(rules, replace(journal, tickets=kept), now_s)
+
+    monkeypatch.setattr(machine, "restore", forgets)
+
+
+def quorum_of_one(monkeypatch):
+    """One update is enough for a version, whatever the settings say."""
+    monkeypatch.setattr(Rules, "floor", property(lambda self: 1))
+
+
+def two_file_commit(monkeypatch):
+    """The updates of a round are marked as counted in one commit, and the new version follows in another."""
+    count = Versions._count
+
+    def apart(self, *args):
+        count(self, *args)
+        self._journal._db.execute("COMMIT")
+        self._journal._db.execute("BEGIN IMMEDIATE")
+
+    monkeypatch.setattr(Versions, "_count", apart)
+
+
+def wall_clock(monkeypatch):
+    """The server's timeouts follow the wall clock, which is set forward by a day."""
+    monkeypatch.setattr(story.History, "clock", lambda self: self.loop.now_s + 86400.0 * (self.loop.now_s > 2.5))
+
+
+PLANTED = {
+    no_dedupe: "counts already|was trained from|already has the update",
+    acknowledge_before_journal: "a receipt for ticket",
+    lost_restore: "after the restart|lacks acknowledged|has forgotten ticket",
+    quorum_of_one: "updates, of at least",
+    two_file_commit: "is counted|counts|made from the tickets|the server failed",
+    wall_clock: "was declared dead, but was heard",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant, monkeypatch):
+    """Random histories find each bug that was put into the server or the worker, and name the broken invariant."""
+    plant(monkeypatch)
+    with pytest.raises(Exception, match=PLANTED[plant]):  # noqa: PT012  # the seed that finds it may change
+        for seed in range(300):
+            play(seed)

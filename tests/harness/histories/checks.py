@@ -1,0 +1,280 @@
+"""What must hold in each history: the invariants of the fault table, checked as a run goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from atoll.protocol import messages, run_events
+from atoll.rounds.state import State
+from atoll.server.coordinator.run_core import RunCore
+from atoll.store.journal_tables import TicketRow
+from atoll.tensors.layout import Layout
+
+Values = Mapping[str, np.ndarray[Any, Any]]
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Formed:
+    """An update that a site has formed: what it is in full precision, what it reports, and whether it may count."""
+
+    site: str
+    values: Values
+    weight: float
+    steps: int
+    is_sound: bool = True
+
+
+@dataclass
+class Model:
+    """A fragment of the model after a version: the parameters and the momentum of the outer optimizer."""
+
+    theta: dict[str, np.ndarray[Any, Any]]
+    momentum: dict[str, np.ndarray[Any, Any]] | None = None
+
+    def after(self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float) -> Model:
+        """θ ← θ − lr·m, m ← momentum·m + Σ p_i·u_i, with p_i the share of each weight, times its factor."""
+        total = sum(formed.weight for formed, _ in updates)
+        theta, moments = {}, {}
+        for name, value in self.theta.items():
+            step = sum(formed.values[name] * (formed.weight / total * factor) for formed, factor in updates)
+            moments[name] = step if self.momentum is None else momentum * self.momentum[name] + step
+            theta[name] = value - lr * moments[name]
+        return Model(theta, moments)
+
+
+@dataclass
+class Checks:
+    """Follows a run through all its server processes.
+
+    Args:
+        quorum: the least number of updates of a version.
+        is_async: whether updates may be older than the version before.
+        timeout_s: seconds of silence after which a site may be declared dead.
+
+    Attributes:
+        now_s: the virtual time.
+        formed: (site, digest) → an update that a site has formed.
+        acknowledged: ticket → site and digest of an update with a receipt.
+        counted: ticket → (fragment, version) that has its update.
+        newest: fragment → the number of the newest version that was ever there.
+        may_expire: reasons for which an acknowledged update may expire at any time.
+        excused: why acknowledged updates may have expired since the last check; empty: they may not.
+    """
+
+    quorum: int
+    is_async: bool
+    timeout_s: float
+    lr: float
+    momentum: float
+    now_s: float = 0.0
+    formed: dict[tuple[str, str], Formed] = field(default_factory=dict)
+    acknowledged: dict[int, tuple[str, str]] = field(default_factory=dict)
+    counted: dict[int, tuple[int, int]] = field(default_factory=dict)
+    models: dict[tuple[int, int], Model] = field(default_factory=dict)
+    heads: dict[int, int] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
+    excused: str = ""
+    may_expire: set[str] = field(default_factory=set)
+    epoch: int = 0
+    leases: dict[str, str] = field(default_factory=dict)
+    last_lease: int = 0
+    heard_s: dict[str, float] = field(default_factory=dict)
+    versions: int = 0
+
+    # -- at a start of the server
+
+    def started(self, run: RunCore, before: State | None) -> None:
+        """A server process has begun: what it has read from the journal is what the one before had written."""
+        store, state = run.store, run.state
+        require(store.run_log.epoch > self.epoch, f"the epoch is {store.run_log.epoch} after {self.epoch}")
+        self.epoch = store.run_log.epoch
+        self.heard_s = dict.fromkeys(state.members, self.now_s)
+        for fragment, round_ in enumerate(state.rounds):
+            self.newest.setdefault(fragment, round_.head)
+            if self.excused == "power loss":
+                self.newest[fragment] = store.versions.next_number(fragment) - 1
+            self.heads.setdefault(fragment, round_.head)
+            if round_.head > self.newest[fragment]:  # the server was killed right after the commit
+                self._made(run, fragment, round_.head)
+            known = self.heads[fragment]
+            if (fragment, round_.head) not in self.models:
+                require(round_.head == 0, f"version {round_.head} of fragment {fragment} was never made")
+                self.models[fragment, 0] = Model({n: v.astype(np.float64) for n, v in read(run, fragment, 0).items()})
+            if round_.head != known:
+                require(bool(self.excused), f"the server went back from version {known} to {round_.head}")
+                require(round_.head < known, f"version {round_.head} of fragment {fragment} came from nowhere")
+                self.heads[fragment] = round_.head
+            self._require_values(run, fragment, round_.head)
+        if before is not None and not self.excused:
+            require_same(before, state)
+        self._follow_losses(run)
+
+    def _follow_losses(self, run: RunCore) -> None:
+        """Where the server may have gone back, forget what it no longer has; else all that was acknowledged is there."""
+        excused, self.excused = self.excused, ""
+        if excused:
+            self.last_lease = run.state.next_lease - 1
+        rows = {row.ticket: row for row in run.store.tickets.select("1 = 1")}
+        for ticket, (site, digest) in list(self.acknowledged.items()):
+            row = rows.get(ticket)
+            fits = row is not None and (row.site, row.digest) == (site, digest) and row.is_in
+            if not fits and (excused or (row is not None and row.reason in self.may_expire)):
+                del self.acknowledged[ticket]
+                self.counted.pop(ticket, None)
+                continue
+            require(fits, f"acknowledged ticket {ticket} of {site} is {row.state if row else 'unknown'}")
+        if excused:
+            self.counted = {ticket: made for ticket, made in self.counted.items() if rows[ticket].state == "counted"}
+
+    # -- as the run goes on
+
+    def asked(self, site: str, at_s: float) -> None:
+        """A request of a site with a valid lease has arrived."""
+        self.heard_s[site] = max(at_s, self.heard_s.get(site, 0.0))
+
+    def joined(self, site: str, joined: messages.Joined) -> None:
+        number = int(joined.lease.split(":")[1])
+        require(number > self.last_lease, f"lease {number} of {site} was given before")
+        self.leases[site], self.last_lease = joined.lease, number
+        self.asked(site, self.now_s)
+
+    def receipted(self, run: RunCore, lease: str, ticket: int, digest: str) -> None:
+        """The server answers with a receipt: the update is in the journal, and of the process with the newest lease."""
+        row = run.store.tickets.get(ticket)
+        formed = self.formed.get((row.site, digest))
+        require(formed is not None, f"a receipt for an update that {row.site} never formed")
+        assert formed is not None
+        require(formed.is_sound, f"an unsound update of {row.site} was accepted")
+        require(row.is_in and row.digest == digest, f"a receipt for ticket {ticket}, which is {row.state}")
+        require(lease == self.leases[row.site], f"ticket {ticket} of {row.site} was accepted under stale lease {lease}")
+        before = self.acknowledged.setdefault(ticket, (row.site, digest))
+        require(before == (row.site, digest), f"ticket {ticket} has two updates")
+
+    def on_event(self, run: RunCore, event: run_events.Happened) -> None:
+        if isinstance(event, run_events.RoundEnded) and event.summary.version is not None:
+            self._made(run, event.fragment, event.summary.version)
+        if isinstance(event, run_events.SiteSilent):
+            last_s = self.heard_s.get(event.site, 0.0)
+            silent = self.now_s - last_s >= self.timeout_s - 1e-6
+            require(silent, f"{event.site} was declared dead, but was heard {self.now_s - last_s:g} s before")
+
+    def _made(self, run: RunCore, fragment: int, version: int) -> None:
+        base, newest = self.heads[fragment], self.newest[fragment]
+        require(version == newest + 1, f"version {version} of fragment {fragment} follows {newest}")
+        rows = run.store.tickets.select("state = 'counted' AND version = ? AND fragment = ?", version, fragment)
+        require(len(rows) >= self.quorum, f"a version of {len(rows)} updates, of at least {self.quorum}")
+        require(len({row.site for row in rows}) == len(rows), f"version {version} counts a site twice")
+        if not self.is_async:
+            require(all(row.base_version == base for row in rows), f"version {version} counts an old update")
+            due = {
+                ticket
+                for ticket, (site, _) in self.acknowledged.items()
+                if ticket not in self.counted and self._is_due(run, ticket, fragment, base)
+            }
+            require(due <= {row.ticket for row in rows}, f"version {version} lacks acknowledged tickets {due}")
+        updates = [(self._counts(row), run.plan.staleness_weight(self._lag(run, row, base))) for row in rows]
+        for row in rows:
+            require(row.ticket not in self.counted, f"ticket {row.ticket} counts again in version {version}")
+            self.counted[row.ticket] = fragment, version
+        self.models[fragment, version] = self.models[fragment, base].after(updates, self.lr, self.momentum)
+        self.heads[fragment] = self.newest[fragment] = version
+        self.versions += 1
+        self._require_values(run, fragment, version)
+
+    @staticmethod
+    def _is_due(run: RunCore, ticket: int, fragment: int, base: int) -> bool:
+        row = run.store.tickets.get(ticket)
+        return (row.fragment, row.base_version) == (fragment, base) and row.state != "expired"
+
+    @staticmethod
+    def _lag(run: RunCore, row: TicketRow, base: int) -> int:
+        lost = run.store.run_log.lost_versions(row.fragment)
+        return max(0, base - row.base_version - sum(number > row.base_version for number in lost))
+
+    def _counts(self, row: TicketRow) -> Formed:
+        formed = self.formed.get((row.site, row.digest or ""))
+        require(formed is not None, f"ticket {row.ticket} counts an update that {row.site} never formed")
+        assert formed is not None
+        require(formed.is_sound, f"ticket {row.ticket} counts an unsound update")
+        told = row.report.weight, row.report.steps
+        require(told == (formed.weight, formed.steps), f"ticket {row.ticket} counts with {told}")
+        twice = [
+            ticket
+            for ticket, (site, digest) in self.acknowledged.items()
+            if (site, digest) == (row.site, row.digest) and ticket != row.ticket and ticket in self.counted
+        ]
+        require(not twice, f"the update of ticket {row.ticket} counts already, under tickets {twice}")
+        return formed
+
+    def _require_values(self, run: RunCore, fragment: int, version: int) -> None:
+        found, expected = read(run, fragment, version), self.models[fragment, version].theta
+        for name, value in expected.items():
+            fits = np.allclose(found[name], value, rtol=1e-5, atol=1e-5)
+            require(
+                fits,
+                f"version {version} of fragment {fragment} is not the mean of its updates: {name} is {found[name][:4]}, "
+                f"not {value[:4]}",
+            )
+
+    def look(self, run: RunCore) -> None:
+        """Check the journal as it is now: each acknowledged update is in one version, or waits to be in the next."""
+        for ticket, (site, digest) in self.acknowledged.items():
+            row = run.store.tickets.get(ticket)
+            if row.state == "expired" and row.reason in self.may_expire:
+                continue
+            if (row.site, row.digest) != (site, digest) or not row.is_in:
+                raise Violation(f"acknowledged ticket {ticket} is {row.state}: {row.reason}")
+            if row.state == "counted":
+                made = self.counted.get(ticket)
+                require(made == (row.fragment, row.version), f"ticket {ticket} counts in {row.version}, not in {made}")
+            elif row.state == "accepted":
+                waits = run.state.ticket_by_id(ticket)
+                require(waits is not None and waits.state == "accepted", f"the server has forgotten ticket {ticket}")
+
+
+def require(holds: bool, text: str) -> None:
+    if not holds:
+        raise Violation(text)
+
+
+def read(run: RunCore, fragment: int, version: int) -> Values:
+    """The values of a version, from its file."""
+    layout: Layout = run.plan.fragments[fragment].version
+    with run.store.versions.pin(fragment, version) as pin:
+        return {
+            segment.spec.name: np.frombuffer(os.pread(pin.fd, segment.spec.nbytes, segment.offset), np.float32)
+            for segment in layout.by_name.values()
+        }
+
+
+def require_same(before: State, after: State) -> None:
+    """A restarted server has the leases, tickets, versions and controls of the one before."""
+
+    def facts(state: State) -> dict[str, Any]:
+        live = {t.id: (t.site, t.state) for r in state.rounds for t in r.tickets.values() if t.state == "accepted"}
+        return {
+            "members": dict(state.members),
+            "accepted": live,
+            "heads": [r.head for r in state.rounds],
+            "paused": (state.paused, state.stopping),
+            "next": (state.next_ticket, state.next_lease),
+            "rounds": [r.done for r in state.rounds],
+        }
+
+    was, now = facts(before), facts(after)
+    for name, value in was.items():
+        require(now[name] == value, f"after the restart, {name} are {now[name]}, not {value}")
+
+
+def as_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Values:
+    return {name: tensors[name].detach().numpy().astype(np.float64).reshape(-1) for name in names}
