@@ -132,7 +132,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1607,
+    ".": 1617,
     "aggregation": 1339,
     "algorithms": 2017,
     "blobs": 466,
@@ -151,11 +151,11 @@ LINES: dict[str, int] = {
     "rounds": 1229,
     "server": 2300,
     "server/coordinator": 4834,
-    "server/http": 1479,
+    "server/http": 1470,
     "server/swarm": 733,
     "server/tasks": 1482,
     "simulate": 2281,
-    "store": 4256,
+    "store": 4259,
     "tensors": 2237,
     "testing": 479,
     "trackers": 333,
