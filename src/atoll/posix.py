@@ -591,9 +591,13 @@ def replace_file(
         OSError: writing or renaming failed.
     """
     path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOCTTY | os.O_CLOEXEC  # a new file, never a link
     try:
-        fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        fd = os.open(path, flags, mode)
+    except FileExistsError:
+        path.unlink()
+        fd = os.open(path, flags, mode)
+    try:
         try:
             offset = 0
             for run in runs:
@@ -603,8 +607,9 @@ def replace_file(
         finally:
             os.close(fd)
         os.replace(path, target)
-    finally:
+    except BaseException:
         path.unlink(missing_ok=True)
+        raise
 
 
 def no_sync(fd: int) -> None:

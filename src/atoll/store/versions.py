@@ -26,7 +26,7 @@ from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
-from atoll.store.journal import Journal
+from atoll.store.journal import LOG_CHANGES, Journal
 from atoll.store.journal_tables import (
     DELTAS,
     HISTORY,
@@ -627,7 +627,7 @@ class Versions:
         Raises:
             SyncFailed: fsync failed; the server must end.
         """
-        self._journal.checkpoint()  # in this thread, so that no commit in the event loop waits for it
+        self._journal.checkpoint(LOG_CHANGES)  # in this thread, so that no commit in the event loop waits for it
         with self._journal.lock:
             head = self._head_number(fragment)
             if head is None or self.durable(fragment) == head:

@@ -475,7 +475,7 @@ def virtual_world(history: History) -> Iterator[None]:
             (runtime, "_actions", Everything()),
             (audit_log, "_BOOT_ID", history.folder / "boot_id"),
             (journal, "sqlite3", databases),
-            (journal.Journal, "checkpoint", lambda self: disks.checkpoint(self.path)),
+            (journal.Journal, "checkpoint", lambda self, *_: disks.checkpoint(self.path)),
             (journal.os, "fsync", disks.fsync),
             (run_core, "ThreadPoolExecutor", InlineExecutor),
             (persistors, "ThreadPoolExecutor", InlineExecutor),
