@@ -53,7 +53,7 @@ async def request(session: aiohttp.ClientSession, url: str, kind: str, number: i
     """Send one request of a kind; its status."""
     site = RIGHT | {"Atoll-Lease": lease}
     opened = {"head_bytes": 64, "nbytes": 2**30, "part_bytes": 65536, "expires_s": 3600.0}
-    method, path, options = {
+    requests: dict[str, tuple[str, str, dict[str, Any]]] = {
         "heartbeats": ("POST", "/v1/heartbeat", {"json": {"step": number}, "headers": site}),
         "status": ("GET", "/v1/status", {"headers": site}),
         "tokens": ("GET", "/v1/run", {"headers": {"Authorization": f"Bearer {number}"}}),
@@ -63,7 +63,8 @@ async def request(session: aiohttp.ClientSession, url: str, kind: str, number: i
         "joins": ("POST", "/v1/workers", {"json": {"protocol": 1, "site": f"ghost-{number}"}, "headers": RIGHT}),
         "objects": ("POST", "/v1/objects", {"json": opened, "headers": site}),
         "parts": ("PUT", "/v1/tickets/1/parts/0", {"data": bytes(65536), "headers": site}),
-    }[kind]
+    }
+    method, path, options = requests[kind]
     async with session.request(method, url + path, **options) as response:
         await response.read()
         return response.status

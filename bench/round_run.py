@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -253,7 +253,7 @@ class _Conductor:
             settings |= {name: str(path) for name, path in write_certificate(self.folder, "127.0.0.1").items()}
         self._initial()
         token = {"ATOLL_TOKEN": TOKEN} if bench.credential == "token" else {}
-        child = self._spawn("server", "serve", {"settings": settings}, threads=None, **token)
+        child = self._spawn("server", "serve", {"settings": settings}, threads=None, variables=token)
         child.expect("imported")
         self.peaks.begin(child.process.pid)
         child.go()
@@ -303,7 +303,7 @@ class _Conductor:
             policy = self.folder / "policy.toml"
             policy.write_text('[log]\nfolder = "egress"\n', encoding="utf-8")
             more["ATOLL_POLICY"] = str(policy)
-        return self._spawn(name, "work", options, threads=1, server=server, **more)
+        return self._spawn(name, "work", options, threads=1, server=server, variables=more)
 
     def _spawn(
         self,
@@ -312,12 +312,12 @@ class _Conductor:
         options: dict[str, Any],
         threads: int | None,
         server: _Child | None = None,
-        **more: str,
+        variables: Mapping[str, str] | None = None,
     ) -> _Child:
         path, log = self.folder / f"{name}.json", self.folder / f"{name}.log"
         path.write_text(json.dumps(options), encoding="utf-8")
         argv = [sys.executable, str(Path(__file__).with_name("round_child.py")), role, str(path)]
-        return _Child(self.processes.start(name, argv, _environment(threads) | more, log), log, server)
+        return _Child(self.processes.start(name, argv, _environment(threads) | dict(variables or {}), log), log, server)
 
     def _figures(
         self, server: _Child, workers: list[_Child], trained: list[dict[str, Any]], server_cpu_s: float, exact: bool

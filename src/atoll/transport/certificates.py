@@ -217,8 +217,10 @@ def issued_elsewhere(chain: bytes, key: bytes, now: datetime) -> tuple[str, date
         try:
             each.verify_directly_issued_by(issuer)
         except (ValueError, TypeError, InvalidSignature):
-            who = issuer.subject.rfc4514_string()
-            raise ValueError(f"the chain is broken: {each.subject.rfc4514_string()} is not issued by {who}") from None
+            raise ValueError(
+                f"the chain is broken: {each.subject.rfc4514_string()} is not issued by "
+                f"{issuer.subject.rfc4514_string()}"
+            ) from None
     for each in found:
         begin, end = each.not_valid_before_utc, each.not_valid_after_utc
         if not begin <= now < end:

@@ -140,12 +140,12 @@ class UpdateAdmission:
         return message.model_copy(update={"weight": kept_weight})
 
     def with_known_metrics(self, site: str, message: Reporting) -> Reporting:
-        """Return a message without the metrics whose names are too many for one site in a run.
+        """Return a message without those metrics that have too many different names for one site in a run.
 
         Each name is a curve, which the status, the page and trackers keep.
         """
         names = self._metric_names.setdefault(site, set())
-        left_out = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
+        left_out: list[str] = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
         names.update(message.metrics.keys() - {*left_out})
         if not left_out:
             return message
