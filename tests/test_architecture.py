@@ -155,7 +155,7 @@ LINES: dict[str, int] = {
     "server/swarm": 733,
     "server/tasks": 1482,
     "simulate": 2281,
-    "store": 4257,
+    "store": 4256,
     "tensors": 2237,
     "testing": 479,
     "trackers": 333,

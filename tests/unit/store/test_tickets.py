@@ -79,7 +79,6 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
         store.tickets.spool(1)
-        store.tickets.record_part(1, 0, b"d" * 32, 1.0)
         assert store.tickets.get(1).slot is not None
         raise ZeroDivisionError
     with pytest.raises(Gone):
@@ -89,11 +88,10 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     store.tickets.issue(1, "b", 0, 0)
     assert store.tickets.get(1).slot is None
     spool = store.tickets.spool(1)
-    assert store.tickets.get(1).slot is None
+    assert store.tickets.get(1).slot == spool.slot.number
 
     for part in (0, 1):
         send_part(store, 1, part, update_of("b", 0))
-        assert store.tickets.get(1).slot == spool.slot.number
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         accept(store, 1)
         assert store.tickets.get(1).state == "accepted"
