@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
+from kit.requests import post
 
 import atoll
 from atoll import errors
 from atoll.objects import Publisher
 from atoll.protocol import routes
+from atoll.protocol.invitation import Invitation
 from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation
 from atoll.tensors.reference import TensorRef
@@ -52,7 +54,7 @@ MOST_MB = 64.0
 """Memory that a run may take, the model included: it has 0.1 MB."""
 MARGIN_S = 12.0
 """A run may take so much longer than an undisturbed one and its patience: the machine has other work."""
-COMMANDS, OF_A_COMMAND_S = ("status", "evaluate", "export"), 30.0
+COMMANDS, OF_A_COMMAND_S = ("status", "evaluate", "export", "enrol"), 30.0
 """Commands wait so long for an answer; sites wait for `PATIENCE_S`."""
 STAY_MARGIN_S = 15.0
 """Extra time if wrong answers do not stop: the pauses between attempts have grown by then."""
@@ -74,7 +76,7 @@ UNASKED = frozenset(
         "get_page",
         "get_page_file",
         "pause_run",
-        *("invite", "revoke", "get_sites", "get_authority", "enrol", "renew"),
+        *("invite", "revoke", "get_sites", "get_authority"),
         "stop_run",
         "roll_back",
     ]
@@ -93,7 +95,8 @@ class Recorded:
 
     Attributes:
         program: name of the program in `hostile_site`.
-        ref: for a program that fetches an object, its reference, with the recorder's port.
+        ref: for a program that fetches an object, its reference, with the recorder's port; for one that enrols, the
+            secret of an invitation.
         seconds: what the run took.
     """
 
@@ -143,6 +146,7 @@ def _server(folder: Path, program: str) -> Iterator[atoll.Server]:
             "rounds.sites": None,
         },
         "export": {"algorithm.name": "fedavg", "aggregation.download_codec.name": "int8"},
+        "enrol": {"algorithm.name": "fedavg", "trust.required": True, "trust.address": "https://example.org"},
     }
     given = _SETTINGS | more.get(program, {"algorithm.name": "fedavg"})
     given = {key: value for key, value in given.items() if value is not None}
@@ -178,6 +182,11 @@ def record(program: str, folder: Path) -> Recorded:
             port = true.port
         else:
             port = int(stack.enter_context(_server(folder, program)).url.rpartition(":")[2])
+        if program == "enrol":
+            token = (folder / "state" / "admin.token").read_text().strip()
+            url = f"http://127.0.0.1:{port}"
+            _, invited = post(url, routes.INVITE, {"site": "a"}, Authorization=f"Bearer {token}")
+            ref = Invitation.parse(invited["invitation"]).secret
         recorder = stack.enter_context(Recorder(port))
         if program == "fetch":
             ref = str(
@@ -478,8 +487,12 @@ def run_all(
     folder: Path,
     processes: int,
     on_verdict: Callable[[Verdict], None],
+    until_s: float = float("inf"),
 ) -> None:
-    """Run plans in several processes at a time. `on_verdict` is called in the threads that run them."""
+    """Run plans in several processes at a time, none after `until_s` (`time.monotonic`).
+
+    `on_verdict` is called in the threads that run them.
+    """
     subprocess.run([sys.executable, "-c", ""], check=True)  # a fork server ends with the thread that starts it
     queue: SimpleQueue[Plan] = SimpleQueue()
     for plan in todo:
@@ -489,7 +502,7 @@ def run_all(
     def work(number: int) -> None:
         with contextlib.closing(SiteProcess(folder / f"site-{number}", [*recordings.values()])) as process:
             with contextlib.suppress(Empty):
-                while not failed:
+                while not failed and time.monotonic() < until_s:
                     plan = queue.get_nowait()
                     on_verdict(process.run(plan, recordings[plan.program]))
 

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ from torch import nn
 
 import atoll
 from atoll.errors import error_lines
+from atoll.protocol.invitation import Invitation
+from atoll.transport import credential_store, enrolment
+from atoll.transport.http_client import Http
 from harness.hostile_answers import FORGED
 
 JOB_BYTES = 2**16
@@ -148,8 +152,20 @@ def export(url: str, folder: Path, ref: str) -> None:
     _command("export", str(folder / "model.safetensors"), "--server", url)
 
 
+def enrol(url: str, folder: Path, ref: str) -> None:
+    """Use an invitation, the secret of which is `ref`, and renew the credential."""
+    credential = enrolment.enrol(Invitation(url, "a", ref), folder / "credential")
+    note, token = credential.note, credential.token
+    credential_store.store(
+        credential.folder, replace(note, renew_at_s=1.0), secret=token.text.encode() if token else b""
+    )
+    with contextlib.closing(Http(url, credential=credential)) as http:
+        enrolment.renew(http, credential, 1.0)
+
+
 PROGRAMS: dict[str, Callable[[str, Path, str], None]] = {
-    each.__name__: each for each in (federated, corrected, diloco, tasks, publish, fetch, status, evaluate, export)
+    each.__name__: each
+    for each in (federated, corrected, diloco, tasks, publish, fetch, status, evaluate, export, enrol)
 }
 
 
@@ -293,7 +309,7 @@ class Watch:
 _libc = ctypes.CDLL(None)
 
 
-def _status_kb(name: str) -> int:
+def status_kb(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name)))
 
@@ -304,7 +320,7 @@ def _clean() -> int:
     _libc.malloc_trim(0)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _status_kb("VmRSS")
+    return status_kb("VmRSS")
 
 
 def run(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
@@ -331,7 +347,7 @@ def run(job: dict[str, Any], watch: Watch) -> dict[str, Any]:
         trace = traceback.format_exc()
     seconds = time.monotonic() - begin_s
     watch.end()
-    peak_kb = _status_kb("VmHWM") - before_kb
+    peak_kb = status_kb("VmHWM") - before_kb
     os.chdir("/")
     shutil.rmtree(folder, ignore_errors=True)
     return {
@@ -348,7 +364,7 @@ def main() -> None:
     """Serve jobs until the other end closes."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    used = _status_kb("VmSize") * 1024
+    used = status_kb("VmSize") * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
     watch = Watch()
     while data := channel.recv(JOB_BYTES):

@@ -321,7 +321,8 @@ def _pieces(head: bytes | bytearray, what: str) -> list[bytes | str]:
     """
     length = bytes(head[:_LENGTH_BYTES])
     try:
-        text = head[_LENGTH_BYTES:].decode("ascii")
+        with memoryview(head) as whole, whole[_LENGTH_BYTES:] as body:  # a slice of bytes would be a third copy
+            text = str(body, "ascii")
         require_light(text)
     except ValueError as error:
         raise BadRequest(f"{what} has a header that cannot be read: {error}.", _SPLIT) from None

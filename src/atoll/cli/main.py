@@ -46,7 +46,7 @@ COMMANDS = {
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
     "evaluate": "Evaluate models of a run on the data of each site: metrics and weight of each site, and the mean.",
     "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",
-    "verify": "Compare every file of a run with its journal, and compute the rounds again whose updates are kept.",
+    "verify": "Compare every file of a run with its journal, and compute again the rounds with kept updates.",
     "egress": "Check the egress log of this site: the chain of hashes, and the server's signature of each receipt.",
     "new": "Write run.toml and train.py: a complete run that works as it is, for you to change.",
     "config": "Settings of a run.",

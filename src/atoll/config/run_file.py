@@ -312,7 +312,7 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
             return _number(text)
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         if field:
             raise ValueError("the text is not TOML") from None
         return text
@@ -322,7 +322,7 @@ def _number(text: str) -> Any:
     """Return the number that a text is in TOML; the text itself if it is none."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return value if type(value) in (int, float) else text
 
@@ -431,7 +431,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     except OSError as error:
         wrong = f"The run file {str(path)!r} cannot be read ({error.strerror})."
         raise ConfigError(wrong, "Give a file that this user may read.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML or UTF-8, a number of 5,000 digits, 3,000 brackets
         # tomllib names the table ('a', 'b') that the file writes as [a.b]
         reason = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
         raise ConfigError(f"{path}: {reason}.", "A run file is TOML: tables, and one key = value per line.") from None

@@ -220,7 +220,7 @@ def read_policy(path: Path) -> Policy:
     try:
         text = data.decode()
         values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML or UTF-8, a number of 5,000 digits, 3,000 brackets
         raise ConfigError(f"The policy {path} is not TOML: {error}.", "Correct it. Nothing is sent.") from None
     try:
         return Policy(path, text, _Content.model_validate(values), blake3(data).hexdigest())

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 PROTOCOL = 2
-"""Version of the protocol. It rises once in a release whose answers have new fields: see `served_versions`."""
+"""Version of the protocol. It rises once in a release that adds fields to answers: see `served_versions`."""
 OLDEST_PROTOCOL = 1
 """The oldest one of workers that a server serves: that of two minor versions before."""
 PROTOCOL_HEADER = "Atoll-Protocol"

@@ -40,7 +40,7 @@ def protocol_of(operation: Operation, header: str | None) -> int:
 
 
 def skew(worker: str, protocol: int, name: str) -> VersionSkew:
-    """Return the error for a worker whose protocol this server does not serve. It says which side to upgrade."""
+    """Return the error for a worker of a protocol that this server does not serve. It says which side to upgrade."""
     return VersionSkew(
         f"{worker} uses protocol {protocol}, but this server serves protocols {routes.OLDEST_PROTOCOL} to "
         f"{routes.PROTOCOL}.",

@@ -174,6 +174,7 @@ class PeerWork(Message):
     ended: dict[Site, Count] = Field(
         default_factory=dict,
         max_length=MOST_PEERS,
+        json_schema_extra=since(2),
         description="Site → Unix time: certificates that were issued before have ended. Of a revoked site, all have.",
     )
     probe: list[Address] = Field(

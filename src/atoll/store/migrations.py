@@ -97,7 +97,7 @@ def back_up(db: sqlite3.Connection, path: Path, version: int, sync: Callable[[in
 
 
 def checked_in(db: sqlite3.Connection) -> set[str]:
-    """Return those tables of a journal of any version whose rows have a checksum."""
+    """Return the tables of a journal, of any version, that have a checksum for each row."""
     return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE sql LIKE '%row_check%'")}
 
 

@@ -332,7 +332,7 @@ def open_state(state_dir: Path, *, in_server: bool = False) -> Iterator[StateRea
 def _connected(path: Path) -> sqlite3.Connection:
     """Connect to a journal, or to a copy of it, and begin a transaction."""
     _, log, index, _ = journal_tables.files_of(path)
-    if log.exists() and index.exists():
+    if _fit(log, index):
         with suppress(sqlite3.OperationalError):  # this user may not use the index; or the disk cannot lock files
             return _begun(path, WITH_INDEX)
     try:
@@ -347,6 +347,15 @@ def _connected(path: Path) -> sqlite3.Connection:
             f"{path} cannot be copied into the folder of temporary files ({error.strerror}).",
             "Free some space there, or set TMPDIR to another folder.",
         ) from error
+
+
+def _fit(log: Path, index: Path) -> bool:
+    """Return whether the index is of this log: both have the same salt. Else SQLite would try to read it for 10 s."""
+    try:
+        with open(_open(log), "rb") as log_file, open(_open(index), "rb") as index_file:
+            return log_file.read(24)[16:] == index_file.read(40)[32:]
+    except FileNotFoundError:
+        return False
 
 
 def _begun(path: Path, options: str = "") -> sqlite3.Connection:

@@ -98,7 +98,7 @@ class Store:
                 `power`: also a power loss.
             keep_versions: number of newest versions that workers can always download.
             max_pins: number of older versions that are kept in addition while workers still download them.
-            keep_updates: number of newest rounds whose updates are kept, with the versions that they start from.
+            keep_updates: number of newest rounds with kept updates, and with the versions that they start from.
             in_memory: keep the tensor files in memory. Then only the journal outlives the process.
 
         Raises:

@@ -47,6 +47,15 @@ def test_wrong_key_or_value_names_its_line(tmp_path: Path, text: str, line: int,
         assert word in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["1" * 5000, "[" * 3000, "\xff"])
+def test_policy_that_no_parser_takes_is_no_traceback(tmp_path: Path, value: str) -> None:
+    """A number of 5,000 digits, 3,000 brackets and wrong UTF-8 are errors of the policy."""
+    path = tmp_path / "policy.toml"
+    path.write_bytes(f"[runs]\nmax_rounds = {value}".encode("latin-1"))
+    with pytest.raises(ConfigError, match="is not TOML"):
+        read_policy(path)
+
+
 def test_policy_that_others_may_change_is_refused(tmp_path: Path) -> None:
     """A file that its group or all may write, and a folder that all may write, protect nothing."""
     path = tmp_path / "own" / "policy.toml"

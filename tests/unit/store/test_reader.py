@@ -71,6 +71,22 @@ ANOTHER = "INSERT INTO workflows VALUES ({}, 'w', 'now', 0)"
 MOVE = "PRAGMA wal_checkpoint"
 
 
+def test_a_log_with_another_salt_than_its_index_is_copied_at_once(state: Path, monkeypatch) -> None:
+    """If log and index do not belong together, as after damage, a reader does not try the index, which takes 10 s."""
+    with closing(sqlite3.connect(state / "journal.sqlite", isolation_level=None)) as db:
+        db.execute("PRAGMA wal_autocheckpoint = 0")
+        db.execute("UPDATE meta SET epoch = epoch")
+        copy = state.with_name("copy")
+        shutil.copytree(state, copy)
+    log = copy / "journal.sqlite-wal"
+    log.write_bytes(b"x" * 24 + log.read_bytes()[24:])
+    begun, options = reader._begun, list[str]()
+    monkeypatch.setattr(reader, "_begun", lambda path, more="": (options.append(more), begun(path, more))[1])
+    with open_state(copy) as found:
+        assert found.heads() == []
+    assert options == [""]
+
+
 def test_a_reader_copies_an_overwritten_log_again(state: Path, server: Server, monkeypatch) -> None:
     """If the write-ahead log is overwritten while a reader copies the journal, the reader copies again."""
     # The second change overwrites the log. The first change is in the database by then, but not in the copy made

@@ -469,8 +469,7 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 return await _refuse(gate, request, refused)
             if _is_proven(caller, gate, request, served):
                 prove(request)
-            joins = operation is not None and operation.path == routes.WORKERS
-            await gate.rates.admit(caller, joins=joins)
+            await gate.rates.admit(caller, "" if operation is None else operation.path)
             if (failed := failure()) is not None:
                 raise failed
             with gate.connections.during(caller, request.transport):
