@@ -6,6 +6,7 @@
 #   make reference   docs from the code   make clean       remove what the targets above made
 #   make docs        the pages of docs/ and of each public name, as a site in build/docs
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
+#   make histories   random histories of a run with all faults, for MINUTES=10; a seed that fails can be played again
 #   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
 #                    MINUTES=60: answers, requests to a server, messages, headers, policies and state files, for an hour
 #   make sbom        the parts of the wheel and of what it needs, in CycloneDX, in build/
@@ -29,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants fuzz sbom reference docs golden pythons clean
+.PHONY: demo test test-all check bench behaviours mutants histories fuzz sbom reference docs golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -65,6 +66,9 @@ fuzz: $(VENV)/.test
 
 sbom: $(VENV)/.test
 	$(BIN)/python tools/sbom.py
+
+histories: $(VENV)/.test
+	$(BIN)/python tools/histories.py --minutes $(or $(MINUTES),10) $(ARGS)
 
 golden: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python tools/golden.py

@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "spec")]
 
 import torch  # noqa: E402
-from harness.histories.story import Scenario, Told, play  # noqa: E402
+from harness.histories.scenario import Scenario  # noqa: E402
+from harness.histories.story import Told, play  # noqa: E402
 
 LOG_LEVEL = logging.CRITICAL + 1
 SAY_EVERY_S = 30.0
@@ -66,6 +67,7 @@ def _show(seed: int) -> int:
 def _play_many(first: int, count: int | None, most_s: float, *, go_on: bool) -> int:
     print(f"Histories from seed {first} on.", flush=True)
     begin_s = said_s = time.perf_counter()
+    begin_cpu_s = time.process_time()
     seen, played, failed = Counter[str](), 0, list[int]()
     gc.collect()
     gc.freeze()
@@ -94,7 +96,11 @@ def _play_many(first: int, count: int | None, most_s: float, *, go_on: bool) -> 
     for what, times in sorted(seen.items()):
         print(f"| {what} | {times} |")
     wrong = f"{len(failed)} broke an invariant: {failed}" if failed else "all invariants held"
-    print(f"\n{played} histories in {seconds:.0f} s, {played / seconds:.1f} a second: {wrong}.")
+    cpu_s = time.process_time() - begin_cpu_s
+    print(
+        f"\n{played} histories in {seconds:.0f} s, {played / seconds:.1f} a second "
+        f"({played / cpu_s:.1f} for each second of CPU): {wrong}."
+    )
     return 1 if failed else 0
 
 

@@ -3,7 +3,7 @@
     make mutants                              all of them, two at a time
     python tools/mutants.py --only ID ID      some
     python tools/mutants.py --check           run no test: does each still apply, do its tests exist?
-    python tools/mutants.py --histories 300   which of those in the heart do so many random histories notice by themselves?
+    python tools/mutants.py --histories 300   which faults in the heart do so many histories notice?
 
 A mutant names a file, a text that is there exactly once, what takes its place, and the smallest set of tests that
 notice it. It is an error if one no longer applies, if its tests fail without it, and if they pass with it.

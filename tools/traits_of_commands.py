@@ -99,7 +99,7 @@ def _() -> Verdict:
     return verdict(not missing and got_ones == (2, 5), f"undocumented: {missing or 'none'}; usage, network: {got_ones}")
 
 
-READING = ("status", "runs", "logs", "compare", "doctor", "audit", "evaluate")
+READING = ("status", "runs", "logs", "compare", "doctor", "audit", "verify", "evaluate")
 
 
 @trait("command", "--json on every reading command")

@@ -8,6 +8,8 @@ and its mode follows the umask. Neither may be a named pipe, a socket or a devic
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -160,6 +162,30 @@ def read_own(path: Path, mode: int = OWN_FILE) -> bytes:
     """Return the content of a file of Atoll's own. `mode`, and what this raises, are as for `open_own`."""
     with open(open_own(path, mode=mode), "rb") as file:
         return file.read()
+
+
+def read_secret(path: Path, remedy: str) -> bytes:
+    """Return the content of a file of Atoll's own, whose secret another user would know if the file were that user's.
+
+    Such a file is possible in a folder like `/tmp`.
+
+    Args:
+        path: path of the file.
+        remedy: what to do if it belongs to another user.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        StoreError: it belongs to another user, or cannot be read, or is something else than a file.
+    """
+    try:
+        with open(open_own(path), "rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise StoreError(f"{path} belongs to another user.", remedy)
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise file_error(error, path) from error
 
 
 def read_named(path: str | os.PathLike[str]) -> bytes:
@@ -375,6 +401,12 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
         done += os.pwrite(fd, view[done:], offset + done)
 
 
+def return_free_memory() -> None:
+    """Return memory that the process does not use to the system, where the C library can do that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def nameless_file(folder: Path | None) -> int:
     """Return the descriptor of a new file without a name.
 
@@ -559,9 +591,13 @@ def replace_file(
         OSError: writing or renaming failed.
     """
     path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOCTTY | os.O_CLOEXEC  # a new file, never a link
     try:
-        fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        fd = os.open(path, flags, mode)
+    except FileExistsError:
+        path.unlink()
+        fd = os.open(path, flags, mode)
+    try:
         try:
             offset = 0
             for run in runs:
@@ -571,8 +607,9 @@ def replace_file(
         finally:
             os.close(fd)
         os.replace(path, target)
-    finally:
+    except BaseException:
         path.unlink(missing_ok=True)
+        raise
 
 
 def no_sync(fd: int) -> None:

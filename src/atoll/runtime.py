@@ -29,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -96,17 +96,19 @@ def _in_new_thread(call: Callable[[], T]) -> T:
 
 
 def run_jobs(
-    jobs: Iterable[T],
+    jobs: Sequence[T],
     threads: int,
     member: Callable[[], Callable[[T], None]],
     cancelled: threading.Event | None = None,
 ) -> None:
-    """Run all jobs on new threads that use torch single-threaded, and wait for them.
+    """Run all jobs on new threads, and wait for them; on the calling thread if one is enough.
+
+    These threads use torch single-threaded.
 
     Args:
         jobs: the jobs; they are started in order.
-        threads: number of threads, at least 1.
-        member: a function that each new thread calls first. It returns the function that does one job.
+        threads: maximum number of threads, at least 1.
+        member: a function that each thread calls first. It returns the function that does one job.
         cancelled: an event; after it is set, no further job is started.
 
     Raises:
@@ -131,7 +133,12 @@ def run_jobs(
             failures.append(error)
             stop.set()
 
-    started = [threading.Thread(target=work, name=f"atoll-pass-{index}", daemon=True) for index in range(threads)]
+    count = min(threads, len(jobs))
+    if count == 1:
+        with single_thread():
+            work()
+    new = range(count if count > 1 else 0)
+    started = [threading.Thread(target=work, name=f"atoll-pass-{index}", daemon=True) for index in new]
     try:
         for thread in started:
             thread.start()

@@ -82,6 +82,7 @@ class Proxy:
     Args:
         port: the other one.
         pace: of every connection; None: as fast as they go.
+        at: address and port on which it listens itself.
 
     Attributes:
         faults: waiting to happen; each is removed when it does.
@@ -90,7 +91,7 @@ class Proxy:
         moved_bytes: up and down, one pair for every connection there was.
     """
 
-    def __init__(self, port: int, pace: Pace | None = None) -> None:
+    def __init__(self, port: int, pace: Pace | None = None, *, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self._target, self._pace = port, pace
         self.moved_bytes: list[dict[str, int]] = []
         self.faults: list[Fault] = []
@@ -100,7 +101,7 @@ class Proxy:
         self._links: set[_Link] = set()
         self._cut = self._silent = False
         self._closing = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(at)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._accept, name="proxy", daemon=True)
         self._thread.start()

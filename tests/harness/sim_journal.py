@@ -104,7 +104,7 @@ class SimJournal:
             version, started=True, lost=lost, sat_out_rounds=row.sat_out_rounds, first_ticket=row.first_ticket
         )
 
-    def apply(self, effect: events.Effect) -> bool:
+    def apply(self, effect: events.Effect) -> bool:  # noqa: C901
         """Write what `effect` asks for; False where it is not one for the journal."""
         match effect:
             case events.LeaseGranted(site, lease):

@@ -66,7 +66,7 @@ def play(world: World, rounds: range, losses: Losses = falls, *, training_s: tup
 def train(world: World, name: str, number: int, losses: Losses, pause_s: float, place: int = 0) -> None:
     """A site's part in a round; the pause stands for its local steps."""
     world.pull(name)
-    time.sleep(pause_s)  # nothing waits for it
+    world.ended.wait(pause_s)
     world.submit(name, 0.01 * (place + 1), steps=20, metrics=metrics_of(number, losses, place))
 
 
@@ -221,12 +221,10 @@ def swarm(folder: Path) -> World:
 
 
 def swarm_site(world: World, name: str, place: int) -> None:
-    """The site takes part until round 9, in which the second one trains for ever."""
+    """The site takes part until round 9, in which the second one trains until the world ends."""
     with suppress(AtollError), atoll.join(world.url, site=name, folder=world.workers, swarm=True) as worker:
         for fl_round in worker:
-            time.sleep(0.2)  # its local steps
-            while fl_round.number == 9 and place == 1:
-                time.sleep(1)
+            world.ended.wait(None if fl_round.number == 9 and place == 1 else 0.2)
             moved = {key: value + 0.01 * (place + 1) for key, value in fl_round.state_dict().items()}
             fl_round.submit(moved, steps=20, metrics=metrics_of(fl_round.number, falls, place))
 

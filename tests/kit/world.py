@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -46,6 +47,7 @@ class World:
         sites: name → a site that the test moves. All join when one is first asked for.
         workers: the folder of the sites' own folders.
         log: what Atoll has logged in this process while the server was there, from INFO on.
+        ended: set when the world is closed; a slow site waits for it in place of training.
     """
 
     server: atoll.Server
@@ -61,7 +63,7 @@ class World:
         self.weights = dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, 1.0)
         where = {"network.port": free_port(), "disk.state_dir": folder / "state", "rounds.sites": len(self.weights)}
         self._model, self._settings = model, PLAIN | where | long(settings)
-        self.sites = _Sites(self)
+        self.sites, self.ended = _Sites(self), threading.Event()
         self.log: list[str] = []
         self._pulled: dict[str, State] = {}
 
@@ -91,6 +93,7 @@ class World:
 
     def close(self, error: BaseException | None = None) -> None:
         """The sites that the test has moved leave the run, for this error if there is one, and the server ends."""
+        self.ended.set()
         try:
             while self.sites:
                 self.sites.popitem()[1].close(error)

@@ -158,8 +158,8 @@ def make_version(
     """Reduce a round's updates in their order, take the outer step, and write the next version of a fragment.
 
     Args:
-        plan: layouts, codecs, reducers, outer optimizer and number of threads. The calling thread only waits. torch's
-            own threads are not used, and their number is not changed.
+        plan: layouts, codecs, reducers, outer optimizer and number of threads. torch's own threads are not used, and
+            their number is not changed.
         frozen: record of the round: fragment, and updates with their weights.
         files: the input files.
         out: the output files. After an error their content is undefined.

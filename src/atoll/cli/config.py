@@ -17,7 +17,6 @@ from atoll.cli.text import next_step
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import meant_key
 from atoll.errors import ConfigError
-from atoll.worker.arguments import require_site
 
 if TYPE_CHECKING:
     from atoll.algorithms.resolve import ResolvedAlgorithm
@@ -58,6 +57,8 @@ def site_names(text: str) -> list[str]:
     """
     if text.isdecimal() and int(text):
         return [f"site-{number}" for number in range(1, int(text) + 1)]
+    from atoll.worker.arguments import require_site  # it takes a while
+
     names = [require_site(each.strip()) for each in text.split(",") if each.strip()]
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ConfigError(f"--sites is {text!r}, which names {twice[0]} twice.", "Give each site a name of its own.")

@@ -97,7 +97,7 @@ def stop(
     """End a run in good order: after the present round its result is saved, and its sites and its server end."""
     target = Target(run, state_dir, server, token_file)
     answer = target.control(routes.STOP, admin_messages.StopRun(now=now))
-    later = f" To train further later: atoll resume{target.named}, and then {target.again}" if target.again else ""
+    later = f"; to train further later: atoll resume{target.named}, and then {target.again}" if target.again else ""
     target.show(answer, json, f"{target.watch}{later}")
 
 

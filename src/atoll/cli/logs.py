@@ -72,12 +72,10 @@ def command(
 
 def _after(folder: Path) -> str:
     """Return what to do after the events of a run were read: see its result, if it is over, else its state."""
-    named, is_over = quoted(run_folder(folder)), stored_status(folder)[0].finished
-    return (
-        f"atoll page {named}; for its model: atoll export model.safetensors {named}"
-        if is_over
-        else f"atoll status {named}"
-    )
+    named = quoted(run_folder(folder))
+    if not stored_status(folder)[0].finished:
+        return f"atoll status {named}"
+    return f"atoll page {named}; for its model: atoll export model.safetensors {named}"
 
 
 def _server_of(folder: Path) -> tuple[str, Token | None]:

@@ -19,7 +19,7 @@ try:
     from typer.core import TyperCommand, TyperGroup
 
     from atoll.child_processes import Terminated
-    from atoll.cli.text import print_line, still
+    from atoll.cli.text import FIRST_S, print_line, still
     from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
 except KeyboardInterrupt:  # the imports take a while
@@ -46,7 +46,7 @@ COMMANDS = {
     "export": "Write the model of a run to OUT.safetensors, with tied tensors under each of their names.",
     "evaluate": "Evaluate models of a run on the data of each site: metrics and weight of each site, and the mean.",
     "audit": "Check the audit log of a run, compare the server's journal with it, and show the last entries.",
-    "verify": "Compare every file of a run with its journal, and compute the rounds again whose updates are kept.",
+    "verify": "Compare every file of a run with its journal, and compute again the rounds with kept updates.",
     "egress": "Check the egress log of this site: the chain of hashes, and the server's signature of each receipt.",
     "new": "Write run.toml and train.py: a complete run that works as it is, for you to change.",
     "config": "Settings of a run.",
@@ -57,6 +57,8 @@ MODULES = {"run": "run_command", "runs": "run_folders"} | dict.fromkeys(
     ("pause", "resume", "stop", "rollback"), "control"
 )
 MODULES |= {"invite": "sites", "revoke": "sites"}
+LONG = ("run", "server", "worker", "simulate", "evaluate")
+"""Subcommands that import much, and say so early on a slow machine."""
 
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""
@@ -106,7 +108,9 @@ class Commands(TyperGroup):
 
 def loaded(name: str) -> Any:
     """Import a subcommand, and return it."""
-    with still(f"still loading atoll {name}"):
+    words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
+    first_s = FIRST_S if name in LONG and not {"-q", "--quiet"} & {*words} else None
+    with still(f"loading atoll {name}", first_s):
         module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:

@@ -13,6 +13,7 @@ from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
+from atoll.cli.text import FIRST_S, still
 from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
 from atoll.errors import ConfigError, RunFailed, UsageError
 
@@ -68,11 +69,12 @@ def command(
 ) -> None:
     """Run a server and its sites on this machine. Each run has its own folder: runs/NAME-1, runs/NAME-2 and so on."""
     raise_on_sigterm()
-    from atoll.cli.run_here import Chosen, RunHere, Shown
-    from atoll.recipes.recipe import slug
-    from atoll.simulate import INPUTS_FILE
-    from atoll.simulate.inputs import Inputs, earlier_run
-    from atoll.simulate.script import name_of
+    with still("loading what runs a server and its sites", None if quiet else FIRST_S):
+        from atoll.cli.run_here import Chosen, RunHere, Shown
+        from atoll.recipes.recipe import slug
+        from atoll.simulate import INPUTS_FILE
+        from atoll.simulate.inputs import Inputs, earlier_run
+        from atoll.simulate.script import name_of
 
     before = None
     if example is None and run_file is not None and run_file.suffix != ".toml" and not run_file.is_file():
@@ -176,4 +178,5 @@ def _compared(run: Any, twin: Path) -> dict[str, str]:
 
 def _next(example: str | None, folder: Path) -> str:
     own = f"; for data of your own, copy {EXAMPLES / example} and change load_data in train.py" if example else ""
-    return f"atoll runs, or atoll export model.safetensors {quoted(folder)}{own}"
+    named = quoted(folder)
+    return f"atoll page {named}, or atoll export model.safetensors {named}; all runs: atoll runs{own}"

@@ -8,19 +8,18 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from atoll.cli.text import (
-    EARLY_S,
-    LONGEST_S,
-    SILENT_S,
     awaited,
     duration,
     log_lines,
     number_of,
     numbers,
     size,
+    telling_what_is_awaited,
     time_left,
 )
 from atoll.format_text import visible
@@ -65,7 +64,8 @@ class RunView:
         self._sites, self._verbose = sites, verbose
         self._wants_live = sys.stdout.isatty() and not (quiet or json) and os.environ.get("TERM") != "dumb"
         self._live: Live | None = None
-        self._begin_s, self._due_s, self._pause_s, self._round = time.monotonic(), 0.0, SILENT_S, 0
+        self._begin_s, self._round, self._status = time.monotonic(), 0, cast("Status | None", None)
+        self._telling = ExitStack()
         self._joined, self._warned = set[str](), set[str]()
         self._named, self._version, self._paused, self._stopping = named, 0, False, False
         self._read: dict[Path, int] = {}
@@ -78,24 +78,23 @@ class RunView:
 
             self._live = Live(console=Console(), auto_refresh=False)
             self._live.start()
+        else:
+            self._telling.enter_context(telling_what_is_awaited(lambda: visible(self._sentence(self._status))))
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        self._telling.close()
 
     def say(self, line: str) -> None:
         """Print a line, above the table if there is one."""
         LOG.info("%s", visible(line))
-        self._spoke()
-
-    def _spoke(self) -> None:
-        self._due_s = time.monotonic() + self._pause_s
 
     def begin_phase(self, text: str, still: str) -> None:
         """Say what happens now; while it takes longer, say `still`, and how long it has taken."""
-        self.phase, self._begin_s, self._pause_s = still, time.monotonic(), SILENT_S
+        self.phase, self._begin_s = still, time.monotonic()
         self.say(text)
 
     def show(self, status: Status | None, where: str) -> None:
@@ -107,14 +106,9 @@ class RunView:
         """
         if status is not None:
             self._tell_news(status)
-        now_s = time.monotonic()
+        self._status = status
         if self._live is not None:
             self._live.update(self._table(status, where), refresh=True)
-        elif now_s >= self._due_s:
-            waited_s = now_s - self._begin_s
-            if waited_s > EARLY_S:
-                self._pause_s = min(2 * self._pause_s, LONGEST_S)
-            self.say(self._sentence(status, duration(waited_s)))
 
     def show_logs(self, logs: Mapping[str, Path]) -> None:
         """With `verbose`, print the new lines of the processes' logs, each with the name of its process."""
@@ -127,7 +121,6 @@ class RunView:
             self._read[path] = self._read.get(path, 0) + len(whole) + len(end)
             for line in whole.decode(errors="replace").splitlines():
                 LOG.debug("%s", visible(f"{name} | {line}"))
-                self._spoke()
 
     def skip_logs(self, logs: Mapping[str, Path]) -> None:
         """Leave out what the logs have already, from an earlier start."""
@@ -149,11 +142,10 @@ class RunView:
             if warning not in self._warned:
                 self._warned.add(warning)
                 LOG.warning("%s", visible(warning))
-                self._spoke()
         self._tell_control(status)
         for summary in status.history:
             if summary.fragment == 0 and summary.round > self._round:
-                self._round, self._begin_s, self._pause_s = summary.round, time.monotonic(), SILENT_S
+                self._round, self._begin_s = summary.round, time.monotonic()
                 updates = number_of(len(summary.sites), "update")
                 told = ", ".join(filter(None, [updates, numbers(summary.metrics), size(summary.bytes_up)]))
                 left = f"; {time_left(status.left_s)}" if status.left_s is not None and not status.finished else ""
@@ -173,26 +165,21 @@ class RunView:
             self.say(paused if status.paused else "the admin lets the run go on")
         self._paused, self._stopping = status.paused, status.stopping
 
-    def _sentence(self, status: Status | None, waited: str) -> str:
-        """Return what the run waits for, and for how long.
-
-        Args:
-            status: the status; None: there is none yet.
-            waited: for how long it has waited, as text.
-        """
+    def _sentence(self, status: Status | None) -> str:
+        """Return what the run waits for; None: there is no status yet."""
         if status is None or not status.fragments:
-            return f"{self.phase} ({waited})"
+            return self.phase
         if status.finished:
-            return f"the run is finished{'' if self.is_over else f'; its processes end ({waited})'}"
+            return f"the run is finished{'' if self.is_over else '; its processes end'}"
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
             imports = "imports" if len(missing) == 1 else "import"
-            return f"waiting for {_some(missing)}, which {imports} the script ({waited})"
+            return f"waiting for {_some(missing)}, which {imports} the script"
         if status.paused:
-            return f"the run is paused ({waited}); to go on: atoll resume {self._named}"
+            return f"the run is paused; to go on: atoll resume {self._named}"
         fragment = status.fragments[0]
-        text = f"round {self._round + 1} of {status.rounds or '∞'}: {awaited(fragment) or fragment.phase}"
-        return text if fragment.waiting_for else f"{text} ({waited})"  # each awaited site has its own time
+        what = awaited(fragment, has_times=False) or fragment.phase
+        return f"round {self._round + 1} of {status.rounds or '∞'}: {what}"
 
     # -- the table
 
@@ -222,7 +209,8 @@ class RunView:
         more = [Text(f"and {len(rows) - most} more sites", style="dim")] if len(rows) > most else []
         left = time_left(status.left_s) if status is not None else ""
         elapsed = duration(math.floor(time.monotonic() - self._begin_s))
-        line = "; ".join(filter(None, [self._sentence(status, elapsed), left]))
+        told = self._sentence(status)
+        line = "; ".join(filter(None, [f"{told} ({elapsed})" if told and not self.is_over else told, left]))
         return Group(grid, *more, Text(visible(line)), Text(where, style="dim"))
 
     def _rows(self, status: Status | None) -> list[tuple[str, ...]]:

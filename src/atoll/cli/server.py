@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
-from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
     UNREAD_S,
     LogJson,
@@ -212,6 +211,8 @@ def _watch(server: Server) -> None:
     if not _has_table():
         server.wait()
         return
+    from atoll.cli.status import WATCH_S, live_table
+
     with live_table(server.status(), server.url) as show:
         try:
             while not server.wait(WATCH_S):

@@ -48,6 +48,8 @@ UNREAD_S = 2.0
 """Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
 SILENT_S = 1.5
 """Seconds without a line after which a line says what is awaited. Later pauses double, up to `LONGEST_S`."""
+FIRST_S = 0.2
+"""Seconds of its imports after which a command says that it loads: with the time before them, half a second."""
 EARLY_S = 30.0
 """Seconds of one wait in which the pauses do not double: a person may be watching the start."""
 LONGEST_S = 60.0
@@ -322,7 +324,9 @@ def _log(line: str) -> None:
 
 
 @contextmanager
-def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], object] | None = None) -> Iterator[None]:
+def telling_what_is_awaited(
+    what: Callable[[], str], tell: Callable[[str], object] | None = None, first_s: float | None = None
+) -> Iterator[None]:
     """Within the block, tell what is awaited, and for how long, after each `SILENT_S` seconds without a line.
 
     While the same is awaited for longer than `EARLY_S` seconds, the pauses double, up to `LONGEST_S`.
@@ -330,12 +334,13 @@ def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], objec
     Args:
         what: returns what is awaited; an empty text tells nothing. A thread calls it.
         tell: prints a line. By default, the line is logged: call this after `log_lines`.
+        first_s: seconds until the first line; None: as until the next ones.
     """
     ended, last, logger = threading.Event(), _LastLine(), logging.getLogger("atoll")
 
     def follow() -> None:
-        text, begin_s, own_s, pause_s = "", 0.0, 0.0, SILENT_S
-        while not ended.wait(SILENT_S / 10):
+        text, begin_s, own_s, pause_s = what(), last.at_s, last.at_s, first_s or SILENT_S
+        while not ended.wait(min(pause_s, SILENT_S) / 10):
             now_s = time.monotonic()
             if last.at_s != own_s:  # another line
                 pause_s = SILENT_S
@@ -347,7 +352,7 @@ def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], objec
                 pause_s = min(2 * pause_s, LONGEST_S)
             if text and not ended.is_set():
                 (tell or _log)(f"{text} ({duration(now_s - begin_s)})")
-                last.at_s = time.monotonic()
+                last.at_s, pause_s = time.monotonic(), max(pause_s, SILENT_S)
             own_s = last.at_s
 
     thread = threading.Thread(target=follow, name="atoll-awaited", daemon=True)
@@ -362,9 +367,9 @@ def telling_what_is_awaited(what: Callable[[], str], tell: Callable[[str], objec
         logger.removeHandler(last)
 
 
-def still(text: str) -> AbstractContextManager[None]:
-    """Within the block, print on standard error that a command is still at something, from `SILENT_S` seconds on."""
-    return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"))
+def still(text: str, first_s: float | None = None) -> AbstractContextManager[None]:
+    """Within the block, print on standard error what a command is still at, by default from `SILENT_S` seconds on."""
+    return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"), first_s)
 
 
 def log_json(wanted: bool) -> None:

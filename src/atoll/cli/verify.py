@@ -21,7 +21,7 @@ def command(
     state_dir: RunDir = None,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Compare every file of a run with its journal, and compute the rounds again whose updates are kept.
+    """Compare every file of a run with its journal, and compute again the rounds with kept updates.
 
     It needs no server and changes nothing. Exit code 7: a byte was changed, or a round gets another result; the lines
     name the file, the part and the tensors.
@@ -33,9 +33,8 @@ def command(
         found = verify_state(folder, doing.append)
     bad = [each for each in found.rounds if each.result == "differs"]
     if json:
-        lists = {"changed": found.changed, "rounds": found.rounds}
-        values = {key: [each._asdict() for each in rows] for key, rows in lists.items()}
-        print(json_module.dumps(asdict(found) | values, indent=2))
+        changed, rounds = [each._asdict() for each in found.changed], [each._asdict() for each in found.rounds]
+        print(json_module.dumps(asdict(found) | {"changed": changed, "rounds": rounds}, indent=2))
     else:
         for change in found.changed:
             print(visible(f"changed: {change}"))

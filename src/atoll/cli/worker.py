@@ -30,6 +30,8 @@ import typer
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
 from atoll.cli.text import (
+    FIRST_S,
+    SILENT_S,
     LogJson,
     Quiet,
     Verbose,
@@ -45,9 +47,9 @@ from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration, numbers, size, visible
 from atoll.posix import OWN_FOLDER, folder_error, remove_left_behind
 from atoll.protocol import messages, routes
-from atoll.transport.http_client import ask, enrolled_site, http_to, server_address
+from atoll.transport.http_client import answer_of, enrolled_site, http_to, server_address
 from atoll.transport.way_out import DRY_RUN, MESSAGES
-from atoll.worker.arguments import require_site
+from atoll.worker.arguments import give_up_s, require_site
 from atoll.worker.session.leave_at_exit import ENDED_WELL, LEASES, RUN_FAILED, SUPERSEDED, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -208,22 +210,23 @@ def _require_server(address: str, signals: list[int], site: str | None = None) -
         ServerUnreachable: the server did not answer in that time, or its certificate is not accepted.
         ConfigError: the site's policy does not let it take part.
     """
-    from atoll.worker.session.session import give_up_s
-
     most_s = give_up_s()
     end = time.monotonic() + most_s
-    why = last_reason = ""
+    why, last_reason, told_s = "", "", -SILENT_S
     upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
 
     def awaited() -> str:
         return f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S){f': {why}' if why else ''}"
 
-    with telling_what_is_awaited(awaited, _inform):
+    def awaited_still() -> str:
+        return awaited() if time.monotonic() - told_s >= SILENT_S else ""
+
+    with telling_what_is_awaited(awaited_still, _inform, FIRST_S):
         while True:
             try:
                 timeout_s = min(10.0, max(1.0, end - time.monotonic()))
-                info = ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s, site=site)
                 with contextlib.closing(http_to(address, site=site)) as http:
+                    info = answer_of(http, routes.RUN, messages.RunInfo, timeout_s)
                     http.way_out.require_run(info, http.server)
                 return info.name
             except ServerUnreachable as error:
@@ -233,7 +236,7 @@ def _require_server(address: str, signals: list[int], site: str | None = None) -
                 why = str(error)
             if why != last_reason:
                 _inform(awaited())
-                last_reason = why
+                last_reason, told_s = why, time.monotonic()
             _pause(signals, SERVER_PAUSE_S)
 
 
@@ -320,7 +323,10 @@ def _run_once(
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started
         children[0].send_signal(signals[-1])
-    code = children[0].wait()
+    joined = Path(environment[LEASES])
+    waits = f"atoll: {script[0]} has not joined yet; it takes seconds to load PyTorch"
+    with telling_what_is_awaited(lambda: "" if joined.exists() else waits, _inform):
+        code = children[0].wait()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
     return _End(code, f"the command ended with exit code {code}")

@@ -727,8 +727,8 @@ class Disk(Group):
     keep_updates: int = Field(
         0,
         ge=0,
-        description="Number of newest rounds whose updates the server keeps, with the versions that they start from: "
-        "`atoll verify` computes these rounds again. 0: an update is deleted as soon as its round is over.",
+        description="Number of newest rounds of which the server keeps the updates, and the versions that they start "
+        "from: `atoll verify` computes these rounds again. 0: an update is deleted as soon as its round is over.",
     )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: no objects."

@@ -289,7 +289,7 @@ class LocalSite:
         spool, layout = run.store.tickets.spool(ticket.id), run.plan.fragments[ticket.fragment].update
         digests = []
         for part in layout.parts:
-            writer = await loop.run_in_executor(run.io, spool.begin_part, part.index)
+            writer = spool.begin_part(part.index)
             try:
                 arriving = PartChecker(self._inspections[ticket.fragment], part, writer.write, spool.fd)
                 await loop.run_in_executor(run.io, arriving.take, _Reader(fd, part.start).fill)

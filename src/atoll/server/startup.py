@@ -176,8 +176,7 @@ def open_run(
                     model = loaded_model(settings, loaded, plan.schema.model)
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
-            for index in range(len(plan.fragments) if not plan.is_swarm else 0):
-                store.versions.write_durable(index)  # else a power loss before the next version could take all of them
+            _make_durable(plan, store)
             if begun:
                 _take_up_changes(plan, store, where)
         except BaseException:
@@ -274,6 +273,12 @@ def _recover(plan: Plan, store: Store) -> tuple[str, ...]:
     shapes = [fragment.shapes() for fragment in plan.fragments]
     store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
     return store.recover()
+
+
+def _make_durable(plan: Plan, store: Store) -> None:
+    """Fsync the newest versions: a power loss before the next ones are durable could otherwise take all versions."""
+    for index in range(len(plan.fragments) if not plan.is_swarm else 0):
+        store.versions.write_durable(index)
 
 
 def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:

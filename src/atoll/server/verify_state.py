@@ -387,7 +387,7 @@ class _Check:
 
 
 def verify_state(state_dir: Path, tell: Callable[[str], object] = lambda text: None) -> Verified:
-    """Compare every file of a state directory with its journal, and compute the rounds again whose updates are kept.
+    """Compare every file of a state directory with its journal, and compute again the rounds with kept updates.
 
     A running server is not held up: what it deletes meanwhile is left out.
 

@@ -9,14 +9,13 @@ A server writes them at its first start. If a file was deleted, the next start w
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from atoll.errors import StoreError
-from atoll.posix import file_error, keep_file, open_own
+from atoll.posix import file_error, keep_file, read_own, read_secret
 
 LOG = logging.getLogger("atoll.server")
 
@@ -34,7 +33,7 @@ def stored_tokens(directory: Path) -> dict[TokenKind, str]:
     Raises:
         StoreError: a file is a link, a folder or a named pipe, or this user may not read it.
     """
-    found = {kind: _read(_file(directory, kind))[0] for kind in KINDS}
+    found = {kind: _read(_file(directory, kind)) for kind in KINDS}
     return {kind: token for kind, token in found.items() if token is not None}
 
 
@@ -56,25 +55,26 @@ def _file(directory: Path, kind: TokenKind) -> Path:
 
 
 def _kept(path: Path) -> str:
-    token, owner = _read(path)
-    if owner not in (None, os.geteuid()):
-        raise StoreError(f"{path} belongs to another user.", "Remove it; the next start writes another token.")
-    if token is not None:
-        return token
-    if owner is not None:
+    with suppress(FileNotFoundError):
+        token = _token_in(read_secret(path, "Remove it; the next start writes another token."))
+        if token is not None:
+            return token
         LOG.warning("%s is damaged: writing another token", path)
     token = secrets.token_urlsafe(BYTES)
     keep_file(path, f"{token}\n".encode())
     return token
 
 
-def _read(path: Path) -> tuple[str | None, int | None]:
-    """Return the token in a file, None if it is damaged; and the file's owner, None if there is no file."""
+def _read(path: Path) -> str | None:
+    """Return the token in a file; None if there is no file, or it is damaged."""
     try:
-        with open(open_own(path), "rb") as file:
-            owner, text = os.fstat(file.fileno()).st_uid, file.read(2 * BYTES).decode("latin-1").strip()
+        return _token_in(read_own(path))
     except FileNotFoundError:
-        return None, None
+        return None
     except OSError as error:
         raise file_error(error, path) from error
-    return text if _FORM.fullmatch(text) else None, owner
+
+
+def _token_in(content: bytes) -> str | None:
+    text = content.decode("latin-1").strip()
+    return text if _FORM.fullmatch(text) else None

@@ -42,6 +42,9 @@ BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
 """SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
+LOG_CHANGES = 1000
+"""The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a
+commit survives does not depend on it: a `synced` one writes the whole log to the disk."""
 
 SELDOM_CHANGED = {"meta", "run", "shapes", "heads", "versions", "deltas", "history", "generations"}
 """Tables that change about once a round, and are read many times: the journal remembers what it has read of them."""
@@ -88,6 +91,7 @@ class Journal:
         self._translated = _Translated(self)
         self._checkpointing = threading.Lock()
         self._checkpoints: sqlite3.Connection | None = None  # copies the write-ahead log beside this thread's changes
+        self._copied_changes = 0  # number of changed rows when it last did
         self._answers: dict[tuple[Any, ...], Any] = {}  # query, its values, how it was fetched → the answer
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
@@ -274,8 +278,9 @@ class Journal:
 
     def _begin_change(self, sql: str) -> None:
         assert self._depth, "a change outside of a transaction"
-        if not _tables_in(sql).isdisjoint(SELDOM_CHANGED):
-            self._answers.clear()
+        changed = _tables_in(sql) & SELDOM_CHANGED
+        if changed:
+            self._answers = {key: each for key, each in self._answers.items() if changed.isdisjoint(_tables_in(key[0]))}
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
         """Return the rows of a table that match `where`, as dataclass objects.
@@ -379,10 +384,13 @@ class Journal:
         )
         return self._broken
 
-    def checkpoint(self) -> None:
+    def checkpoint(self, least_changes: int = 0) -> None:
         """Copy SQLite's write-ahead log into the database file, without blocking other threads.
 
         If SQLite cannot open the file (too many open files), do nothing; the next call tries again.
+
+        Args:
+            least_changes: do nothing if fewer rows were changed since the last copy.
 
         Raises:
             StoreError: the file was removed or replaced, so the next start would not find later changes.
@@ -393,12 +401,13 @@ class Journal:
         if not is_there:
             raise StoreError(f"{self.path} was removed or replaced while the server was running.", NEW_RUN)
         with self._checkpointing, self._translated:
-            if self.closed:
+            if self.closed or (changes := self._db.total_changes) - self._copied_changes < least_changes:
                 return
             try:
                 if self._checkpoints is None:  # kept, because opening a connection reads the whole schema
                     self._checkpoints = sqlite3.connect(self.path, check_same_thread=False)
                 self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()  # ends its locks
+                self._copied_changes = changes
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_CANTOPEN:
                     raise

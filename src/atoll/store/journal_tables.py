@@ -210,7 +210,7 @@ class TicketRow:
     """A ticket (a site's permission to submit one update) and, after acceptance, values of the update.
 
     Attributes:
-        slot: number of the file (slot) with the update's bytes; None if there is no file.
+        slot: number of the file (slot) with the update's bytes; None if no part of it is recorded.
         digest: digest of the accepted update, hex; None before acceptance.
         report: what the site reports of its update.
         version: version into which the update was aggregated; None before that.

@@ -6,14 +6,13 @@ it: keep the file with the state directory, and a copy of it where the backups a
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from atoll.errors import StateCorrupt, StoreError
-from atoll.posix import file_error, keep_file, open_own
+from atoll.errors import StateCorrupt
+from atoll.posix import keep_file, read_secret
 from atoll.protocol.messages import SignedReceipt
 from atoll.protocol.receipts import public_hex, signed_receipt
 from atoll.store.journal_tables import TicketRow
@@ -60,10 +59,7 @@ class ReceiptKey:
 
 def _kept(path: Path) -> Ed25519PrivateKey:
     try:
-        with open(open_own(path), "rb") as file:
-            owner, text = os.fstat(file.fileno()).st_uid, file.read(128).decode("latin-1").strip()
-        if owner != os.geteuid():
-            raise StoreError(f"{path} belongs to another user.", "Restore the state directory from a backup.")
+        text = read_secret(path, "Restore the state directory from a backup.").decode("latin-1").strip()
         if not re.fullmatch("[0-9a-f]{64}", text):
             raise StateCorrupt(
                 f"{path}, the key of the run's receipts, is damaged.",
@@ -72,7 +68,5 @@ def _kept(path: Path) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))
     except FileNotFoundError:
         key = Ed25519PrivateKey.generate()
-    except OSError as error:
-        raise file_error(error, path) from error
     keep_file(path, f"{key.private_bytes_raw().hex()}\n".encode())
     return key

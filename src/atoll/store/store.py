@@ -98,7 +98,7 @@ class Store:
                 `power`: also a power loss.
             keep_versions: number of newest versions that workers can always download.
             max_pins: number of older versions that are kept in addition while workers still download them.
-            keep_updates: number of newest rounds whose updates are kept, with the versions that they start from.
+            keep_updates: number of newest rounds with kept updates, and with the versions that they start from.
             in_memory: keep the tensor files in memory. Then only the journal outlives the process.
 
         Raises:
@@ -217,9 +217,9 @@ class Store:
         free = self.free_bytes()
         if free < min_free_bytes:
             what = "memory left" if self.slots.in_memory else "disk left"
-            least = f"{size(min_free_bytes)} free (disk.min_free_bytes)"
             error = DiskFull(
-                f"The server has {size(free)} of {what}, but must keep {least}.",
+                f"The server has {size(free)} of {what}, but must keep {size(min_free_bytes)} free "
+                "(disk.min_free_bytes).",
                 "Free some space: the run then continues by itself, and nothing is lost.",
             )
             error.retry_after_s = RETRY_S

@@ -142,6 +142,8 @@ class Tickets:
     def spool(self, ticket: int) -> Spool:
         """Return the spool (the file of the update) of an open or accepted ticket. The first call assigns the file.
 
+        The journal names the file from the first recorded part on. Without a part, the file has nothing to find again.
+
         Raises:
             Gone: this run has never issued the ticket.
             TicketClosed, UpdateRefused: the ticket is neither open nor accepted.
@@ -158,16 +160,16 @@ class Tickets:
         pool = self._slots.pool(SPOOL, row.fragment)
         slot = pool.take(WRITER)  # without the lock, because creating a file may be slow
         try:
-            with self._journal.transaction():
-                take = "UPDATE tickets SET slot = ? WHERE ticket = ? AND state = 'open' AND slot IS NULL"
-                if self._journal.execute(take, slot.number, ticket):
-                    pool.hold(slot, JOURNAL)
-                    self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
-                    return self._open_spool(row, slot)
+            with self._journal.lock:
+                if ticket in self._spools:
+                    return self._spools[ticket]
                 row = self.get(ticket)
                 if not row.is_live:  # it has ended while the file was created
                     raise why_closed(row)
-                return self._spools[ticket]
+                pool.hold(slot, JOURNAL)
+                if self._journal.in_transaction:
+                    self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
+                return self._open_spool(row, slot)
         finally:
             pool.drop(slot, WRITER)
 
@@ -239,6 +241,8 @@ class Tickets:
         with self._journal.transaction():
             if ticket in self._spools:
                 self._spools[ticket].require_written(part, writer)
+                slot = self._spools[ticket].slot.number
+                self._journal.execute("UPDATE tickets SET slot = ? WHERE ticket = ? AND slot IS NULL", slot, ticket)
             self._journal.insert(
                 PARTS,
                 PartRow(ticket, part, digest, sumsq),
@@ -275,8 +279,9 @@ class Tickets:
         failpoint("accept.before")
         nbytes = self._slots.shapes_of(row.fragment).update_bytes
         self.change(
-            "state = 'accepted', digest = ?, report = ?, norm = ?, bytes = ?, accepted_order = ?",
+            "state = 'accepted', slot = ?, digest = ?, report = ?, norm = ?, bytes = ?, accepted_order = ?",
             [row.ticket],
+            spool.slot.number,
             row.digest,
             row.report.model_dump_json(),
             row.norm,
@@ -455,16 +460,16 @@ class Tickets:
     def _drop_spools(self, rows: Sequence[TicketRow], state: TicketState, reason: str) -> None:
         """After the commit, close the files of updates, and let them be reused."""
         # look the pools up now: by the commit, a fragment with other shapes has other pools
-        pools = {row.fragment: self._slots.pool(SPOOL, row.fragment) for row in rows if row.slot is not None}
+        pools = {row.fragment: self._slots.pool(SPOOL, row.fragment) for row in rows}
 
         def drop() -> None:
             for row in rows:
-                spool = self._spools.pop(row.ticket, None)
+                spool, pool, slot = self._spools.pop(row.ticket, None), pools[row.fragment], row.slot
                 if spool:
                     spool.close(why_closed(replace(row, state=state, reason=reason)))
-                if row.slot is not None:
-                    pool = pools[row.fragment]
-                    pool.drop(pool[row.slot], JOURNAL)
+                    slot = spool.slot.number
+                if slot is not None:
+                    pool.drop(pool[slot], JOURNAL)
 
         self._journal.after_commit(drop)
 

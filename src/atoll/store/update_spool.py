@@ -81,16 +81,11 @@ class PartWriter:
         self.cancel(WriterCancelled(f"Part {self.part} is no longer wanted."))
 
     def cancel(self, reason: AtollError) -> None:
-        """Make every later `write` raise `reason`. A running write finishes; `join` waits for it."""
+        """Make every later `write` raise `reason`. A running write finishes."""
         self._cancelled = self._cancelled or reason
         if self._lock.acquire(blocking=False):  # if a write is running, it releases the slot at its end
             self._lock.release()
             self._release()
-
-    def join(self) -> None:
-        """Wait until no write to this part is running, by this writer or an earlier one."""
-        with self._lock:
-            pass
 
     def _release(self) -> None:
         with self._spool.pool.lock:
@@ -139,6 +134,8 @@ class Spool:
     def begin_part(self, part: int) -> PartWriter:
         """Cancel a part's earlier writer, if there is one, and return a new writer that starts at the first byte.
 
+        The first write of the new writer waits for a running write of the earlier one.
+
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
             BadRequest: the update has no part with this number.
@@ -156,7 +153,6 @@ class Spool:
                 old.cancel(WriterCancelled(f"Another request is sending part {part} of ticket {self.ticket}."))
             lock = self._locks.setdefault(part, threading.Lock())
             writer = self._writers[part] = PartWriter(self, part, lock)
-        writer.join()
         return writer
 
     def require_written(self, part: int, writer: PartWriter | None) -> None:

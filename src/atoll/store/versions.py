@@ -26,7 +26,7 @@ from atoll.errors import DiskFull, Gone, StoreError, UsageError
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
-from atoll.store.journal import Journal
+from atoll.store.journal import LOG_CHANGES, Journal
 from atoll.store.journal_tables import (
     DELTAS,
     HISTORY,
@@ -157,7 +157,7 @@ class Versions:
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
-        keep_updates: number of newest rounds of a fragment whose updates, and whose bases, are kept.
+        keep_updates: number of newest rounds of a fragment of which the updates and the bases are kept.
         wanted: function that returns, for a fragment, the versions that workers will soon download. The store keeps
             them, too, but at most `keep_versions + max_pins` versions in all.
     """
@@ -597,7 +597,7 @@ class Versions:
     def drop_all_but_heads(self) -> None:
         """For each fragment, drop all versions except the newest, if the newest is known to survive a power loss.
 
-        The bases of rounds whose updates are kept stay, too.
+        The bases of rounds with kept updates stay, too.
 
         Call it when the run is finished.
         """
@@ -627,7 +627,7 @@ class Versions:
         Raises:
             SyncFailed: fsync failed; the server must end.
         """
-        self._journal.checkpoint()  # in this thread, so that no commit in the event loop waits for it
+        self._journal.checkpoint(LOG_CHANGES)  # in this thread, so that no commit in the event loop waits for it
         with self._journal.lock:
             head = self._head_number(fragment)
             if head is None or self.durable(fragment) == head:

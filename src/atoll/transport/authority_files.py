@@ -17,7 +17,7 @@ from pathlib import Path
 from cryptography import x509
 
 from atoll.errors import ConfigError, StoreError
-from atoll.posix import file_error, keep_file, read_named, read_own
+from atoll.posix import keep_file, read_named, read_own, read_secret
 from atoll.transport.certificates import Keyed, common_name, new_authority, server_certificate, validity
 from atoll.transport.tls import peer_context, with_identity
 
@@ -37,7 +37,7 @@ def stored_authority(directory: Path) -> Keyed | None:
     """Return the authority in a state directory; None if it has none.
 
     Raises:
-        StoreError: its file cannot be read, or is damaged.
+        StoreError: its file cannot be read, belongs to another user, or is damaged.
     """
     found = _read(directory / AUTHORITY)
     if found is not None:
@@ -152,9 +152,7 @@ def _is_good(certificate: bytes, authority: Keyed, names: Sequence[str]) -> bool
 def _read(path: Path) -> Keyed | None:
     """Return a key and its certificate, which stand in one file; None if there is no file."""
     try:
-        key, begin, rest = read_own(path).partition(BEGIN)
+        key, begin, rest = read_secret(path, RESTORE).partition(BEGIN)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise file_error(error, path) from error
     return Keyed(begin + rest, key)

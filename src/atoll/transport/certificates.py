@@ -32,6 +32,7 @@ CLOCK_SLACK = timedelta(minutes=10)
 """A certificate is valid from this long before it is made: clocks of two machines differ."""
 REQUEST_CHARS = 4096
 """Maximum length of a signing request."""
+_WHO = ("subject", "issuer")
 SITE_URI = "spiffe://atoll/site/"
 _SITE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 _URI = re.compile(r"spiffe://[A-Za-z0-9._-]{1,255}/(?:[A-Za-z0-9._-]+/)*" + _SITE.pattern)
@@ -52,10 +53,12 @@ class SiteIdentity:
     Attributes:
         site: name of the site.
         serial: number of the certificate, in hex without leading zeros.
+        issuer: common name of the authority that has signed it; empty if it states none.
     """
 
     site: str
     serial: str
+    issuer: str = ""
 
 
 def new_key() -> bytes:
@@ -155,10 +158,10 @@ def identity_in(peer: Mapping[str, Any]) -> SiteIdentity | None:
     """
     uris = [text for kind, text in peer.get("subjectAltName", ()) if kind == "URI"]
     found = [match[1] for match in map(_URI.fullmatch, uris) if match is not None]
-    if not uris:
-        found = [text for part in peer.get("subject", ()) for kind, text in part if kind == "commonName"]
+    names = {who: [text for part in peer.get(who, ()) for kind, text in part if kind == "commonName"] for who in _WHO}
+    found = found if uris else names["subject"]
     serial = str(peer.get("serialNumber", "")).lower().lstrip("0")
-    return SiteIdentity(found[0], serial) if len(found) == 1 else None
+    return SiteIdentity(found[0], serial, "".join(names["issuer"][:1])) if len(found) == 1 else None
 
 
 def issued_at_s(peer: Mapping[str, Any]) -> float:

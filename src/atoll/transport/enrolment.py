@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from atoll.errors import AuthError, ConfigError, PeerError, UsageError
+from atoll.errors import AuthError, ConfigError, PeerError, ServerUnreachable, UsageError
 from atoll.posix import (
     FolderTaken,
     file_error,
@@ -177,7 +177,13 @@ def authority_of(invitation: Invitation) -> bytes:
         ServerUnreachable: it does not answer.
     """
     with contextlib.closing(Http(invitation.server, context=unverified_context)) as http:
-        text = http.fetch(routes.AUTHORITY, bytes, "authority", timeout_s=TIMEOUT_S)
+        try:
+            text = http.fetch(routes.AUTHORITY, bytes, "authority", timeout_s=TIMEOUT_S)
+        except ServerUnreachable as error:
+            moved = (
+                "Check that it runs. If the server has moved, ask its admin for a new invitation: it has the address."
+            )
+            raise ServerUnreachable(error.message, moved) from error
         where = http.where
     try:
         authority = first_certificate(text)

@@ -696,13 +696,16 @@ def ask(
         PeerError: a web server that is not Atoll answers, or the answer is malformed or too long.
         VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
-    http = http_to(server, environ, token, site)
+    with contextlib.closing(http_to(server, environ, token, site)) as http:
+        return answer_of(http, path, reply, timeout_s)
+
+
+def answer_of(http: Http, path: str, reply: type[Reply], timeout_s: float) -> Reply:
+    """GET one message from a server; a server that is silent for `timeout_s` seconds is one that cannot be reached."""
     try:
         return http.get(path, reply, timeout_s=timeout_s)
     except TransferStalled as error:
         raise unreachable(http.where, "", f"no answer within {timeout_s:g} s") from error
-    finally:
-        http.close()
 
 
 # -- Errors that say why a server cannot be reached, and what to do.
@@ -746,7 +749,8 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
             "Set the clock that is wrong." if clocks else "Renew the certificate at the server.",
         )
     if credential is None or note is None:
-        return None
+        others = why_none(http.server, None) if "CERTIFICATE_VERIFY_FAILED" in text else ""
+        return _wrong_server(f"{http.where} cannot prove its identity. {others}", _NO_AUTHORITY) if others else None
     until = datetime.fromtimestamp(note.expires_at_s, UTC)
     has_expired = refused is not None and "expired" in refused[1].lower()
     if has_expired or (credential.has_expired() and any(each in text for each in _ENDED)):

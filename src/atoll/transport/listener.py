@@ -2,7 +2,7 @@
 
 A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so even
 clients without a token could stop a run by opening many connections. Where clients show credentials, a connection that
-has shown none yet can be closed for a newer one, so that such connections keep nobody out.
+has shown none yet can be closed for a newer one, so that such connections keep no site out.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 from aiohttp import web
 
 from atoll.errors import ConfigError, PortInUse
+from atoll.posix import return_free_memory
 from atoll.protocol import routes
 from atoll.transport.rates import Rates, network_of
-from atoll.transport.request_body import BodyInterceptor
+from atoll.transport.request_body import NO_INNER, BodyInterceptor
 from atoll.transport.tls import ContextMaker, accept_tls
 
 LOG = logging.getLogger("atoll.server")
@@ -39,10 +41,12 @@ FILES_OF_ONE = 2
 KEEPALIVE_S = 75.0
 """Seconds after which a connection without a request is closed."""
 STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S = 100.0, 500.0, 10.0
-"""Connections a second of one address that are begun, those at once after a pause, and the longest wait of one. Where
-clients show credentials, a flood of TLS handshakes would otherwise take all of the server's time."""
+"""Connections without a credential of one address that are begun a second, those at once after a pause, and the longest
+wait of one. A flood of TLS handshakes would otherwise take all of the server's time."""
 TIME_TO_SHOW_S = 1.0
 """Seconds for which a connection without a credential is not closed for a newer one."""
+TRIM_AFTER = 250
+"""Number of ended connections after which free memory is returned to the system: the C library would keep it."""
 PAUSE_S = 0.2
 """Seconds before the next attempt to accept a connection, if no descriptor is free."""
 SAY_S = 60.0
@@ -168,7 +172,10 @@ async def start_listener(
     assert protocol is not None
 
     def make() -> BodyInterceptor:
-        return BodyInterceptor(protocol(), direct=secure is None, idle_timeout_s=idle_timeout_s)
+        options: dict[str, Any] = {"direct": secure is None, "idle_timeout_s": idle_timeout_s}
+        if most_of_address is None:
+            return BodyInterceptor(protocol(), **options)
+        return BodyInterceptor(NO_INNER, **options, later=protocol)
 
     most = min(most or MOST_FILES, connections_within(files))
     accepting = Listener(listener, make, secure, most, most_of_address)
@@ -201,7 +208,7 @@ class Listener:
         # address → connections without a credential, oldest first, with their time, and what ends them
         self._unproven: dict[str, dict[BodyInterceptor, tuple[float, Callable[[], object]]]] = {}
         self._starts = Rates(STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S)
-        self._open_count = 0
+        self._open_count = self._ended_count = 0
         self._said_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -215,6 +222,8 @@ class Listener:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for front in [front for mine in self._unproven.values() for front in mine if not front.has_begun]:
+            front.abort()  # the runner does not know of them
         self._listener.close()
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -274,7 +283,7 @@ class Listener:
             task = self._start(self._serve(front, sock, wait_s))
             front.on_lost = functools.partial(self._count_end, front, address)
             if self._most_of_address is not None:
-                front.on_proven = functools.partial(self._forget, front, address)
+                front.on_proven = functools.partial(self._note_proof, front, address)
                 self._unproven.setdefault(address, {})[front] = time.monotonic(), task.cancel
 
     def _end_oldest(self, addresses: Iterable[str]) -> bool:
@@ -286,6 +295,10 @@ class Listener:
         self._forget(front, address)
         front.abort() if front.is_connected else end()
         return True
+
+    def _note_proof(self, front: BodyInterceptor, address: str) -> None:
+        self._forget(front, address)
+        self._starts.give_back(address)
 
     def _forget(self, front: BodyInterceptor, address: str) -> None:
         """Count a connection no longer among those without a credential."""
@@ -301,10 +314,9 @@ class Listener:
                 await asyncio.sleep(wait_s)
                 stack.pop_all()
             if self._secure is not None:
-                widen = await accept_tls(front, sock, self._secure())
-                if self._most_of_address is None:
-                    widen()
-                front.on_widen = widen
+                front.on_widen = await accept_tls(front, sock, self._secure())
+                if self._most_of_address is None or front.is_proven:
+                    front.on_widen()
             else:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: front, sock)
         except ssl.SSLCertVerificationError as error:
@@ -317,7 +329,12 @@ class Listener:
 
     def _count_end(self, front: BodyInterceptor, address: str) -> None:
         self._open_count -= 1
+        self._ended_count += 1
         self._forget(front, address)
+        if self._ended_count >= TRIM_AFTER:
+            self._ended_count = 0
+            with contextlib.suppress(RuntimeError):  # the loop is closing
+                asyncio.get_running_loop().run_in_executor(None, return_free_memory)
 
     def _say(self, text: str, value: object) -> None:
         now_s = time.monotonic()

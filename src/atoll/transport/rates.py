@@ -39,10 +39,13 @@ class Rates:
         self._most_wait_s, self._now_s = most_wait_s, now_s
         self._used_s: OrderedDict[str, float] = OrderedDict()  # key → time at which its bucket is full again
 
-    def use(self, key: str) -> tuple[float, bool]:
-        """Count a use. Return the seconds after which there is room for it, and whether it may wait for that time."""
+    def use(self, key: str, count: float = 1.0) -> tuple[float, bool]:
+        """Count a use, or one that is worth several, but no more than `burst`.
+
+        Return the seconds after which there is room for it, and whether it may wait for that time.
+        """
         now_s = self._now_s()
-        full_s = max(now_s, self._used_s.get(key, now_s)) + self._each_s
+        full_s = max(now_s, self._used_s.get(key, now_s)) + min(count * self._each_s, self._burst_s)
         wait_s = full_s - now_s - self._burst_s
         fits = wait_s <= self._most_wait_s
         if fits:
@@ -52,3 +55,8 @@ class Rates:
         if len(self._used_s) > MOST_KEYS:
             self._used_s.popitem(last=False)
         return max(0.0, wait_s), fits
+
+    def give_back(self, key: str) -> None:
+        """Count one use less: it turned out to be none of those that the rate is for."""
+        if key in self._used_s:
+            self._used_s[key] -= self._each_s

@@ -350,6 +350,14 @@ _NOT_PLAIN = frozenset(
 """Headers that may change where a request ends, which protocol follows it, or what its body means."""
 
 
+def _nothing() -> None:
+    """Do nothing: the default of a callback."""
+
+
+NO_INNER = asyncio.Protocol()
+"""The inner protocol before the first byte of a connection, and after its end."""
+
+
 class BodyInterceptor(asyncio.Protocol):
     """Stands between a connection and aiohttp. The bodies of parts bypass aiohttp: pool threads receive them.
 
@@ -357,22 +365,32 @@ class BodyInterceptor(asyncio.Protocol):
         inner: aiohttp's protocol for this connection.
         direct: whether the socket carries plain bytes. With TLS it is False, and every body goes to aiohttp.
         idle_timeout_s: seconds after which a peer that reads no byte of an answer is disconnected.
+        later: makes `inner` at the first byte, so that a silent connection takes less memory.
 
     Attributes:
         direct: the argument of this name.
         is_connected: whether the connection is established (with TLS: after the handshake).
+        is_proven: whether the peer has shown a credential.
         on_lost: callback at the end of the connection.
         on_proven: callback when the peer has shown a credential.
         on_widen: callback then, too, after which a TLS connection takes more memory.
     """
 
-    def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        inner: asyncio.Protocol,
+        *,
+        direct: bool = True,
+        idle_timeout_s: float = 60.0,
+        later: Callable[[], asyncio.Protocol] | None = None,
+    ) -> None:
+        self._later = later
         self._inner, self.direct, self._idle_timeout_s = inner, direct, idle_timeout_s
         self.is_connected = False
-        self.on_lost: Callable[[], None] = lambda: None
-        self.on_proven: Callable[[], None] = lambda: None
-        self.on_widen: Callable[[], None] = lambda: None
-        self._is_proven = False
+        self.on_lost: Callable[[], None] = _nothing
+        self.on_proven: Callable[[], None] = _nothing
+        self.on_widen: Callable[[], None] = _nothing
+        self.is_proven = False
         self._head_bytes = 0  # number of bytes of a head that aiohttp has, but which is not complete
         self._heard_s = 0.0  # when aiohttp got bytes last
         self._transport: asyncio.Transport | None = None
@@ -388,10 +406,15 @@ class BodyInterceptor(asyncio.Protocol):
 
     def prove(self) -> None:
         """Note that the peer has shown a credential, so that the connection is not closed for a newer one."""
-        if not self._is_proven:
-            self._is_proven = True
+        if not self.is_proven:
+            self.is_proven = True
             self.on_proven()
             self.on_widen()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the peer has sent a byte."""
+        return self._later is None
 
     def abort(self) -> None:
         """End the connection at once."""
@@ -404,7 +427,14 @@ class BodyInterceptor(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_connected = transport, True
         self._give_up_after(HEAD_S)
-        self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
+        if self._later is None:
+            self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
+
+    def _begin(self) -> None:
+        assert self._later is not None
+        self._inner, self._later = self._later(), None
+        if self._transport is not None:
+            self._inner.connection_made(cast(asyncio.Transport, _Facade(self._transport, self._hold)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers, tell aiohttp, and call `on_lost`."""
@@ -413,6 +443,9 @@ class BodyInterceptor(asyncio.Protocol):
         self._stop_reader_timer()
         self._inner.connection_lost(exc)
         self.on_lost()
+        # break the circles through these, so that the memory of the connection is free at once
+        self.on_lost = self.on_proven = self.on_widen = _nothing
+        self._inner = NO_INNER
 
     def eof_received(self) -> bool | None:
         """When the client has stopped sending, let aiohttp decide whether the connection stays open for an answer."""
@@ -453,6 +486,8 @@ class BodyInterceptor(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Handle received bytes: pass them to aiohttp, drop them, or search them for the headers of requests."""
+        if self._later is not None:
+            self._begin()
         if self._passes:
             self._pass(data)
         elif self._discarding:
@@ -530,14 +565,14 @@ class BodyInterceptor(asyncio.Protocol):
         elif getattr(self._inner, "_messages", ()) or not _is_between(self._inner):
             self._head_bytes = 0
             self._stop_timer()
-        if self._timer is None and (self._head_bytes or not self._is_proven):
+        if self._timer is None and (self._head_bytes or not self.is_proven):
             self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._give_up_head)
 
     def _give_up_head(self) -> None:
         """End the connection if it has waited for the head of a request for too long, or for the rest of it."""
         self._timer = None
         left_s = self._heard_s + HEAD_S - time.monotonic()
-        if self._transport is None or (self._is_proven and not self._head_bytes):
+        if self._transport is None or (self.is_proven and not self._head_bytes):
             return
         if _waits_for_head(self._inner) and left_s <= 0:
             self._give_up()

@@ -40,6 +40,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     require_private(key, "The TLS key")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # no client of Atoll resumes a session, and each ticket takes memory
     try:
         require_regular(cert)
         context.load_cert_chain(cert, key)
@@ -244,24 +245,24 @@ class SmallBuffer(SSLProtocol):
     """
 
     max_size = 2**16
-    FIRST = 2**12
+    FIRST = 2**10
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._full_size, self.max_size = self.max_size, self.FIRST
+        self._full_size, self.max_size = self.max_size, self.FIRST  # type: ignore[misc]
         self._ssl_buffer = bytearray(self.FIRST)
         self._ssl_buffer_view = memoryview(self._ssl_buffer)
 
     def widen(self) -> None:
         """Read with the full buffer from now on: the peer has shown a credential."""
-        self.max_size = self._full_size
+        self.max_size = self._full_size  # type: ignore[misc]
 
     def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
         """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
         transport, outgoing = getattr(self, "_transport", None), getattr(self, "_outgoing", None)
         if handshake_exc is not None and transport is not None and outgoing is not None:
             transport.write(outgoing.read())
-        super()._on_handshake_complete(handshake_exc)  # type: ignore[misc]
+        super()._on_handshake_complete(handshake_exc)
 
 
 HANDSHAKE_S = 10.0

@@ -1,4 +1,4 @@
-"""Checks of the values that a training script passes to Atoll: site name, weights, metrics and numbers of steps."""
+"""Checks of the values that a training script or its environment gives: site name, weights, metrics, times."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from atoll.protocol import messages
 from atoll.transport.http_client import enrolled_site
 from atoll.worker.log_lines import LOG
 
+GIVE_UP_S = 86400.0
+"""Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 """A lone surrogate: half of a character, which UTF-8 cannot encode."""
 
@@ -300,3 +302,21 @@ def sync_retries(max_sync_retries: int | None) -> int:
     if not text.isdecimal():
         raise ConfigError(f"ATOLL_MAX_SYNC_RETRIES is {text!r}.", "Set it to a whole number, at least 0.")
     return int(text)
+
+
+def give_up_s() -> float:
+    """Return for how many seconds a worker keeps trying to reach a server that does not answer.
+
+    The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. The value 0 means no limit: return infinity.
+
+    Raises:
+        ConfigError: `ATOLL_GIVE_UP_S` is not a number of seconds.
+    """
+    text = os.environ.get("ATOLL_GIVE_UP_S", "")
+    try:
+        seconds = float(text) if text else GIVE_UP_S
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ConfigError(f"ATOLL_GIVE_UP_S is {text!r}.", "Set it to a number of seconds; 0 means no limit.")
+    return seconds or math.inf

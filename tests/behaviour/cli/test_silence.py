@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from harness.processes import Nursery, Process, wait_until
 from kit.peers import Connection, Peer, Request
 from kit.processes import write_run_file
+
+from atoll.cli import main, text
+from atoll.cli.text import FIRST_S
 
 TRAIN = """
 from pathlib import Path
@@ -54,6 +58,38 @@ def test_a_command_says_that_a_server_is_slow(nursery: Nursery, tmp_path: Path, 
         wait_until(lambda: "still " in asking.output() or "waiting for " in asking.output(), "a line", 60)
         said.set()
         asking.wait(60)
+
+
+@pytest.mark.parametrize("words", ["run run.toml", "server run.toml", "worker -- true", "evaluate run.toml"])
+def test_a_command_that_loads_slowly_says_so_first(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine where its imports take longer than 0.2 s; with `-q`, it says nothing."""
+    said = Event()
+
+    def slow_import(name: str) -> Any:
+        assert name == f"atoll.cli.{main.MODULES.get(own, own)}"
+        assert said.wait(None if "-q" not in sys.argv else 3 * FIRST_S) is ("-q" not in sys.argv)
+        raise ImportError(name)
+
+    own = words.split()[0]
+    monkeypatch.setattr(importlib, "import_module", slow_import)
+    monkeypatch.setattr(text, "print_line", lambda line: (print(line), said.set()))
+    for flags in ([], ["-q"]):
+        said.clear()
+        monkeypatch.setattr(sys, "argv", ["atoll", own, *flags, *words.split()[1:]])
+        with pytest.raises(ImportError):
+            main.loaded(own)
+    assert capsys.readouterr().out == f"atoll: loading atoll {own} (0.2 s)\n"
+
+
+@pytest.mark.slow
+def test_a_worker_says_that_its_script_has_not_joined(nursery: Nursery, tmp_path: Path, canned: Any) -> None:
+    """Until it joins or ends, a script prints nothing of itself."""
+    words = ["worker", "--server", canned.url, "--", sys.executable, "-c", "import signal; signal.pause()"]
+    worker = nursery.start("atoll", *words, cwd=tmp_path)
+    wait_until(lambda: count(worker, "has not joined yet; it takes seconds to load PyTorch (") >= 2, "two lines", 60)
+    worker.kill()
 
 
 def count(process: Process, text: str) -> int:

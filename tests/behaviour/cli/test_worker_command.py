@@ -227,7 +227,8 @@ def test_a_waiting_worker_repeats_the_same_cause(
     """While `atoll worker` waits for the server, it prints the same reason again after some time."""
     from atoll.cli import text, worker
 
-    monkeypatch.setattr(text, "SILENT_S", 0.1)
+    for module in (text, worker):
+        monkeypatch.setattr(module, "SILENT_S", 0.1)
     monkeypatch.setattr(worker, "SERVER_PAUSE_S", 0.05)
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.5")
     with pytest.raises(ServerUnreachable):

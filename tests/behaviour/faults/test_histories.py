@@ -137,7 +137,7 @@ PLANTED = {
     acknowledge_before_journal: "a receipt for ticket",
     lost_restore: "after the restart|lacks acknowledged|has forgotten ticket",
     quorum_of_one: "updates, of at least",
-    two_file_commit: "is counted|counts|made from the tickets|the server failed",
+    two_file_commit: "has the state 'counted'|counts|made from the tickets|the server failed",
     wall_clock: "was declared dead, but was heard",
 }
 

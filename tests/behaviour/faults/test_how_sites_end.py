@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
-from kit import atoll_worker, serve
+from kit import Gate, atoll_worker, run_to_end, serve
+from kit.models import build_model
 
 FORKS = """
 import json, os, sys
@@ -249,3 +251,53 @@ def test_pauses_between_restarts_grow_up_to_a_minute(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worker, "_require_server", lambda address, told, site: None)  # it answers each time
     assert worker._run(["false"], {"ATOLL_SERVER": "http://127.0.0.1:1"}, restarts=8) == 1
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F36")
+def test_a_flapping_site_comes_back_less_and_less_often(nursery: Nursery, tmp_path: Path) -> None:
+    """A script that fails in each round is started again after 1 s, then after 2 s. The run goes on without it."""
+    with serve(tmp_path, **{"rounds.min_sites": 1, "rounds.total": 3}) as server:
+        gate = Gate(1, "b")
+        other = Sites(server.url, tmp_path, names=["b"], build=build_model, during=gate)
+        script = tmp_path / "flap.py"
+        script.write_text("import time, atoll\nwith atoll.join() as worker:\n    print(time.time())\n    1 / 0\n")
+        words = ("worker", "--server", server.url, "--site", "a", "--restarts", "2", "--", sys.executable, str(script))
+        flapping = nursery.start("atoll", *words, cwd=tmp_path)
+        gate.wait()  # the round has begun with both
+        assert flapping.wait(90) != 0
+        gate.open()
+        run_to_end(server, other)
+    began = [float(line) for line in flapping.output().splitlines() if re.fullmatch(r"\d+\.\d+", line)]
+    assert len(began) == 3
+    assert began[1] - began[0] >= 1.0
+    assert began[2] - began[1] >= 2.0
+    assert {("b", 1), ("b", 2), ("b", 3)} == set(Result(tmp_path).counted())
+
+
+@pytest.mark.covers("F43")
+def test_a_site_without_memory_is_released_from_its_round(nursery: Nursery, tmp_path: Path) -> None:
+    """A site that may take no more memory ends with an error that the status shows, and the round closes without it."""
+    with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
+        other = Sites(server.url, tmp_path, names=["b"])
+        script = tmp_path / "hungry.py"
+        script.write_text(
+            "import resource, torch, atoll\n"
+            "with atoll.join() as worker:\n"
+            "    for fl_round in worker:\n"
+            "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "        resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))\n"
+            "        torch.zeros(2**28).add_(1)\n"
+        )
+        site = nursery.start(
+            str(script),
+            cwd=tmp_path,
+            env={"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "a")},
+        )
+        assert site.wait(60) != 0
+        other.join()
+        (worker,) = [each for each in server.status().workers if each.site == "a"]
+        server.run()
+    assert worker.state == "failed"
+    assert "allocate" in worker.error
+    assert Result(tmp_path).counted() == [("b", 1), ("b", 2), ("b", 3)]

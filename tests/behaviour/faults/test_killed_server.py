@@ -35,6 +35,8 @@ from kit import SITES, Gate, Threads, ask_journal, exported
 from kit.models import wide_model
 from torch import Tensor, nn
 
+from atoll.server.verify_state import verify_state
+
 pytestmark = pytest.mark.slow
 
 
@@ -343,7 +345,10 @@ SITE_PLACES = {
 @pytest.mark.covers("F44")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (1, 2))])
 def test_random_kills_lose_no_acknowledged_update(nursery: Nursery, tmp_path: Path, seed: int) -> None:
-    """Though the server and both sites are killed again and again at random places, the run ends with the same bits."""
+    """Though the server and both sites are killed again and again at random places, the run ends with the same bits.
+
+    Each of its rounds, computed again from the journal and the updates, gives the version that it gave then.
+    """
     chance = random.Random(seed)
 
     def lives(places: dict[str, int], count: int) -> tuple[str, ...]:
@@ -351,7 +356,8 @@ def test_random_kills_lose_no_acknowledged_update(nursery: Nursery, tmp_path: Pa
         return tuple(f"{place}=kill@{chance.randint(1, places[place])}" for place in chosen)
 
     undisturbed = left_undisturbed(tmp_path / "undisturbed", rounds=8)
-    with ServerProcess(nursery, tmp_path, lives(SERVER_PLACES, 5), **{"rounds.total": 8}) as server:
+    settings = {"rounds.total": 8, "disk.keep_updates": 8}
+    with ServerProcess(nursery, tmp_path, lives(SERVER_PLACES, 5), **settings) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in SITES]
         workers = [RestartedProcess(site.start, lives(SITE_PLACES, 3)) for site in sites]
         try:
@@ -362,3 +368,6 @@ def test_random_kills_lose_no_acknowledged_update(nursery: Nursery, tmp_path: Pa
                 worker.close()
         assert server.process.deaths + sum(worker.deaths for worker in workers) >= 8, "hardly anything was killed"
     Result(tmp_path).require_same(undisturbed)
+    found = verify_state(tmp_path / "state")
+    assert found.changed == []
+    assert [(each.version, each.result) for each in found.rounds] == [(version, "same") for version in range(1, 9)]

@@ -24,6 +24,7 @@ from fault_world import (
     left_undisturbed,
     lines,
     parts_sent,
+    said,
     serve_wide,
 )
 from harness.processes import Nursery, Process, wait_until
@@ -34,6 +35,7 @@ from kit.results import of_sites
 from kit.servers import state_of
 from kit.wire import WireSite, update_parts, version_parts
 
+from atoll.errors import Superseded
 from atoll.registry import OwnName
 
 pytestmark = pytest.mark.slow
@@ -253,6 +255,26 @@ def test_a_silent_site_joins_again(nursery: Nursery, tmp_path: Path, how: str) -
     if how == "stopped while it trains":
         assert "joining again" in process.output()
         assert "round 1 closed without this update" in process.output()
+
+
+@pytest.mark.covers("F19")
+def test_the_older_of_two_processes_of_a_site_ends(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
+    """Of two processes under one name, the newer one goes on to the undisturbed bits; the older one ends with exit
+    code 6, and is told to use another name.
+    """
+    with serve_wide(tmp_path) as server:
+        beside = Sites(server.url, tmp_path, names=["b"])
+        older = SiteProcess(nursery, tmp_path, server.url, "a")
+        first = older.in_training(1)
+        newer = SiteProcess(nursery, tmp_path, server.url, "a").start(ATOLL_DIR=str(tmp_path / "other"))
+        wait_until(lambda: said(newer, "trains", 1), "the training of the newer process")
+        older.never.touch()
+        assert first.wait(60) == Superseded.exit_code == 6
+        assert "Use a different site name for each worker" in first.output()
+        assert newer.wait(60) == 0
+        run_to_end(server, beside)
+        assert server.status().deaths == 0
+    Result(tmp_path).require_same(undisturbed)
 
 
 SCRIPT = """

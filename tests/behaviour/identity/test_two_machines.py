@@ -7,54 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from harness.processes import wait_until
+from kit.two_machines import SERVER, two_machines
 
 PAGE = Path(__file__).parents[3] / "docs" / "tutorials" / "two-machines.md"
-SERVER, SITE = "10.209.77.1", "10.209.77.2"
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-
-@contextmanager
-def two_machines() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces with the addresses `SERVER` and `SITE`; skips where there are none."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip")
-    names = f"atoll-server-{os.getpid()}", f"atoll-site-{os.getpid()}"
-    cables = f"as{os.getpid()}", f"at{os.getpid()}"
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip(
-                "link",
-                "add",
-                cables[0],
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                cables[1],
-                "netns",
-                names[1],
-            )
-            for name, cable, address in zip(names, cables, (SERVER, SITE), strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
-                ip("-n", name, "link", "set", cable, "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine allows no network namespaces: {error.stderr.decode()}")
-        yield names
 
 
 def at(machine: str, folder: Path, words: Sequence[str]) -> list[str]:

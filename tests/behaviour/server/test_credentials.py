@@ -80,7 +80,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ATOLL_TOKEN", RUN_TOKEN)
-            at = stack.enter_context(trusted(folder, **{"rounds.sites": 3}))
+            at = stack.enter_context(trusted(folder, **{"rounds.sites": 3, "limits.wrong_credentials": 10_000}))
         elsewhere = stack.enter_context(trusted(other))
         elsewhere.enrol("a")
         yield Asked(at, elsewhere.certificates["a"])
@@ -116,6 +116,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.covers("F40")
 @pytest.mark.parametrize("caller", WRONG)
 def test_every_operation_refuses_every_wrong_caller(asked: Asked, caller: str) -> None:
     """Each operation refuses a request for a site that the caller's credential does not prove, and nothing changes."""
@@ -157,6 +158,7 @@ def test_the_site_itself_is_refused_nowhere(asked: Asked) -> None:
 # -- revocation
 
 
+@pytest.mark.covers("F40")
 def test_revocation_closes_connections_and_ends_an_upload(tmp_path: Path) -> None:
     """The revocation of a site closes its connections at once, with a part under way, and ends its lease. No byte of
     the part counts, and other sites go on.
@@ -315,6 +317,7 @@ def test_the_old_credential_lasts_until_the_new_one_is_used(tmp_path: Path) -> N
         assert at.send("GET", routes.RUN, site="a")[0] == 200
 
 
+@pytest.mark.covers("F40")
 def test_an_open_connection_ends_with_its_certificate(tmp_path: Path) -> None:
     """A certificate that expires while its connection is open is refused with the date and the server's clock."""
     with trusted(tmp_path) as at:
@@ -357,6 +360,7 @@ def test_an_enrolled_name_needs_its_credential_at_an_open_server(tmp_path: Path)
         assert at.send("POST", routes.WORKERS, body, site="a")[0] == 401
 
 
+@pytest.mark.covers("F40")
 def test_a_token_of_a_site_is_refused_for_another(tmp_path: Path) -> None:
     """Behind a proxy that ends TLS, sites get tokens, which the server keeps as hashes, and which prove one name."""
     with trusted(tmp_path, **{"trust.address": "https://fl.example/run/"}) as at:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from blake3 import blake3
 from harness.processes import wait_until
 from kit.credentials import Trusted, trusted
+from kit.local_run import LocalRun
 from kit.requests import begin_request, get, joined, post, send
 from kit.servers import plain_server
 from kit.tls import write_certificate
@@ -24,6 +26,7 @@ from kit.world import World
 from torch import nn
 
 import atoll
+from atoll.protocol import messages
 from atoll.transport import listener, request_body
 
 TOKEN = "right"
@@ -44,6 +47,40 @@ def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, st
             return reply.status, ""
     except urllib.error.HTTPError as refused:
         return refused.code, refused.headers.get("Retry-After", "")
+
+
+# -- rounds
+
+
+@pytest.mark.covers("F34", "F36")
+async def test_a_site_that_only_sends_heartbeats_holds_one_round_for_its_limit(tmp_path: Path) -> None:
+    """A round waits for a site that never contributes for `limits.first_update_s`, the next ones not at all. The status
+    says so until the site contributes.
+    """
+    zeros, ones = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    async with LocalRun(tmp_path, zeros, {"rounds.sites": 2, "rounds.total": 9, "limits.first_update_s": 60}) as run:
+        a, b, ghost = [await run.join(name) for name in ("a", "b", "ghost")]
+        for site in (a, b):
+            await run.submit(site, site.open_round().ticket, ones)
+        await run.settle()
+        held = ghost.open_round()
+        for site in (a, b):
+            await run.submit(site, site.open_round().ticket, ones)
+        for _ in range(3):
+            await run.advance(19)
+            await run.served.sites.heartbeat(ghost.lease, messages.Heartbeat(step=1))
+            assert run.head == 1
+        await run.advance(3)
+        assert run.head == 2
+        told = "ghost has never sent an update, so rounds no longer wait for it (limits.first_update_s = 60)."
+        assert [text[: len(told)] for text in run.served.warnings.now()] == [told]
+        for site in (a, b):
+            await run.submit(site, site.open_round().ticket, ones)
+        await run.settle()
+        assert run.head == 3
+        await run.submit(ghost, ghost.open_round().ticket, ones)
+        assert held.ticket.round == 2
+        assert run.served.warnings.now() == []
 
 
 # -- credentials
@@ -285,8 +322,8 @@ HEADS = {
     "only a line feed": b"GET / HTTP/1.1\nHost: x\n",
     "after a POST": b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}GET / HTTP/1.1\r\nHo",
     "after a GET": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HTTP/1.1\r\nHo",
-    "after a chunked body": b"POST /v1/nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET",
-    "within a chunked body": b"POST /v1/workers HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
+    "after a chunked body": b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET",
+    "within a chunked body": b"POST /v1/workers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab",
     "nothing": b"",
 }
 

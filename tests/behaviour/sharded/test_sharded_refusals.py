@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit.servers import new_server
-from sharded_world import ShardedRun
+from safetensors.torch import load_file
+from sharded_world import ShardedRun, build
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -104,7 +106,9 @@ def test_a_run_keeps_its_number_of_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_policy_holds_for_sharded_models(nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy with filters refuses a sharded model at every rank; without, the parts of all ranks are in one log."""
+    """A sharded model is refused at every rank if the policy clips the norm; rules by names hold for all shards. The
+    parts of all ranks are in one log.
+    """
     policy = tmp_path / "config" / "atoll" / "policy.toml"
     policy.parent.mkdir(parents=True)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -112,12 +116,17 @@ def test_policy_holds_for_sharded_models(nursery: Nursery, tmp_path: Path, monke
     with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=1) as served:
         for each in served.site("a"):
             assert each.wait(60) == ConfigError.exit_code
-            assert "cannot be applied to a model that is sharded over ranks" in " ".join(each.output().split())
-        policy.write_text('[log]\nfolder = "log"\n')
+            assert "policy.toml:4, tensors.max_norm" in " ".join(each.output().split())
+        dropped = ["wide.*", "gain"]  # one over both ranks, with its border within a tile, and one that is not sharded
+        policy.write_text(f'[log]\nfolder = "log"\n[tensors]\nallow = ["[dlms]*"]\ndrop = {json.dumps(dropped)}\n')
         served.ended(served.site("a"))
+    result, initial = load_file(tmp_path / "state" / "exports" / "model.safetensors"), build().state_dict()
+    same = {name for name, value in result.items() if torch.equal(value, initial[name])}
+    assert same == {"wide.weight", "wide.bias", "gain"}
     entries = list(read_log(policy.parent / "log" / NAME))
     (update,) = (each.detail for each in entries if each.what == "update")
     parts = [each.detail for each in entries if each.what == "part"]
     assert len(parts) >= 2  # of each rank
+    assert update["filters"] == ["Allowed(allow=['[dlms]*'], drop=['wide.*', 'gain'])"]
     assert sum(each["bytes"] for each in parts) == update["bytes"]
     assert [each.detail["state"] for each in entries if each.what == "receipt"][-1] == "counted"

@@ -58,7 +58,10 @@ class Checks:
 
     Args:
         quorum: the least number of updates of a version.
+        sites: number of sites that the first round waits for.
+        rounds: number of rounds of each fragment; 0: no end.
         is_async: whether updates may be older than the version before.
+        most_behind: most versions that an update may be behind; None: no limit.
         timeout_s: seconds of silence after which a site may be declared dead.
 
     Attributes:
@@ -72,7 +75,10 @@ class Checks:
     """
 
     quorum: int
+    sites: int
+    rounds: int
     is_async: bool
+    most_behind: int | None
     timeout_s: float
     lr: float
     momentum: float
@@ -88,8 +94,11 @@ class Checks:
     epoch: int = 0
     leases: dict[str, str] = field(default_factory=dict)
     last_lease: int = 0
+    last_ticket: int = 0
+    paused: bool = False
     heard_s: dict[str, float] = field(default_factory=dict)
     versions: int = 0
+    _begun: set[int] = field(default_factory=set)
 
     # -- at a start of the server
 
@@ -97,7 +106,7 @@ class Checks:
         """A server process has begun: what it has read from the journal is what the one before had written."""
         store, state = run.store, run.state
         require(store.run_log.epoch > self.epoch, f"the epoch is {store.run_log.epoch} after {self.epoch}")
-        self.epoch = store.run_log.epoch
+        self.epoch, self.paused = store.run_log.epoch, state.paused
         self.heard_s = dict.fromkeys(state.members, self.now_s)
         for fragment, round_ in enumerate(state.rounds):
             self.newest.setdefault(fragment, round_.head)
@@ -120,10 +129,10 @@ class Checks:
         self._follow_losses(run)
 
     def _follow_losses(self, run: RunCore) -> None:
-        """Where the server may have gone back, forget what it no longer has; else all that was acknowledged is there."""
+        """Forget what a server that may have gone back no longer has; else each acknowledged update is there."""
         excused, self.excused = self.excused, ""
         if excused:
-            self.last_lease = run.state.next_lease - 1
+            self.last_lease, self.last_ticket = run.state.next_lease - 1, run.state.next_ticket - 1
         rows = {row.ticket: row for row in run.store.tickets.select("1 = 1")}
         for ticket, (site, digest) in list(self.acknowledged.items()):
             row = rows.get(ticket)
@@ -157,12 +166,26 @@ class Checks:
         require(formed.is_sound, f"an unsound update of {row.site} was accepted")
         require(row.is_in and row.digest == digest, f"a receipt for ticket {ticket}, which is {row.state}")
         require(lease == self.leases[row.site], f"ticket {ticket} of {row.site} was accepted under stale lease {lease}")
+        self._agree(run)
         before = self.acknowledged.setdefault(ticket, (row.site, digest))
         require(before == (row.site, digest), f"ticket {ticket} has two updates")
 
     def on_event(self, run: RunCore, event: run_events.Happened) -> None:
         if isinstance(event, run_events.RoundEnded) and event.summary.version is not None:
             self._made(run, event.fragment, event.summary.version)
+        if isinstance(event, run_events.RunPaused | run_events.RunResumed | run_events.RunStopping):
+            self.paused = isinstance(event, run_events.RunPaused)
+        if isinstance(event, run_events.TicketIssued | run_events.RoundOpened):
+            require(not self.paused, f"{type(event).__name__} in a paused run")
+        if isinstance(event, run_events.TicketIssued):
+            require(event.ticket > self.last_ticket, f"ticket {event.ticket} was given before")
+            self.last_ticket = event.ticket
+        if isinstance(event, run_events.RoundOpened):
+            alive = sum(member.alive for member in run.state.members.values())
+            enough = alive >= self.sites or event.fragment in self._begun
+            require(enough, f"the first round opens with {alive} of {self.sites} sites")
+            require(not self.rounds or event.round <= self.rounds, f"round {event.round} of {self.rounds} opens")
+            self._begun.add(event.fragment)
         if isinstance(event, run_events.SiteSilent):
             last_s = self.heard_s.get(event.site, 0.0)
             silent = self.now_s - last_s >= self.timeout_s - 1e-6
@@ -182,7 +205,10 @@ class Checks:
                 if ticket not in self.counted and self._is_due(run, ticket, fragment, base)
             }
             require(due <= {row.ticket for row in rows}, f"version {version} lacks acknowledged tickets {due}")
-        updates = [(self._counts(row), run.plan.staleness_weight(self._lag(run, row, base))) for row in rows]
+        lags = [self._lag(run, row, base) for row in rows]
+        fresh = self.most_behind is None or max(lags) <= self.most_behind
+        require(fresh, f"version {version} counts an update that is {max(lags)} versions behind")
+        updates = [(self._counts(row), run.plan.staleness_weight(lag)) for row, lag in zip(rows, lags, strict=True)]
         for row in rows:
             require(row.ticket not in self.counted, f"ticket {row.ticket} counts again in version {version}")
             self.counted[row.ticket] = fragment, version
@@ -222,12 +248,19 @@ class Checks:
             fits = np.allclose(found[name], value, rtol=1e-5, atol=1e-5)
             require(
                 fits,
-                f"version {version} of fragment {fragment} is not the mean of its updates: {name} is {found[name][:4]}, "
-                f"not {value[:4]}",
+                f"version {version} of fragment {fragment} is not the mean of its updates: "
+                f"{name} is {found[name][:4]}, not {value[:4]}",
             )
+
+    @staticmethod
+    def _agree(run: RunCore) -> None:
+        live = {row.ticket: row.state for row in run.store.tickets.live()}
+        known = {t.id: t.state for r in run.state.rounds for t in r.tickets.values() if t.is_live}
+        require(live == known, f"the journal has the tickets {live}, the server {known}")
 
     def look(self, run: RunCore) -> None:
         """Check the journal as it is now: each acknowledged update is in one version, or waits to be in the next."""
+        self._agree(run)
         for ticket, (site, digest) in self.acknowledged.items():
             row = run.store.tickets.get(ticket)
             if row.state == "expired" and row.reason in self.may_expire:
@@ -271,9 +304,21 @@ def require_same(before: State, after: State) -> None:
             "rounds": [r.done for r in state.rounds],
         }
 
+    def of_open(state: State, index: int) -> dict[str, Any]:
+        round_ = state.rounds[index]
+        states = {site: (ticket.id, ticket.state) for site, ticket in round_.tickets.items()}
+        return {site: each for site, each in states.items() if each[1] != "expired"}  # it is given another
+
     was, now = facts(before), facts(after)
     for name, value in was.items():
         require(now[name] == value, f"after the restart, {name} are {now[name]}, not {value}")
+    for index, round_ in enumerate(before.rounds):
+        if round_.phase == "open" == after.rounds[index].phase:
+            tickets, kept = of_open(before, index), of_open(after, index)
+            require(tickets == kept, f"after the restart, tickets are {kept}, not {tickets}")
+            expected = set(after.rounds[index].expected)
+            fits = before.ending or expected == set(round_.expected)
+            require(fits, f"after the restart, the round waits for {expected}, not for {set(round_.expected)}")
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Values:

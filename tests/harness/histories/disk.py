@@ -48,7 +48,7 @@ class MemoryDatabase(sqlite3.Connection):
 
 
 class CarefulDatabase(MemoryDatabase):
-    """A journal whose commits are usually not synced: the content after each synced one is kept."""
+    """A journal whose commits are usually not synced. It keeps the content after each synced one."""
 
     def note_synced(self) -> None:
         self.synced = self.serialize()

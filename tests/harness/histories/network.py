@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import urllib3
 
@@ -22,6 +22,7 @@ from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, StoreError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, Operation
 from atoll.protocol.read_message import framed, read_framed
+from atoll.protocol.served_versions import in_protocol, protocol_of
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
@@ -53,8 +54,19 @@ def route(method: str, path: str) -> tuple[Operation, dict[str, Any]]:
     raise BadRequest(f"There is no {method} {path}.")
 
 
-async def answer(served: ServedRun, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
+class Request(NamedTuple):
+    """A request of a site."""
+
+    site: str
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+async def answer(served: ServedRun, request: Request) -> Answer:
     """Carry out one request, as the server's HTTP side does: a status and a body."""
+    _, method, path, headers, body = request
     try:
         operation, arguments = route(method, path)
         arguments = dict(arguments)
@@ -80,9 +92,11 @@ async def answer(served: ServedRun, method: str, path: str, headers: Mapping[str
         return refused.status, bytes(refused.body)  # type: ignore[arg-type]
     if result is None:
         return 204, b""
-    if hasattr(result, "body"):  # aiohttp's answer: a ticket with its version
-        return 200, bytes(result.body)
-    return 200, result.model_dump_json().encode()
+    protocol = protocol_of(operation, headers.get(routes.PROTOCOL_HEADER))
+    if isinstance(result, tuple):  # a ticket, and the bytes of its version
+        message, data = result
+        return 200, bytes(framed(in_protocol(message, protocol, exclude_defaults=True), data))
+    return 200, in_protocol(result, protocol)
 
 
 def _method(served: ServedRun, name: str) -> Callable[..., Any]:
@@ -183,32 +197,31 @@ class Network:
         assert green is not None
         if green.process.killed:
             raise Killed
-        site, answered = green.process.name, self._loop.create_future()
-        tasks = [self._loop.create_task(self._carry(site, method, path, headers, body, answered))]
+        answered = self._loop.create_future()
+        sent = Request(green.process.name, method, path, headers, body)
+        tasks = [self._loop.create_task(self._carry(sent, answered))]
         if self._chance.random() < self.faults.twice:  # a proxy repeats it
             unread = self._loop.create_future()
-            tasks.append(self._loop.create_task(self._carry(site, method, path, headers, body, unread)))
+            tasks.append(self._loop.create_task(self._carry(sent, unread)))
         if not wait_for(answered, timeout_s):
             raise urllib3.exceptions.ReadTimeoutError(None, path, "timed out")  # type: ignore[arg-type]
         found: Answer = answered.result()
         return found
 
-    async def _carry(
-        self, site: str, method: str, path: str, headers: Mapping[str, str], body: bytes, answered: asyncio.Future[Any]
-    ) -> None:
+    async def _carry(self, request: Request, answered: asyncio.Future[Any]) -> None:
         faults, chance = self.faults, self._chance
         await asyncio.sleep(self.delay_s())
-        if site in self.away or chance.random() < faults.lost:
+        if request.site in self.away or chance.random() < faults.lost:
             if chance.random() < 0.5:
                 _fail(answered)
             return  # else the site waits until its call times out
         try:
-            status, data = await self._serve(site, method, path, headers, _flipped(body, chance, faults, method))
+            status, data = await self._serve(_flipped(request, chance, faults))
         except ConnectionError:
             _fail(answered)
             return
         await asyncio.sleep(self.delay_s())
-        if site in self.away or chance.random() < faults.lost:
+        if request.site in self.away or chance.random() < faults.lost:
             if chance.random() < 0.5:
                 _fail(answered)
             return
@@ -222,11 +235,13 @@ def _fail(answered: asyncio.Future[Any]) -> None:
         answered.exception()  # the site may be dead
 
 
-def _flipped(body: bytes, chance: random.Random, faults: Faults, method: str) -> bytes:
-    if method != "PUT" or chance.random() >= faults.flipped:
-        return body
+def _flipped(request: Request, chance: random.Random, faults: Faults) -> Request:
+    """Flip a bit of a part, now and then."""
+    body = request.body
+    if request.method != "PUT" or chance.random() >= faults.flipped:
+        return request
     at = chance.randrange(min(64, len(body)))
-    return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
+    return request._replace(body=body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :])
 
 
 NETWORK: list[Network] = []
@@ -301,6 +316,3 @@ def _runs(data: bytes, room: Callable[[memoryview], memoryview]) -> Iterator[mem
         run = room(scratch[: len(left)])
         run[:], left = left[: len(run)], left[len(run) :]
         yield run
-
-
-__all__ = ["NETWORK", "Faults", "Network", "VirtualConnection", "answer", "framed", "http_to"]

@@ -1,4 +1,4 @@
-"""Virtual time: an event loop whose clock jumps to the next timer, and workers that run on it without threads.
+"""Virtual time: an event loop with a clock that jumps to the next timer, and workers that run on it without threads.
 
 A worker's code is synchronous, and waits in threads. Here, each of its threads is a greenlet (`Green`). Where it would
 wait, it switches to the event loop, which runs all else that is due, and comes back to it. So one thread runs a server
@@ -103,7 +103,7 @@ def settle(future: Any, work: Callable[..., Any], *args: Any) -> None:
 
 
 class InlineExecutor:
-    """An executor whose `submit` runs the work at once."""
+    """An executor with a `submit` that runs the work at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -166,7 +166,7 @@ class Process:
 
 
 class Green:
-    """A thread of a site's process, as a greenlet whose parent is the event loop's."""
+    """A thread of a site's process, as a greenlet under the one of the event loop."""
 
     def __init__(self, process: Process, work: Callable[[], object]) -> None:
         self.process, self._work, self._done = process, work, process.loop.create_future()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,25 @@ from atoll import child_processes, posix
 from atoll import runtime as module
 from atoll.child_processes import Children, ProcessPipe
 from atoll.runtime import Latch
+
+# -- jobs
+
+
+@pytest.mark.parametrize(("jobs", "threads", "used"), [(1, 4, 0), (3, 1, 0), (2, 4, 2)])
+def test_jobs_use_no_more_threads_than_they_need(jobs: int, threads: int, used: int) -> None:
+    """One thread's jobs run on the calling thread; several start no thread that would have nothing to do."""
+    members: list[threading.Thread] = []
+
+    def member() -> Callable[[int], None]:
+        members.append(threading.current_thread())
+        return done.append
+
+    done: list[int] = []
+    module.run_jobs(range(jobs), threads, member)
+    assert sorted(done) == list(range(jobs))
+    assert sum(each is not threading.current_thread() for each in members) == used
+    assert len(members) == max(used, 1)
+
 
 # -- children
 

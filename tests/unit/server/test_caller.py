@@ -13,7 +13,9 @@ from atoll.protocol.openapi import EVERYONE, CallerKind, Operation, openapi
 from atoll.server.coordinator.roster import Presence
 from atoll.server.http.caller import Caller, Tokens, caller_of, require_caller
 from atoll.store.caller_tokens import keep_tokens, stored_tokens
+from atoll.store.receipt_key import ReceiptKey
 from atoll.tensors.reference import hash_of_secret
+from atoll.transport.authority_files import keep_authority
 
 LEASE_SECRET, OBJECT_SECRET = "1" * 32, "2" * 32
 ROSTER = {"a": Presence("a", sealed=hash_of_secret(LEASE_SECRET))}
@@ -81,6 +83,9 @@ def test_the_repr_of_a_caller_shows_no_secret() -> None:
     assert OBJECT_SECRET not in shown
 
 
+TOKEN = "the-token-of-the-sites"
+
+
 def operation(*callers: CallerKind) -> Operation:
     return Operation("stop", "POST", "/v1/stop", "Stop the server.", callers=callers)
 
@@ -94,10 +99,10 @@ def test_only_the_admin_may_use_admin_operations(kind: CallerKind, is_open: bool
     """
     asked = Caller(kind)
     if kind == "admin":
-        require_caller(asked, operation("admin"), is_open=is_open)
+        require_caller(asked, operation("admin"), Tokens(None if is_open else TOKEN))
         return
     with pytest.raises(AuthError) as refused:
-        require_caller(asked, operation("admin"), is_open=is_open)
+        require_caller(asked, operation("admin"), Tokens(None if is_open else TOKEN))
     assert isinstance(refused.value, Forbidden) == (kind != "stranger")
     assert ("only the admin may send it" in refused.value.message) == (kind != "stranger")
 
@@ -110,14 +115,14 @@ def test_a_wrong_token_is_reported_as_wrong(kind: CallerKind) -> None:
     Such a caller believes that its token is that of the server.
     """
     with pytest.raises(AuthError, match=messages.WRONG_TOKEN) as refused:
-        require_caller(Caller(kind, has_token=True), operation("site"), is_open=False)
+        require_caller(Caller(kind, has_token=True), operation("site"), Tokens(TOKEN))
     assert not isinstance(refused.value, Forbidden)
 
 
 def test_a_refusal_says_which_tokens_help() -> None:
     """If a caller may not use an operation, the error names the tokens with which it may be used."""
     with pytest.raises(Forbidden) as refused:
-        require_caller(Caller("site"), operation("reader", "admin"), is_open=True)
+        require_caller(Caller("site"), operation("reader", "admin"), Tokens(None))
     assert str(refused.value) == (
         "The request is that of a site, but only a reader or the admin may send it. Send the token in reader.token of "
         "the server's state directory, or the token in admin.token of the server's state directory."
@@ -133,17 +138,36 @@ def test_openapi_requires_the_admin_for_admin_operations(monkeypatch: pytest.Mon
     assert openapi("1", is_open=is_open)["paths"]["/v1/stop"]["post"]["security"] == [{"admin": []}]
 
 
-def test_tokens_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server refuses a token file that belongs to another user.
+KEEPERS = {
+    "reader.token": keep_tokens,
+    "authority.key": lambda folder: keep_authority(folder, "atoll x"),
+    "receipts.key": ReceiptKey,
+}
+"""File with a secret → what a server's start calls, which writes it at first."""
 
-    In a folder like /tmp, another user may have put the file there before the first start.
-    """
-    kept = keep_tokens(tmp_path)
-    assert stored_tokens(tmp_path) == kept
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_secrets_of_another_user_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder like /tmp, another user may have put the file there before the first start."""
+    KEEPERS[name](tmp_path)
     user = os.geteuid()
     monkeypatch.setattr("os.geteuid", lambda: user + 1)
-    with pytest.raises(StoreError, match=r"reader\.token belongs to another user"):
-        keep_tokens(tmp_path)
+    with pytest.raises(StoreError, match=rf"{name} belongs to another user"):
+        KEEPERS[name](tmp_path)
+
+
+@pytest.mark.parametrize("name", KEEPERS)
+def test_secrets_are_for_their_owner_alone(name: str, tmp_path: Path) -> None:
+    KEEPERS[name](tmp_path)
+    (tmp_path / name).chmod(0o644)
+    KEEPERS[name](tmp_path)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_stored_tokens_are_those_that_the_server_keeps(tmp_path: Path) -> None:
+    assert stored_tokens(tmp_path) == {}
+    kept = keep_tokens(tmp_path)
+    assert stored_tokens(tmp_path) == kept
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,10 @@ def test_a_rate_by_hand() -> None:
     assert found.use("a") == (1.0, True)
     now_s[0] += 60.0  # a pause saves up 3 uses, not more
     assert [found.use("a") for _ in range(4)] == [(0.0, True)] * 3 + [(0.5, True)]
+    assert [found.use("c", 2.0), found.use("c", 2.0)] == [(0.0, True), (0.5, True)]
+    assert found.use("d", 1e9) == (0.0, True)  # worth as much as all at once
+    found.give_back("d")
+    assert [found.use("d"), found.use("d")] == [(0.0, True), (0.5, True)]
 
 
 def test_the_memory_of_a_rate_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,29 @@ def test_a_part_with_other_bytes_is_not_counted(place: Participation) -> None:
     ticket = formed(place)
     push(place)
     digests = [bytes.fromhex(text) for text in note_of(place).part_digests]
-    assert place.session.parts_at_server(ticket.id, dict(enumerate(digests)), NONE) == {0}
-    assert place.session.parts_at_server(ticket.id, {0: bytes(32)}, NONE) == set()
+    assert place.session.parts_at_server(ticket.id, dict(enumerate(digests)), note_of(place).digest) == {0}
+    assert place.session.parts_at_server(ticket.id, {0: bytes(32)}, note_of(place).digest) == set()
+
+
+def add_one(tensors: dict[str, Tensor]) -> None:
+    for tensor in tensors.values():
+        tensor += 1.0
+
+
+@pytest.mark.covers("F19")
+def test_an_update_is_too_late_if_another_process_used_its_ticket(server: atoll.Server, tmp_path: Path) -> None:
+    """A site whose outbox has an update for a ticket that another of its processes has used goes on without it."""
+    # Both were given the ticket, in different folders. `Conflict` would end each further process of the first folder.
+    first = take_part(server.url, "a", folder=tmp_path / "first")
+    ticket = formed(first, weight=1.0)
+    with taking_part(server, tmp_path) as second:
+        assert formed(second, add_one, weight=2.0).id == ticket.id
+        assert isinstance(second.exchange.deliver(), Accepted)
+    first.leave()
+    again = take_part(server.url, "a", folder=tmp_path / "first")
+    assert not again.exchange.recover()
+    assert again.exchange.outbox.note is not None  # the server may need it if it goes back
+    again.leave()
 
 
 @pytest.mark.covers("F3")

@@ -469,8 +469,7 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 return await _refuse(gate, request, refused)
             if _is_proven(caller, gate, request, served):
                 prove(request)
-            joins = operation is not None and operation.path == routes.WORKERS
-            await gate.rates.admit(caller, joins=joins)
+            await gate.rates.admit(caller, "" if operation is None else operation.path)
             if (failed := failure()) is not None:
                 raise failed
             with gate.connections.during(caller, request.transport):
@@ -545,12 +544,7 @@ def admit(gate: Gate, request: web.Request, operation: Operation | None, roster:
     try:
         gate.require_host(request.headers.getall("Host", []))
         reason = "token"
-        require_caller(
-            caller,
-            operation or NO_OPERATION,
-            is_open=gate.tokens.is_open,
-            own_credentials=gate.tokens.own_credentials,
-        )
+        require_caller(caller, operation or NO_OPERATION, gate.tokens)
     except AuthError as error:
         reason = "caller" if isinstance(error, Forbidden) else reason
         gate.refusals.note(reason, f"refused a request from {caller.address}: {error.message}")

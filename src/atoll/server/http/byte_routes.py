@@ -29,7 +29,6 @@ from atoll.server.http.caller import Caller
 from atoll.server.http.downloads import send_pieces
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
-from atoll.store.update_spool import PartWriter
 from atoll.store.versions import Pin
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import read_cached, serve_file
@@ -319,12 +318,7 @@ class PartReceiver:
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
             spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]
-            beginning = asyncio.get_running_loop().run_in_executor(run.io, spool.begin_part, part)
-            try:
-                writer = await asyncio.shield(beginning)
-            except asyncio.CancelledError:  # the thread may begin the part all the same
-                beginning.add_done_callback(_abandon)
-                raise
+            writer = spool.begin_part(part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
                 trailer = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
@@ -447,11 +441,6 @@ class PartReceiver:
         if arriving.digest != rest[: routes.DIGEST_BYTES]:
             raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
         return rest[routes.DIGEST_BYTES :]
-
-
-def _abandon(begun: asyncio.Future[PartWriter]) -> None:
-    if not begun.cancelled() and begun.exception() is None:
-        begun.result().abandon()
 
 
 def _complete_in(trailer: bytes) -> messages.Complete:

@@ -184,7 +184,7 @@ class ShownCredentials:
             if self.now_s >= end_s:  # the connection is older
                 text = f"The certificate of site {stated.site!r} expired on {self.certificate['notAfter']}."
                 return None, (text, _CLOCKS), True
-            own = bool(self.authority) and _issuer(self.certificate) == self.authority
+            own = bool(self.authority) and stated.issuer == self.authority
             found.append((stated, stated.serial if own else None))
         if token and len(token) <= MOST_TOKEN_CHARS:
             hashed = hash_of_secret(token)
@@ -203,11 +203,6 @@ class ShownCredentials:
 
 _NAMES = "Its name is in a SPIFFE URI, such as spiffe://example.org/site/NAME, or else the common name."
 _CLOCKS = "Enrol again with a new invitation. If the clock of one of the machines is wrong, correct it."
-
-
-def _issuer(certificate: Mapping[str, Any]) -> str:
-    parts = [text for part in certificate.get("issuer", ()) for kind, text in part if kind == "commonName"]
-    return parts[0] if parts else ""
 
 
 def require_own(caller: Caller, named: str, known: KnownSites, tokens: Tokens, allowed: Sequence[str]) -> None:
@@ -250,14 +245,13 @@ _SHOWN: dict[CallerKind, tuple[str, str]] = {
 """Kind of caller → its name, and its token, in messages."""
 
 
-def require_caller(caller: Caller, operation: Operation, *, is_open: bool, own_credentials: bool = False) -> None:
+def require_caller(caller: Caller, operation: Operation, tokens: Tokens) -> None:
     """Refuse a caller that an operation does not take.
 
     Args:
         caller: the caller of the request.
         operation: the operation.
-        is_open: whether the server has no token.
-        own_credentials: whether each site needs a credential of its own.
+        tokens: the tokens of the server.
 
     Raises:
         AuthError: the request has no credential that the server knows.
@@ -265,10 +259,10 @@ def require_caller(caller: Caller, operation: Operation, *, is_open: bool, own_c
     """
     if any(caller.fault) and "stranger" not in operation.callers and caller.kind not in ("reader", "admin"):
         raise AuthError(*caller.fault)
-    if caller.kind in callers_at(operation, is_open=is_open):
+    if caller.kind in callers_at(operation, is_open=tokens.is_open):
         return
     if caller.kind == "stranger" or (caller.kind == "peer" and caller.has_token):
-        if own_credentials and "site" in operation.callers:
+        if tokens.own_credentials and "site" in operation.callers:
             raise AuthError(
                 "The server requires a credential of the site's own, but the request has none that it knows.",
                 "Enrol the site: `atoll enrol INVITATION`. The admin of the run makes one: `atoll invite SITE`.",
@@ -277,8 +271,8 @@ def require_caller(caller: Caller, operation: Operation, *, is_open: bool, own_c
             messages.WRONG_TOKEN if caller.has_token else "The server requires a token, but the request has none.",
             "Set ATOLL_TOKEN to the token, or ATOLL_TOKEN_FILE to a file with it, of mode 0600.",
         )
-    names, tokens = zip(*(_SHOWN[kind] for kind in operation.callers), strict=True)
+    names, needed = zip(*(_SHOWN[kind] for kind in operation.callers), strict=True)
     raise Forbidden(
         f"The request is that of {_SHOWN[caller.kind][0]}, but only {' or '.join(names)} may send it.",
-        f"Send {', or '.join(dict.fromkeys(tokens))}.",
+        f"Send {', or '.join(dict.fromkeys(needed))}.",
     )

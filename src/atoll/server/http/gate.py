@@ -15,6 +15,7 @@ from weakref import WeakSet
 from atoll.config import Settings
 from atoll.config.settings import Limits
 from atoll.errors import AtollError, AuthError, Busy, ConfigError, Forbidden
+from atoll.protocol import routes
 from atoll.server.http.caller import Caller, ShownCredentials, Tokens, require_own
 from atoll.store.identities import KnownSites
 from atoll.transport.rates import Rates, network_of
@@ -24,6 +25,17 @@ LOG = logging.getLogger("atoll.server")
 
 MOST_WAIT_S = 2.0
 """Maximum seconds for which a request waits because its caller sends too many."""
+WORTH: Mapping[str, float] = {
+    routes.OPENAPI: 100,
+    routes.UPDATES_TABLE: 100,
+    routes.METRICS: 25,
+    routes.SITE_CURVES: 25,
+    routes.SETTINGS: 25,
+    routes.MODEL: 25,
+    routes.SCHEMA: 10,
+    routes.EVALUATION: 10,
+}
+"""Path → number of usual requests that one for it counts as, because of its time at the server."""
 REFUSED_S = 0.5
 """Seconds before the answer to a refused request of an address that has sent too many."""
 REPEAT_S = 60.0
@@ -76,14 +88,14 @@ class CallerRates:
         self._joins = Rates(limits.joins_per_minute / 60, limits.joins_per_minute, MOST_WAIT_S)
         self._wrong = Rates(limits.wrong_credentials / 60, limits.wrong_credentials)
 
-    async def admit(self, caller: Caller, *, joins: bool = False) -> None:
-        """Wait until a caller may send this request.
+    async def admit(self, caller: Caller, path: str) -> None:
+        """Wait until a caller may send a request for this path.
 
         Raises:
             Busy: it sends too many.
         """
-        rates, what = (self._joins, "joins") if joins else (self._requests, "requests")
-        wait_s, fits = rates.use(caller.key)
+        rates, what = (self._joins, "joins") if path == routes.WORKERS else (self._requests, "requests")
+        wait_s, fits = rates.use(caller.key, WORTH.get(path, 1.0))
         if wait_s:
             await asyncio.sleep(min(wait_s, MOST_WAIT_S))
         if not fits:

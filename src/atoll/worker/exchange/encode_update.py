@@ -69,7 +69,12 @@ class Filtered:
     """
 
     def __init__(
-        self, filters: Sequence[Filter], base: TensorFile, tensors: Tensors, about: About, model: Collection[str] = ()
+        self,
+        filters: Sequence[Filter],
+        base: TensorFile,
+        tensors: AnyTensors,
+        about: About,
+        model: Collection[str] = (),
     ) -> None:
         self._base, self._tensors = base, tensors
         sent = [each.spec for each in base.layout.segments if not each.spec.is_extra and not each.spec.is_kept]
@@ -705,12 +710,12 @@ class LocalFragment:
             return {}
         return _read(group, self.parameter_shapes, self.algorithm_state.read)
 
-    def filtered(self, ticket: Ticket, tensors: Tensors, report: Report) -> Filtered | None:
+    def filtered(self, ticket: Ticket, tensors: AnyTensors, report: Report) -> Filtered | None:
         """Return the values of an update after the site's filters were applied; None if the site has no filters.
 
         Args:
             ticket: the ticket under which the update is going to be submitted.
-            tensors: the model's own tensors, by name.
+            tensors: the model's own tensors, by name; of a sharded model those of this rank.
             report: what the site reports of the update.
         """
         if not self.filters:

@@ -434,7 +434,8 @@ class Exchange:
         """
         way = self.session.way_out
         report = report.model_copy(update={"metrics": way.metrics(report.metrics)})
-        filtered, own = self.local.filtered(ticket, tensors, report), self.processes.own(tensors)
+        own = self.processes.own(tensors)
+        filtered = self.local.filtered(ticket, own, report)
 
         def on_written(part: Part, digest: bytes) -> None:
             way.clear([digest])

@@ -125,8 +125,11 @@ def take_part(
             raise _no_swarm(session)
         _check(session, loop)
         policy = session.way_out.policy
-        if policy is not None and terms.shards is not None and site_filters(policy):
-            raise policy.refusal("tensors", "its filters cannot be applied to a model that is sharded over ranks")
+        if policy is not None and terms.shards is not None and policy.tensors.max_norm is not None:
+            raise policy.refusal(
+                "tensors.max_norm",
+                "it needs the norm of a whole update, and each rank of this sharded model has only its own part",
+            )
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
         dry_run = session.way_out.dry_run
         named = (

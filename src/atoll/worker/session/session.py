@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import socket
 import threading
 import time
@@ -23,7 +22,6 @@ from atoll.errors import (
     TRANSIENT,
     AtollError,
     Busy,
-    ConfigError,
     Gone,
     LeaseLost,
     ServerFailed,
@@ -42,6 +40,7 @@ from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import OWN_RANDOM, Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, is_silence
+from atoll.worker.arguments import give_up_s
 from atoll.worker.log_lines import LOG, error_text, in_wait
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
@@ -55,8 +54,6 @@ from atoll.worker.session.ranks import ALONE, RankGroup, keep_ranks_waiting
 
 T = TypeVar("T")
 
-GIVE_UP_S = 86400.0
-"""Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
 LEAST_PATIENCE_S = 1.0
 """Shortest timeout of a call: with a lower `ATOLL_GIVE_UP_S`, a call still has this much time."""
 LOOK_S = 3.0
@@ -95,24 +92,6 @@ FATAL = (Superseded, ServerFailed, ServerLost)
 
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
-
-
-def give_up_s() -> float:
-    """Return for how many seconds a worker keeps trying to reach a server that does not answer.
-
-    The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. The value 0 means no limit: return infinity.
-
-    Raises:
-        ConfigError: `ATOLL_GIVE_UP_S` is not a number of seconds.
-    """
-    text = os.environ.get("ATOLL_GIVE_UP_S", "")
-    try:
-        seconds = float(text) if text else GIVE_UP_S
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise ConfigError(f"ATOLL_GIVE_UP_S is {text!r}.", "Set it to a number of seconds; 0 means no limit.")
-    return seconds or math.inf
 
 
 class OutageTimer:

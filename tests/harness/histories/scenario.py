@@ -1,0 +1,133 @@
+"""What a seed decides before a history begins: the kind of run, its network, and which faults happen when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.histories.network import Faults
+
+LR, MOMENTUM = 0.7, 0.9
+"""Of the outer optimizer: with momentum and unequal weights, a lost, doubled or reordered update changes the result."""
+HEARTBEAT_S, TIMEOUT_S = 2.0, 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at a time: `what` to `site`; `number` says how."""
+
+    at_s: float
+    what: str
+    site: str = ""
+    number: float = 0.0
+
+
+KINDS = ("barrier", "quorum", "async", "buffered", "fragments")
+SITE_FAULTS = ("kill site", "kill site at", "power loss of site", "freeze", "rival", "cut off", "leave")
+SERVER_FAULTS = ("kill server", "kill server at", "power loss", "stop server", "disk full")
+OF_THE_ADMIN = ("pause", "roll back")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed decides before anything happens."""
+
+    seed: int
+    kind: str
+    sites: tuple[str, ...]
+    power: bool
+    large: bool
+    wire: Faults
+    faults: tuple[Fault, ...]
+    settings: dict[str, Any]
+    heals_at_s: float
+    ends: bool
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        chance = random.Random(f"scenario {seed}")
+        kind = chance.choice(KINDS)
+        sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
+        heals_at_s = chance.uniform(3.0, 14.0)
+        wire = Faults(
+            delay_s=chance.choice((0.01, 0.05, 0.4)),
+            lost=chance.choice((0.0, 0.0, 0.02, 0.1)),
+            twice=chance.choice((0.0, 0.05)),
+            flipped=chance.choice((0.0, 0.05)),
+        )
+        quorum = chance.randint(1, len(sites))
+        settings: dict[str, Any] = {
+            "algorithm.name": "fedavg",
+            "rounds.sites": chance.randint(1, len(sites)),
+            "rounds.total": chance.choice((0, 0, 2, 4)),
+        }
+        if kind == "quorum":
+            settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(2.0, 15.0)}
+            settings["rounds.sites"] = max(settings["rounds.sites"], quorum)
+        elif kind == "barrier":
+            settings |= {"rounds.min_sites": min(quorum, settings["rounds.sites"])}
+        elif kind in ("async", "buffered"):
+            settings |= {
+                "async.enabled": True,
+                "async.staleness_weight": chance.choice(("constant", "inverse_sqrt")),
+                "async.max_staleness": chance.choice((None, None, 1, 3)),
+            }
+            if kind == "buffered":
+                settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 3.0))}
+        elif kind == "fragments":
+            settings |= {"algorithm.name": "diloco", "diloco.num_fragments": 2, "diloco.sync_every": 4}
+        power = chance.random() < 0.5
+        faults = [
+            Fault(
+                round(chance.uniform(0.5, heals_at_s), 3),
+                chance.choice(chance.choice((SITE_FAULTS, SITE_FAULTS, SERVER_FAULTS, SERVER_FAULTS, OF_THE_ADMIN))),
+                chance.choice(sites),
+                chance.random(),
+            )
+            for _ in range(chance.choice((1, 1, 2, 2, 3, 4)))
+        ]
+        return cls(
+            seed,
+            kind,
+            sites,
+            power,
+            chance.random() < 0.05,
+            wire,
+            tuple(sorted(faults, key=lambda fault: fault.at_s)),
+            settings,
+            heals_at_s,
+            ends=chance.random() < 0.3,
+        )
+
+    @property
+    def is_async(self) -> bool:
+        return self.kind in ("async", "buffered")
+
+    @property
+    def quorum(self) -> int:
+        return int(self.settings.get("rounds.quorum") or self.settings.get("rounds.min_sites") or 1)
+
+    def all_settings(self, folder: Path) -> dict[str, Any]:
+        return self.settings | {
+            "algorithm.outer_optimizer.name": "sgd",
+            "algorithm.outer_optimizer.lr": LR,
+            "algorithm.outer_optimizer.momentum": MOMENTUM,
+            "algorithm.outer_optimizer.nesterov": False,
+            "aggregation.upload_codec.name": "none",
+            "aggregation.max_weight": 1000.0,
+            "network.heartbeat_interval_s": HEARTBEAT_S,
+            "network.heartbeat_timeout_s": TIMEOUT_S,
+            "network.part_bytes": 2**16,
+            "disk.min_free_bytes": 0,
+            "disk.durability": "power" if self.power else "process",
+            "disk.state_dir": folder,
+            "run.threads": 1,
+        }
+
+    def model(self) -> dict[str, torch.Tensor]:
+        count = 17_000 if self.large else 6  # in two parts, or in one
+        return {"w": torch.arange(count, dtype=torch.float32) / 8, "b": torch.ones(3)}

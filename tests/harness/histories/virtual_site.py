@@ -1,0 +1,211 @@
+"""A site of a history: its processes, one after another, with the worker's own code, and what they train."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from atoll.errors import AtollError, Superseded, UpdateRefused
+from atoll.protocol.messages import Report
+from atoll.protocol.values import Accepted, Finished, Lost, Open, Refused, TooLate, VersionGone, require
+from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
+from atoll.worker.training.round_backends import ServerBackend
+from harness.histories.checks import Checks, Formed, Violation, as_arrays
+from harness.histories.disk import copy, lose_power_at_site
+from harness.histories.scenario import TIMEOUT_S, Scenario
+from harness.histories.virtual_loop import Killed, Process, VirtualLoop, current_green, sleep
+
+ADDRESS = "http://127.0.0.1:8476"
+
+
+class World(Protocol):
+    """What a site knows of its history."""
+
+    scenario: Scenario
+    folder: Path
+    loop: VirtualLoop
+    checks: Checks
+    counts: Counter[str]
+    processes: list[Process]
+
+    def tell(self, text: str) -> None:
+        """Add a line to the trace."""
+
+
+class SiteProcess(Process):
+    """A process of a site.
+
+    Attributes:
+        part: its participation, once it has joined.
+        forming: the update that it forms next or has formed last.
+    """
+
+    part: Participation | None = None
+    forming: Formed | None = None
+
+
+class Site:
+    """A site, through all its processes: its folder, and the process that takes part now."""
+
+    def __init__(self, history: World, name: str) -> None:
+        self.history, self.name, self.starts = history, name, 0
+        self.chance = random.Random(f"site {name} {history.scenario.seed}")
+        self.folder = history.folder / f"site-{name}-0"
+        self.process: SiteProcess | None = None
+        self.trained = 0
+        # where a round needs all sites, one that sits out would hold it up for as long as it likes
+        self.sits_out = name == history.scenario.sites[-1] and history.scenario.quorum < len(history.scenario.sites)
+        self.kill_in = 0  # failpoints until this site is killed
+        self.leaves_next = False
+        self.finished = False
+        self.away_until_s = self.chance.choice((0.0, 0.5, 3.0))
+
+    def start(self) -> None:
+        """Begin a process of the site, in its folder."""
+        self.starts += 1
+        history, process = self.history, SiteProcess(self.name, self.history.loop)
+        folder = self.folder
+        self.process = process
+        history.processes.append(process)
+        self.leaves_next = False
+        history.tell(f"{self.name} starts")
+        process.spawn(lambda: self._live(process, folder))
+
+    def kill(self, *, power_loss: bool = False) -> None:
+        """End the process as SIGKILL does, or a loss of power: only its folder stays."""
+        if self.process is None or self.process.ended:
+            return
+        before, self.folder = self.folder, self.history.folder / f"site-{self.name}-{self.starts}"
+        if before.exists():
+            copy(before, self.folder)
+            if power_loss:
+                lose_power_at_site(self.folder, self.chance)
+        self.process.kill()
+        self.gone()
+
+    def rival(self) -> None:
+        """Another process takes part under this name, from a folder of its own. The older one has to end."""
+        self.folder = self.history.folder / f"site-{self.name}-{self.starts}"
+        self.start()
+
+    def on_failpoint(self, name: str) -> None:
+        green = current_green()
+        assert green is not None
+        if name == "outbox.sealed":
+            self._note_formed(green.process)
+        if green.process is self.process and self.kill_in and not name.startswith(("worker.write",)):
+            self.kill_in -= 1
+            if not self.kill_in:
+                self.history.tell(f"{self.name} is killed at {name}")
+                self.history.counts[f"site at {name}"] += 1
+                self.kill()
+                raise Killed
+
+    def _note_formed(self, process: Process) -> None:
+        assert isinstance(process, SiteProcess)
+        for exchange in process.part.exchanges if process.part else ():
+            if (note := exchange.outbox.note) is not None and process.forming is not None:
+                self.history.checks.formed.setdefault((self.name, note.digest), process.forming)
+
+    # -- in its process
+
+    def _live(self, process: SiteProcess, folder: Path) -> None:
+        history, why = self.history, "ended"
+        part: Participation | None = None
+        try:
+            is_loop = history.scenario.kind == "fragments"
+            part = take_part(ADDRESS, self.name, folder=folder, loop=LoopTerms() if is_loop else None)
+            process.part = part
+            (self._train_fragments if is_loop else self._train)(part)
+            self.finished = part.session.finished
+            part.leave()
+        except Superseded:
+            why = "was superseded"
+        except UpdateRefused:
+            why = "was refused too often"
+        except AtollError as error:
+            why = f"failed: {type(error).__name__}: {error}"
+            raise Violation(f"site {self.name} {why}") from error
+        finally:
+            if not process.killed:
+                if part is not None and why != "ended":
+                    with contextlib.suppress(AtollError):
+                        part.leave(why)
+                history.tell(f"{self.name} {why}{' with the run' if self.finished else ''}")
+                if self.process is process:
+                    self.gone()
+
+    def gone(self) -> None:
+        """The process has ended. Another one begins later, perhaps after the lease has ended."""
+        self.process = None
+        away_s = self.chance.choice((0.5, 0.5, 2.0 * TIMEOUT_S)) * self.chance.random()
+        self.away_until_s = self.history.loop.now_s + away_s
+
+    def _train(self, part: Participation) -> None:
+        backend = ServerBackend(part)
+        tensors = {name: torch.zeros_like(value) for name, value in self.history.scenario.model().items()}
+        while not self.leaves_next:
+            reply = backend.next_round(None)
+            if isinstance(reply, Finished):
+                part.session.finished = True
+                return
+            if not isinstance(reply, Open):
+                continue
+            ticket = backend.pull(reply.ticket, lambda _: tensors)
+            if self.sits_out and self.chance.random() < 0.15:
+                backend.sit_out(ticket, Report(weight=0.0))
+                continue
+            backend.submit(ticket, tensors, self._step(tensors), None, ())
+
+    def _train_fragments(self, part: Participation) -> None:
+        """Synchronise one fragment after another, as DiLoCo does, but with steps that take no time."""
+        whole = {name: torch.zeros_like(value) for name, value in self.history.scenario.model().items()}
+        finished, due = set[int](), part.session.due
+        for exchange in part.exchanges:
+            exchange.recover()
+        while not self.leaves_next and len(finished) < len(part.exchanges):
+            exchange = part.exchanges[due]
+            due = (due + 1) % len(part.exchanges)
+            reply = require(exchange.ask_and_resend(8.0))
+            if isinstance(reply, Finished):
+                finished.add(exchange.fragment)
+            if not isinstance(reply, Open):
+                continue
+            tensors = {spec.name: whole[spec.name] for spec in exchange.local.layouts.schema.tensors}
+            if isinstance(require(exchange.pull(reply.ticket.base, tensors)), VersionGone):
+                continue
+            report = self._step(tensors)
+            if require(exchange.is_over(reply.ticket)):
+                continue
+            match exchange.submit(reply.ticket, tensors, report):
+                case Refused() as refusal:
+                    exchange.refused(refusal)
+                case Lost(error):
+                    raise error
+                case Accepted() | TooLate():
+                    exchange.forget_outbox_progress()
+        part.session.finished = len(finished) == len(part.exchanges)
+
+    def _step(self, tensors: dict[str, torch.Tensor]) -> Report:
+        """Train for a while. The update is noted as what this site forms next."""
+        sleep(self.chance.choice((0.5, 4.0, 9.0)) * self.chance.random())
+        base = as_arrays(tensors, tensors)
+        self.trained += 1
+        sound = self.chance.random() > 0.06
+        for value in tensors.values():
+            value += self.chance.randint(-16, 16) / 8 + self.trained / 1024
+            if not sound:
+                value[0] = float("nan")
+        weight, steps = self.chance.choice((1.0, 2.0, 3.5)), self.chance.randint(1, 5)
+        after = as_arrays(tensors, tensors)
+        values = {name: base[name] - after[name] for name in base}
+        green = current_green()
+        assert green is not None
+        assert isinstance(green.process, SiteProcess)
+        green.process.forming = Formed(self.name, values, weight, steps, sound)
+        return Report(weight=weight, steps=steps)
