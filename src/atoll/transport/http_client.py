@@ -749,7 +749,7 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
             "Set the clock that is wrong." if clocks else "Renew the certificate at the server.",
         )
     if credential is None or note is None:
-        is_unknown = http.require_ip is None and "self-signed certificate in" in text  # not another worker of a swarm
+        is_unknown = http.require_ip is None and re.search("issuer|self.signed", text)  # no other worker of a swarm
         others = why_none(http.server, None) if is_unknown else ""
         return _wrong_server(f"{http.where} cannot prove its identity. {others}", _NO_AUTHORITY) if others else None
     until = datetime.fromtimestamp(note.expires_at_s, UTC)
