@@ -159,7 +159,7 @@ LINES: dict[str, int] = {
     "tensors": 2237,
     "testing": 479,
     "trackers": 333,
-    "transport": 4577,
+    "transport": 4576,
     "worker": 268,
     "worker/exchange": 2562,
     "worker/peer": 959,
