@@ -749,7 +749,7 @@ def _why_no_tls(http: Http, text: str) -> ServerUnreachable | None:
             "Set the clock that is wrong." if clocks else "Renew the certificate at the server.",
         )
     if credential is None or note is None:
-        others = why_none(http.server, None) if "CERTIFICATE_VERIFY_FAILED" in text else ""
+        others = why_none(http.server, None) if re.search("issuer|self.signed", text) else ""  # not: another peer
         return _wrong_server(f"{http.where} cannot prove its identity. {others}", _NO_AUTHORITY) if others else None
     until = datetime.fromtimestamp(note.expires_at_s, UTC)
     has_expired = refused is not None and "expired" in refused[1].lower()
