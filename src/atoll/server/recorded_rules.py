@@ -36,7 +36,7 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
         store: its store.
         has_filters: whether filters at the server change updates.
     """
-    values = flat(plan.settings.model_dump(mode="json", by_alias=True, exclude_unset=True))
+    values = flat(plan.settings.model_dump(mode="json", by_alias=True, exclude_unset=True, fallback=_name_of))
     kept = {
         key: value
         for key, value in values.items()
@@ -49,6 +49,11 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
     if not last or json.loads(last[0][0]) != json.loads(json.dumps(rules)):
         with store.journal.transaction():
             store.audit.append("rules", **rules)
+
+
+def _name_of(value: object) -> str:
+    """Return the name of code that a program passed in a setting, in the form that settings in a file name code."""
+    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
 def recorded_plan(rules: Mapping[str, Any], split: Split, number: int) -> Plan:
