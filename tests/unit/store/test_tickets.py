@@ -183,11 +183,25 @@ def test_a_new_upload_waits_for_the_old_write(store: Store, monkeypatch: pytest.
         new.write(b"N" * 16)
         order.append("new write")
 
-    writes = threading.Thread(target=write)
-    with write_under_way(monkeypatch, old, lambda: order.append("old write")):
-        new = held.begin_part(0)
-        assert old._cancelled
-        writes.start()
+    writes, entered, go_on = threading.Thread(target=write), threading.Event(), threading.Event()
+
+    def before_pwrite(_: str) -> None:  # which one lock of the file orders; this one is of the part
+        if threading.current_thread() is late:
+            entered.set()
+            assert go_on.wait(30)
+            order.append("old write")
+
+    monkeypatch.setattr(update_spool, "failpoint", before_pwrite)
+    late = threading.Thread(target=old.write, args=(b"O" * 16,))
+    late.start()
+    assert entered.wait(30)
+    new = held.begin_part(0)
+    assert old._cancelled
+    writes.start()
+    writes.join(0.1)  # a write that does not wait is over by then
+    assert order == []
+    go_on.set()
+    late.join()
     writes.join()
     assert order == ["old write", "new write"]
     with pytest.raises(WriterCancelled):
