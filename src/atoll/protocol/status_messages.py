@@ -192,6 +192,7 @@ class FragmentStatus(Message):
     waiting_for: Many[Missing]
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sit out the open round.")
     reason: Shown
+    trouble: Shown = Field("", description="What keeps awaited sites, or the aggregator, from going on; else empty.")
     place: PlaceStatus | None = Field(None, description="Workers of a swarm for this fragment.")
 
 

@@ -177,6 +177,7 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
         reason=run.trouble.get(index) or served.tickets.why(index, now_s),
+        trouble=served.tickets.trouble(index, now_s),
         place=served.place.status(index),
     )
 
