@@ -228,6 +228,7 @@ class EvaluationStatus(Message):
     failed: Table[Shown] = Field(
         default_factory=dict, description="Version → problem of its evaluation: the last ones since the server's start."
     )
+    failures: Count = Field(0, description="Versions without a complete evaluation since the server's start.")
 
 
 class TaskStatus(Message):
