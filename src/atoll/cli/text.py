@@ -174,6 +174,11 @@ def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True)
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
+def after_run(named: str) -> str:
+    """Return the commands that show the result of a run that is over. `named`: the run, quoted for a shell."""
+    return f"atoll page {named}; for its model: atoll export model.safetensors {named}"
+
+
 def faults_of_evaluation(failed: Mapping[str, str], failures: int) -> str:
     """Return a text about versions without a complete evaluation, with the last problem; empty if there is none.
 

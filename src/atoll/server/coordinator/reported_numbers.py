@@ -93,8 +93,9 @@ class ReportedNumbers:
             self._steps.last[site] = steps
 
     def on_event(self, event: Happened) -> None:
-        """When a round has closed, compare the last numbers of all live sites. Log a warning once for each unusual
-        site. After a small round, compare only once all have reported: the first sites alone say nothing.
+        """When a round has closed, compare the last numbers of all live sites. Log a warning once for each unusual one.
+
+        After a small round, compare only once all have reported: the first sites alone say nothing.
         """
         if isinstance(event, RoundClosed):
             self.heard &= self._roster.keys()
