@@ -165,7 +165,7 @@ def read_own(path: Path, mode: int = OWN_FILE) -> bytes:
 
 
 def read_secret(path: Path, remedy: str) -> bytes:
-    """Return the content of a file of Atoll's own. If the file were another user's, that user would know the secret.
+    """Return the content of a secret file. Refuse a file of another user, because that user knows the secret.
 
     Such a file is possible in a folder like `/tmp`.
 

@@ -529,6 +529,10 @@ class Leave(Message):
     error: Text | None = None
 
 
+WAITING = "waiting for the round"
+"""What a worker says in `Heartbeat.state` while it asks for a ticket."""
+
+
 class Heartbeat(Message):
     """A worker's sign of life, with its progress."""
 

@@ -66,7 +66,8 @@ class Simulated:
         late: number of updates that came after their round had closed.
         global_metrics: metrics of the last version, by the function that evaluates versions at the server.
         refused: site → number of its refused updates.
-        not_evaluated: version → why the function that evaluates versions gave no metrics, or not all.
+        not_evaluated: version → why the function that evaluates versions gave no metrics, or not all: the last ones.
+        not_evaluated_count: number of such versions.
     """
 
     model: Path
@@ -83,6 +84,7 @@ class Simulated:
     refused: dict[str, int]
     global_metrics: dict[str, float] = field(default_factory=dict)
     not_evaluated: dict[int, str] = field(default_factory=dict)
+    not_evaluated_count: int = 0
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -350,7 +352,8 @@ class Simulation:
             late=scheduler.late,
             refused=dict(scheduler.refused),
             global_metrics=dict(last.global_metrics) if last else {},
-            not_evaluated=not_evaluated(served.evaluation.status()),
+            not_evaluated=not_evaluated(evaluation := served.evaluation.status()),
+            not_evaluated_count=evaluation.failures if evaluation is not None else 0,
         )
 
 

@@ -475,7 +475,7 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the note of a published object cannot be written, the object is removed and its publisher gets the error."""
     # A restarted server would not know the object, so its publisher must not believe that it is kept.
-    objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+    objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0, least_bytes_per_s=1024.0)
     replace = os.replace
 
     def full(source: Path, target: Path) -> None:
@@ -500,7 +500,7 @@ def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
     # All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
 
     def opened() -> ObjectStore:
-        return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+        return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0, least_bytes_per_s=1024.0)
 
     objects = opened()
     first, secret = stored(objects)

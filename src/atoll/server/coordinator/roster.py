@@ -66,6 +66,8 @@ class Presence:
         rival: warning about a process that was replaced while it ran; empty if there is none.
         is_restored: whether the worker joined before this server started, so that its steps may be of earlier rounds.
         told: warnings of the site that were logged.
+        metric_names: names of the metrics that the site has reported.
+        many_metrics: warning that it reports too many different metrics; empty if it does not.
     """
 
     site: str
@@ -84,6 +86,8 @@ class Presence:
     bytes_down: int = 0
     gradient_bytes: int = 0
     waited_s: dict[int, float] = field(default_factory=dict)
+    metric_names: set[str] = field(default_factory=set)
+    many_metrics: str = ""
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
     refused: str = ""

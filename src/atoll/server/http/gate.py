@@ -110,7 +110,7 @@ class CallerRates:
             await asyncio.sleep(wait_s)
             return refused
         await asyncio.sleep(REFUSED_S)
-        return busy(f"Too many requests that were refused came from {key}.", wait_s)
+        return busy(f"{key} has sent too many requests that were refused.", wait_s)
 
 
 def busy(message: str, wait_s: float) -> Busy:
