@@ -1,5 +1,7 @@
 """The settings that decide the values of a version, in the audit log: by what rules each version was made.
 
+Only what was set is recorded, with the version of Atoll, which has the defaults of the rest.
+
 A server adds an entry `rules` when it starts, if they differ from those of the last such entry. `atoll verify` makes
 its plan from them. It never loads code that a state directory names, so it computes no round in which such code took
 part.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from atoll.aggregation.plan import Plan, cpu_capability, torch_build
@@ -44,11 +47,16 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
     }
     code = [] if isinstance(plan.algorithm.outer, Name) else ["an outer optimizer that its program passed"]
     code += ["filters at the server"] if has_filters else []
-    rules = {"settings": kept, "code": code, "torch": torch_build(), "cpu": cpu_capability()}
+    rules = {"settings": kept, "code": code, **made_by()}
     last = store.journal.rows("SELECT detail_json FROM audit WHERE what = 'rules' ORDER BY seq DESC LIMIT 1")
     if not last or json.loads(last[0][0]) != json.loads(json.dumps(rules)):
         with store.journal.transaction():
             store.audit.append("rules", **rules)
+
+
+def made_by() -> dict[str, str]:
+    """Return what decides the bits of a version beside its settings: Atoll with its defaults, torch, and the CPU."""
+    return {"atoll": version("atoll"), "torch": torch_build(), "cpu": cpu_capability()}
 
 
 def _name_of(value: object) -> str:

@@ -23,14 +23,14 @@ from pydantic import ValidationError
 
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import is_whole, version_regions
-from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
+from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.errors import AtollError, BadRequest, StateCorrupt
 from atoll.format_text import listed, of_fragment
 from atoll.posix import NAMED_FILE, nameless_file, open_own, write_at
 from atoll.protocol.read_message import reason
 from atoll.protocol.values import FrozenRound
 from atoll.server.coordinator.aggregate_round import frozen_updates
-from atoll.server.recorded_rules import CodeNeeded, recorded_plan
+from atoll.server.recorded_rules import CodeNeeded, made_by, recorded_plan
 from atoll.store import journal_tables as tables
 from atoll.store.file_slots import DELTA, READ_BYTES, SPOOL, STATE, VERSION, FileShape, Ranges, region_digest, slot_path
 from atoll.store.reader import StateReader, compared_audit, open_state, permitted
@@ -394,9 +394,9 @@ class _Check:
                 if row.state_slot is not None and out.state is not None:
                     self.name_bytes(self.slot(STATE, fragment, row.state_slot), out.state)
                 return RoundResult(fragment, number, version, row.digest, "same", len(rows))
-        why, build = f"its {' and '.join(differing)} got other digests", (made.rules["torch"], made.rules["cpu"])
-        if build != (torch_build(), cpu_capability()):
-            why += f"; it was made with torch {build[0]} on {build[1]}, which may be why"
+        why, now = f"its {' and '.join(differing)} got other digests", made_by()
+        if (build := {key: made.rules.get(key, "of unknown version") for key in now}) != now:
+            why += "; it was made by atoll {atoll} with torch {torch} on {cpu}, which may be why".format(**build)
         return RoundResult(fragment, number, version, row.digest, "differs", len(rows), why)
 
     def failed(self, row: tables.VersionRow, error: Exception) -> RoundResult:

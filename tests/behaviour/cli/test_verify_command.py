@@ -10,6 +10,7 @@ import resource
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,15 @@ def test_a_weight_that_no_round_can_have_is_another_result(state: Path, atoll_co
     assert "weight: Input should be greater than 0" in found["rounds"][-1]["why"]
     assert "part 1 of version 2" in found["changed"][0]["what"]
     assert outcome.returncode == StateCorrupt.exit_code
+
+
+def test_another_result_names_the_versions_that_made_the_round(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another Atoll made the round, that is named beside torch and the CPU: its defaults may have been others."""
+    rewrite_weight(state, 4, 2.0)
+    assert "which may be why" not in verify_state(state).rounds[-1].why
+    made_by = metadata.version("atoll")
+    monkeypatch.setattr("atoll.server.recorded_rules.version", lambda package: "99.0")
+    assert f"it was made by atoll {made_by} with torch {torch.__version__}" in verify_state(state).rounds[-1].why
 
 
 @pytest.mark.parametrize("deleted", [True, False], ids=["the server deletes it", "it is still kept"])
