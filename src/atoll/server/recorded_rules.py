@@ -18,7 +18,7 @@ from atoll.aggregation.plan import Plan, cpu_capability, torch_build
 from atoll.config import Settings
 from atoll.config.run_file import flat
 from atoll.config.settings import FROZEN
-from atoll.registry import Name
+from atoll.registry import Name, label_of, without_arguments
 from atoll.store.store import Store
 from atoll.tensors.fragments import Split
 
@@ -61,7 +61,7 @@ def made_by() -> dict[str, str]:
 
 def _name_of(value: object) -> str:
     """Return the name of code that a program passed in a setting, in the form that settings in a file name code."""
-    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return f"{getattr(without_arguments(value), '__module__', '')}:{label_of(value)}"
 
 
 def recorded_plan(rules: Mapping[str, Any], split: Split, number: int) -> Plan:
