@@ -400,7 +400,7 @@ class _Check:
         return RoundResult(fragment, number, version, row.digest, "differs", len(rows), why)
 
     def failed(self, row: tables.VersionRow, error: Exception) -> RoundResult:
-        """Return the result of a round whose pass ended with an error."""
+        """Return the result of a round that could not be made, because of an error."""
         fragment, version = row.fragment, row.version
         why = f"it cannot be made: {reason(error) if isinstance(error, ValidationError) else error}"
         number, made = self.rows.summary(fragment, version).get("round", 0), self.rows.made[fragment, version]
