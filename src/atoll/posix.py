@@ -67,6 +67,7 @@ _REMEDIES = {
     errno.ELOOP: "Atoll follows no link in its own folders. Put there what the link leads to, or move the link away.",
     errno.EMLINK: "A change would also change the file under its other name. Put a copy of the file there.",
     errno.ENXIO: "A file is needed there: move it away.",
+    errno.EMFILE: "Nothing is damaged. Let this process open more files (ulimit -n).",
 } | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS),
     "Run the command as the owner of the files, or let this user read and write them and their folders.",

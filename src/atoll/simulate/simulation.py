@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll import registry
 from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
 from atoll.config.round_changes import CODEC
@@ -37,7 +38,7 @@ from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.progress import Progress
 from atoll.simulate.schedule_sites import SiteScheduler, now
-from atoll.simulate.script import arguments_of_program, given_function, label_of, name_of, require_outside
+from atoll.simulate.script import arguments_of_program, given_function, name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site
@@ -176,7 +177,7 @@ class Simulation:
             )
         require_engine(engine, processes, address)
         self._function = function = given_function(script, engine)
-        self._script = name_of(script) if function is None else label_of(function)
+        self._script = name_of(script) if function is None else registry.label_of(function)
         self._arguments = arguments_of_program() if arguments is None else tuple(arguments)
         self._processes = processes or cores()
         self._engine = _engine(engine, self._processes, address, function)
