@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -243,7 +245,9 @@ class PeerServer:
         return new
 
     def _refuses(self, certificate: Mapping[str, Any]) -> bool:
-        """Return whether the certificate of a connection, checked by TLS, has ended before its time."""
+        """Return whether the certificate of a connection, checked by TLS, has expired since, or ended before that."""
+        if certificate and time.time() >= ssl.cert_time_to_seconds(certificate["notAfter"]):
+            return True
         if not certificate or not self._ended:
             return False
         from atoll.transport.certificates import identity_in, issued_at_s  # its library takes a while to load
