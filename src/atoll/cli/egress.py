@@ -70,7 +70,12 @@ def command(
         damage = error  # first, compare what can be read
     require_genuine_receipts(entries)
     if compare is not None:
-        matched = require_agreement(entries, compare)
+        try:
+            matched = require_agreement(entries, compare)
+        except StateCorrupt as error:
+            if damage is not None:
+                raise StateCorrupt(f"{damage.message} {error.message}", damage.remedy) from error
+            raise
         if damage is not None:
             raise damage
         print(f"{number_of(matched, 'update')} of this site in both logs, with the same digests; none in only one")

@@ -16,7 +16,8 @@
 
 Each line is on the disk before its bytes leave (`keep`): threads that wait for that share one fdatasync. After it, the
 file `egress.head` names the last line, so that a missing end is noticed. A crash leaves lines of bytes that did not
-leave, and lines behind the head: neither is an error. Messages and receipts wait for the next line.
+leave, and lines behind the head: neither is an error. Messages, and receipts
+of updates that do not count yet, wait for the next line, or for the end of the process.
 
 Several processes may write to the log: each appends under a lock. Bytes are those of bodies, without headers and TLS. A
 part that is sent again is in the log again, and so is a range that another process downloads.

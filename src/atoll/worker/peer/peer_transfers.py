@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import ssl
 import sys
 import threading
 import time
@@ -246,12 +245,13 @@ class PeerServer:
 
     def _refuses(self, certificate: Mapping[str, Any]) -> bool:
         """Return whether the certificate of a connection, checked by TLS, has expired since, or ended before that."""
-        if certificate and time.time() >= ssl.cert_time_to_seconds(certificate["notAfter"]):
-            return True
-        if not certificate or not self._ended:
+        if not certificate:
             return False
-        from atoll.transport.certificates import identity_in, issued_at_s  # its library takes a while to load
+        # a library that takes a while to load
+        from atoll.transport.certificates import ends_at_s, identity_in, issued_at_s
 
+        if time.time() >= ends_at_s(certificate):
+            return True
         found = identity_in(certificate)
         return found is not None and issued_at_s(certificate) < self._ended.get(found.site, 0.0)
 
