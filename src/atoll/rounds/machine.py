@@ -488,9 +488,9 @@ def _review_rounds(draft: StateDraft) -> None:
             if limit is not None:  # expire tickets with an update that would be refused as too stale
                 reason = f"its base is more than async.max_staleness = {limit} behind version {head}"
                 _end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
-            sites, until_s = draft.state.newcomers(fragment)
-            if draft.now_s >= until_s:
-                draft.change(late=draft.state.late.union(sites))
+            newcomers = draft.state.newcomers(fragment)
+            if late := {site for site, until_s in newcomers.items() if draft.now_s >= until_s}:
+                draft.change(late=draft.state.late | late)
             _revise(draft, fragment)
             _judge(draft, fragment)
 

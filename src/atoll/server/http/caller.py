@@ -38,7 +38,6 @@ class Caller:
         site: name of the site, if the request proves that it is from there: by a credential of the site's own, else by
             the secret of the site's newest lease; else empty.
         identity: what a credential of the site's own proves; None if the request has none that is accepted.
-        by_certificate: whether that is the certificate of the connection: then the whole connection is the site's.
         fault: why a credential of a site's own is not accepted, and what to do; empty if there is none, or it is.
         lease: the lease that the request states, of which only the form was checked. `LeaseChecks.require_lease` tells
             whether it is valid. None if the request has none, or a malformed one.
@@ -53,13 +52,17 @@ class Caller:
     secret: str = field(default="", repr=False)
     has_token: bool = False
     identity: SiteIdentity | None = None
-    by_certificate: bool = False
     fault: tuple[str, str] = ("", "")
 
     @property
     def key(self) -> str:
         """What is counted for this caller: its site, or else its address."""
         return f"site {self.site}" if self.site else network_of(self.address)
+
+    @property
+    def payer(self) -> str:
+        """What pays for joins and objects: as `key`, but of a site only if it has a credential. Leases are free."""
+        return self.key if self.identity is not None else network_of(self.address)
 
     def stated_lease(self) -> Lease:
         """Return the lease that the request states.
@@ -143,13 +146,13 @@ def caller_of(
     secret = headers.get(routes.SECRET_HEADER, "")
     secret = secret if _SECRET.fullmatch(secret) else ""
     kind = tokens.kind_of(token)
-    identity, fault, by_certificate = (None, ("", ""), False) if shown is None else shown.identity(token)
+    identity, fault = (None, ("", "")) if shown is None else shown.identity(token)
     if kind is None or (kind == "site" and (identity or any(fault))):
         if identity is not None:
             kind, site = "site", identity.site
         else:
             kind = "site" if tokens.is_open and site and not any(fault) else "peer" if secret else "stranger"
-    return Caller(kind, address or "", site, lease, secret, bool(sent), identity, by_certificate, fault)
+    return Caller(kind, address or "", site, lease, secret, bool(sent), identity, fault)
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,8 @@ class ShownCredentials:
     certificate: Mapping[str, Any] | None = None
     authority: str = ""
 
-    def identity(self, token: str) -> tuple[SiteIdentity | None, tuple[str, str], bool]:
-        """Return the site that the credentials of a request prove, why not, and whether the certificate does.
+    def identity(self, token: str) -> tuple[SiteIdentity | None, tuple[str, str]]:
+        """Return the site that the credentials of a request prove, and why not.
 
         Args:
             token: the bearer token of the request; empty if it has none.
@@ -179,11 +182,11 @@ class ShownCredentials:
         if self.certificate:
             stated = identity_in(self.certificate)
             if stated is None:
-                return None, ("The client certificate names no site.", _NAMES), True
+                return None, ("The client certificate names no site.", _NAMES)
             end_s = ssl.cert_time_to_seconds(self.certificate["notAfter"])
             if self.now_s >= end_s:  # the connection is older
                 text = f"The certificate of site {stated.site!r} expired on {self.certificate['notAfter']}."
-                return None, (text, _CLOCKS), True
+                return None, (text, _CLOCKS)
             own = bool(self.authority) and stated.issuer == self.authority
             found.append((stated, stated.serial if own else None))
         if token and len(token) <= MOST_TOKEN_CHARS:
@@ -193,12 +196,12 @@ class ShownCredentials:
         for each, credential in found:
             fault = self.known.fault(each.site, credential, self.now_s)
             if any(fault):
-                return None, fault, bool(self.certificate)
+                return None, fault
         names = list(dict.fromkeys(each.site for each, _ in found))
         if len(names) > 1:
             text = f"The certificate is that of site {names[0]!r}, but the token is that of site {names[1]!r}."
-            return None, (text, "Send only one of them."), True
-        return (found[0][0] if found else None), ("", ""), bool(self.certificate)
+            return None, (text, "Send only one of them.")
+        return (found[0][0] if found else None), ("", "")
 
 
 _NAMES = "Its name is in a SPIFFE URI, such as spiffe://example.org/site/NAME, or else the common name."
