@@ -468,14 +468,14 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
             except AuthError as refused:
                 return await _refuse(gate, request, refused)
             held = _held(caller, request, served)
-            gate.connections.take(caller.site, request.transport)
-            if held or gate.tokens.is_open or caller.kind not in ("stranger", "peer"):
-                prove(request)
-            await gate.rates.admit(caller, "" if operation is None else operation.path, held)
-            if (failed := failure()) is not None:
-                raise failed
-            served.credentials.note_use(caller.identity)
-            return await handler(request)
+            with gate.connections.during(caller, request.transport):
+                if held or gate.tokens.is_open or caller.kind not in ("stranger", "peer"):
+                    prove(request)
+                await gate.rates.admit(caller, "" if operation is None else operation.path, held)
+                if (failed := failure()) is not None:
+                    raise failed
+                served.credentials.note_use(caller.identity)
+                return await handler(request)
         except TimeoutError:
             raise
         except ConnectionError as error:  # the worker joins again, or is declared dead

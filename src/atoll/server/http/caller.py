@@ -38,6 +38,7 @@ class Caller:
         site: name of the site, if the request proves that it is from there: by a credential of the site's own, else by
             the secret of the site's newest lease; else empty.
         identity: what a credential of the site's own proves; None if the request has none that is accepted.
+        by_certificate: whether that is the certificate of the connection: then the whole connection is the site's.
         fault: why a credential of a site's own is not accepted, and what to do; empty if there is none, or it is.
         lease: the lease that the request states, of which only the form was checked. `LeaseChecks.require_lease` tells
             whether it is valid. None if the request has none, or a malformed one.
@@ -52,6 +53,7 @@ class Caller:
     secret: str = field(default="", repr=False)
     has_token: bool = False
     identity: SiteIdentity | None = None
+    by_certificate: bool = False
     fault: tuple[str, str] = ("", "")
 
     @property
@@ -146,13 +148,13 @@ def caller_of(
     secret = headers.get(routes.SECRET_HEADER, "")
     secret = secret if _SECRET.fullmatch(secret) else ""
     kind = tokens.kind_of(token)
-    identity, fault = (None, ("", "")) if shown is None else shown.identity(token)
+    identity, fault, by_certificate = (None, ("", ""), False) if shown is None else shown.identity(token)
     if kind is None or (kind == "site" and (identity or any(fault))):
         if identity is not None:
             kind, site = "site", identity.site
         else:
             kind = "site" if tokens.is_open and site and not any(fault) else "peer" if secret else "stranger"
-    return Caller(kind, address or "", site, lease, secret, bool(sent), identity, fault)
+    return Caller(kind, address or "", site, lease, secret, bool(sent), identity, by_certificate, fault)
 
 
 @dataclass(frozen=True)
@@ -172,8 +174,8 @@ class ShownCredentials:
     certificate: Mapping[str, Any] | None = None
     authority: str = ""
 
-    def identity(self, token: str) -> tuple[SiteIdentity | None, tuple[str, str]]:
-        """Return the site that the credentials of a request prove, and why not.
+    def identity(self, token: str) -> tuple[SiteIdentity | None, tuple[str, str], bool]:
+        """Return the site that the credentials of a request prove, why not, and whether the certificate does.
 
         Args:
             token: the bearer token of the request; empty if it has none.
@@ -182,11 +184,11 @@ class ShownCredentials:
         if self.certificate:
             stated = identity_in(self.certificate)
             if stated is None:
-                return None, ("The client certificate names no site.", _NAMES)
+                return None, ("The client certificate names no site.", _NAMES), True
             end_s = ssl.cert_time_to_seconds(self.certificate["notAfter"])
             if self.now_s >= end_s:  # the connection is older
                 text = f"The certificate of site {stated.site!r} expired on {self.certificate['notAfter']}."
-                return None, (text, _CLOCKS)
+                return None, (text, _CLOCKS), True
             own = bool(self.authority) and stated.issuer == self.authority
             found.append((stated, stated.serial if own else None))
         if token and len(token) <= MOST_TOKEN_CHARS:
@@ -196,12 +198,12 @@ class ShownCredentials:
         for each, credential in found:
             fault = self.known.fault(each.site, credential, self.now_s)
             if any(fault):
-                return None, fault
+                return None, fault, bool(self.certificate)
         names = list(dict.fromkeys(each.site for each, _ in found))
         if len(names) > 1:
             text = f"The certificate is that of site {names[0]!r}, but the token is that of site {names[1]!r}."
-            return None, (text, "Send only one of them.")
-        return (found[0][0] if found else None), ("", "")
+            return None, (text, "Send only one of them."), True
+        return (found[0][0] if found else None), ("", ""), bool(self.certificate)
 
 
 _NAMES = "Its name is in a SPIFFE URI, such as spiffe://example.org/site/NAME, or else the common name."

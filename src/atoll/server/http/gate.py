@@ -7,7 +7,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -149,18 +150,30 @@ class SiteConnections:
     def __init__(self, most: int) -> None:
         self._most, self._open = most, dict[str, WeakSet[asyncio.Transport]]()
         self._site_of: WeakKeyDictionary[asyncio.Transport, str] = WeakKeyDictionary()
+        self._to_abort: WeakSet[asyncio.Transport] = WeakSet()
 
-    def take(self, site: str, transport: asyncio.Transport | None) -> None:
-        """Note that a connection has a request of a site. It stays the site's until it ends, or another site uses it.
+    @contextmanager
+    def during(self, caller: Caller, transport: asyncio.Transport | None) -> Iterator[None]:
+        """Note that a connection has a request of a site. It counts for it until it ends, or another site uses it.
 
-        Behind a proxy, the next request of a connection may be another site's.
+        Without the site's certificate, it may be that of a proxy. So a revocation ends it only during the request.
 
         Raises:
             TooManyConnections: the site has too many.
         """
-        before = None if transport is None else self._site_of.get(transport)
-        if not site or transport is None or before == site:
+        if not caller.site or transport is None:
+            yield
             return
+        if self._site_of.get(transport) != caller.site:
+            self._take(caller.site, transport)
+        self._to_abort.add(transport)
+        try:
+            yield
+        finally:
+            if not caller.by_certificate:
+                self._to_abort.discard(transport)
+
+    def _take(self, site: str, transport: asyncio.Transport) -> None:
         if site not in self._open:
             self._open = {other: theirs for other, theirs in self._open.items() if theirs}
         of_site = self._open.setdefault(site, WeakSet())
@@ -168,15 +181,18 @@ class SiteConnections:
         if is_over:
             told = f"Site {site} has {self._most} connections (limits.site_connections)."
             raise busy(told, 1.0, "Close some of them, or use them for further requests", TooManyConnections)
+        before = self._site_of.get(transport)
         if before in self._open:
             self._open[before].discard(transport)
         of_site.add(transport)
         self._site_of[transport] = site
 
     def close(self, site: str) -> None:
-        """Close all connections of a site at once. Requests under way are cancelled."""
+        """Close the connections of a site at once. Requests under way are cancelled."""
         for transport in self._open.pop(site, WeakSet()):
-            transport.abort()
+            self._site_of.pop(transport, None)
+            if transport in self._to_abort:
+                transport.abort()
 
 
 class Gate:
