@@ -80,7 +80,10 @@ async def test_a_site_that_only_sends_heartbeats_holds_one_round_for_its_limit(t
             assert run.head == 1
         await run.advance(3)
         assert run.head == 2
-        told = "ghost has never sent an update, so rounds no longer wait for it (limits.first_update_s = 60)."
+        told = (
+            "ghost has never sent an update, so rounds that can close without it do not wait for it "
+            "(limits.first_update_s = 60)."
+        )
         assert [text[: len(told)] for text in run.served.warnings.now()] == [told]
         for site in (a, b):
             await run.submit(site, site.open_round().ticket, ones)

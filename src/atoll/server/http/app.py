@@ -337,7 +337,7 @@ async def _arguments(
         for site in _named_in(served, message) if gate.may_refuse_names(caller) else ():
             gate.require_own(caller, site)
         if isinstance(message, messages.Join):
-            served.sites.require_room(message.site, has_credential=caller.identity is not None)
+            served.sites.require_room(message.site, caller.identity)
         arguments["message"] = message
     if operation.request is bytes or operation.reply is bytes or operation.streams:
         arguments["request"] = request
