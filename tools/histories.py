@@ -41,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="for so long (10, if no count is given)")
     parser.add_argument("--go-on", action="store_true", help="go on after a violation, and print all of them")
     arguments = parser.parse_args(argv)
-    logging.getLogger("atoll").setLevel(LOG_LEVEL)
-    torch.set_num_threads(1)
     if arguments.seed is not None:
         return _show(arguments.seed)
     first = secrets.randbelow(10**9) if arguments.first is None else arguments.first
@@ -109,4 +107,6 @@ def _said(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
+    logging.getLogger("atoll").setLevel(LOG_LEVEL)
+    torch.set_num_threads(1)
     sys.exit(main())

@@ -14,7 +14,7 @@ Answer = tuple[int, bytes]
 """Status and body."""
 Lie = Callable[[Connection, Request, Answer], Answer | None]
 """Makes another answer of the server's own one; None: the connection has had its answer."""
-PASSED_ON = ("atoll-lease", "range", "content-type")
+PASSED_ON = ("atoll-lease", "atoll-protocol", "range", "content-type")
 
 
 class LyingServer(Peer):

@@ -354,7 +354,7 @@ def _fit(log: Path, index: Path) -> bool:
     try:
         with open(_open(log), "rb") as log_file, open(_open(index), "rb") as index_file:
             return log_file.read(24)[16:] == index_file.read(40)[32:]
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # without the index, the journal and its log are copied
         return False
 
 

@@ -60,8 +60,8 @@ def folder_of(halfway: Halfway, ended: Path, tmp_path: Path) -> Callable[[str], 
             (folder / "state" / f"{JOURNAL}-shm").unlink()
         for path in (each for each in folder.rglob("*") if each.suffix != ".token"):
             path.chmod(0o755 if path.is_dir() else 0o644)  # an earlier release, or an owner that lets others read
-        # version 0; in each round, two updates and a version
-        return folder, *((3, 11) if kind == "ended" else (1, 5))
+        # version 0 and the rules; in each round, two updates and a version
+        return folder, *((3, 12) if kind == "ended" else (1, 6))
 
     return make
 
@@ -135,7 +135,7 @@ def test_a_running_run_can_be_read_during_a_round(living, index: str) -> None:
         (folder / "state" / f"{JOURNAL}-shm").chmod(0)
     journal = sorted((folder / "state").glob(f"{JOURNAL}*"))
     before = [path.read_bytes() for path in journal]
-    require_read(folder, 1, 5, without_permission)
+    require_read(folder, 1, 6, without_permission)
     assert [path.read_bytes() for path in journal] == before
 
 
@@ -224,6 +224,7 @@ NEXT = {
     "runs": ("runs",),
     "status": ("status", "state"),
     "logs": ("logs", "state"),
+    "verify": ("verify", "--dir", "state"),
     "pause": ("pause", "state"),
     "resume": ("resume", "state"),
     "stop": ("stop", "state"),

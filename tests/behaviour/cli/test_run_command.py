@@ -324,7 +324,7 @@ def test_atoll_run_shows_a_live_table(nursery: Nursery, small: Path) -> None:
     assert re.search(r"site +state +round +seconds +bytes +metrics", shown)
     assert re.search(r"site-2 +\w+ +2 +[\d.]+ m?s +[\d.]+ k?B +share 1", shown)
     assert re.search(r"http://127\.0\.0\.1:\d+ · runs/small-1", shown)
-    assert "next: atoll runs" in shown
+    assert "all runs: atoll runs" in shown
     assert "\x1b[?25l" in terminal.shown  # it is drawn again in place
 
 

@@ -60,7 +60,7 @@ def test_atoll_page_shows_a_run_without_server(tmp_path: Path, nursery: Nursery,
         assert chrome.texts("#version-table tbody th")[0].startswith("2")
         assert f"atoll export --dir {tmp_path / 'state'} model.safetensors" in chrome.text("#versions-hint")
         assert any("round 2 made version 2" in each for each in chrome.texts("#event-list span"))
-        chrome.js("document.querySelector('details').open = true")
+        chrome.js("document.querySelector('#setting-table').closest('details').open = true")
         chrome.wait("#setting-table", "algorithm.name")
         assert [line for line in chrome.log() if "Failed to load" not in line] == []
     assert files_of(tmp_path / "state") == before

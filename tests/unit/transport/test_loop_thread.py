@@ -13,6 +13,7 @@ from atoll.testing.run import wait_until
 from atoll.transport.loop_thread import LoopThread
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_start_leaves_nothing_running() -> None:
     """Ctrl-C, or an interrupted cell, before the coroutine is ready: it is stopped, and the thread has ended."""
     seen: list[str] = []
