@@ -228,7 +228,7 @@ class State:
 
         It waits for `rules.first_update_s` after its first update, or for as long again as that update took if this is
         longer. If sites sat out and none has submitted, the time counts from the round's beginning. It also waits for
-        `rules.first_update_s` after it began to wait for the site. Sites are left out for whose time there is no end.
+        `rules.first_update_s` after it began to wait for the site. Without an end, the site is left out.
         """
         round_, wait_s = self.rounds[fragment], self.rules.first_update_s
         if round_.phase != "open" or self.paused or not wait_s or self.proven.issuperset(round_.expected):

@@ -102,7 +102,7 @@ class CallerRates:
             Busy: it sends too many.
         """
         rates, key, setting = self._requests, caller.key, "site_requests_per_s"
-        if path == routes.WORKERS:  # whoever has a lease could else join with ever new names
+        if path == routes.WORKERS:  # with each lease, a process could else join under a new name
             rates, key, setting = self._joins, caller.payer, "joins_per_minute"
         elif held:
             key = f"{key} for object {held[:8]}"
@@ -130,7 +130,7 @@ class CallerRates:
 
 
 class TooManyConnections(Busy):
-    """A site has too many connections. The server ends this one, because it counts for nobody."""
+    """A site has too many connections. The server ends this one, because it counts for no site."""
 
 
 def busy(message: str, wait_s: float, remedy: str, kind: type[Busy] = Busy) -> Busy:
