@@ -147,6 +147,7 @@ OPERATIONS: tuple[Operation, ...] = (
         callers=SITES,
         request=messages.Join,
         reply=messages.Joined,
+        identity=True,
         problems=("server_lost", "schema_mismatch", "version_skew", "config"),
     ),
     Operation(

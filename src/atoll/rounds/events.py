@@ -13,9 +13,13 @@ from atoll.rounds.early_stopping import Measurement
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A process of `site` joins the run. A lease that the site already had becomes void."""
+    """A process of `site` joins the run. A lease that the site already had becomes void.
+
+    A site that the admin has not `invited` takes the room of others when the run has its most sites.
+    """
 
     site: str
+    invited: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,8 +50,8 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
     match event:
         case events.WorkerSeen(site):
             draft.see(site)
-        case events.WorkerJoined(site):
-            _join(draft, site)
+        case events.WorkerJoined(site, invited):
+            _join(draft, site, invited=invited)
         case events.WorkerLeft(site, _, error):
             _end(draft, [site], "fails" if error else "leaves", error)
         case events.WorkerEnds(site):
@@ -73,8 +73,9 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
     return draft.result()
 
 
-def _join(draft: StateDraft, site: str) -> None:
-    if site not in draft.state.members and len(draft.state.members) >= draft.state.rules.most_sites:
+def _join(draft: StateDraft, site: str, *, invited: bool) -> None:
+    is_new = site not in draft.state.members and not invited
+    if is_new and len(draft.state.members) >= draft.state.rules.most_sites:
         _make_room(draft)
     lease = draft.state.next_lease
     members = leases.changed(draft.state.members, site, "joins", lease)
@@ -90,12 +91,19 @@ def _join(draft: StateDraft, site: str) -> None:
 
 
 def _make_room(draft: StateDraft) -> None:
-    """Forget the sites that have never contributed and are late, or take part no more."""
+    """Forget the sites that have never contributed and take part no more, and as many late ones as are too many."""
+    _forget_gone(draft)
+    members = draft.state.members
+    late = sorted(site for site in draft.state.late if site in members and members[site].alive)
+    too_many = late[: max(0, len(members) + 1 - draft.state.rules.most_sites)]
     for fragment in range(len(draft.state.rounds)):
-        for site in draft.state.late:
+        for site in too_many:
             _end_open(draft, fragment, "its site ends", LATE, site=site)
-    members, late = draft.state.members, draft.state.late
-    _end(draft, [site for site in sorted(late) if site in members and members[site].alive], "falls silent", LATE)
+    _end(draft, too_many, "falls silent", LATE)
+    _forget_gone(draft)
+
+
+def _forget_gone(draft: StateDraft) -> None:
     state = draft.state
     kept = state.proven | {each.site for round_ in state.rounds for each in round_.tickets.values() if each.is_live}
     gone = tuple(sorted(each.site for each in state.members.values() if not each.alive and each.site not in kept))
@@ -488,9 +496,9 @@ def _review_rounds(draft: StateDraft) -> None:
             if limit is not None:  # expire tickets with an update that would be refused as too stale
                 reason = f"its base is more than async.max_staleness = {limit} behind version {head}"
                 _end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
-            sites, until_s = draft.state.newcomers(fragment)
-            if draft.now_s >= until_s:
-                draft.change(late=draft.state.late.union(sites))
+            newcomers = draft.state.newcomers(fragment)
+            if late := {site for site, until_s in newcomers.items() if draft.now_s >= until_s}:
+                draft.change(late=draft.state.late | late)
             _revise(draft, fragment)
             _judge(draft, fragment)
 

@@ -8,7 +8,6 @@ times, because the values of this clock mean nothing after a restart.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -224,19 +223,24 @@ class State:
         """The live sites that may still submit updates, and that rounds wait for."""
         return self.active_s.keys() - self.late if self.late else self.active_s.keys()
 
-    def newcomers(self, fragment: int) -> tuple[list[str], float]:
-        """Return the sites that an open round waits for although they have never contributed, and until when it does.
+    def newcomers(self, fragment: int) -> dict[str, float]:
+        """Return the sites that have never contributed → time until which an open round waits for them.
 
         It waits for `rules.first_update_s` after its first update, or for as long again as that update took if this is
-        longer. If sites sat out and none has submitted, the time counts from the round's beginning. Infinity: no end.
+        longer. If sites sat out and none has submitted, the time counts from the round's beginning. It also waits for
+        `rules.first_update_s` after it began to wait for the site. Without an end, the site is left out.
         """
         round_, wait_s = self.rounds[fragment], self.rules.first_update_s
         if round_.phase != "open" or self.paused or not wait_s or self.proven.issuperset(round_.expected):
-            return [], math.inf
-        sites = [site for site in round_.expected if site not in self.proven]
-        if round_.first_s is None:
-            return sites, round_.opened_s + wait_s if round_.sat_out else math.inf
-        return sites, round_.first_s + max(wait_s, round_.first_s - round_.opened_s)
+            return {}
+        if round_.first_s is not None:
+            until_s = round_.first_s + max(wait_s, round_.first_s - round_.opened_s)
+        elif round_.sat_out:
+            until_s = round_.opened_s + wait_s
+        else:
+            return {}
+        since_s = round_.expected
+        return {site: max(until_s, since_s[site] + wait_s) for site in since_s if site not in self.proven}
 
     @property
     def finished(self) -> bool:
@@ -393,7 +397,7 @@ class State:
         A sign of life of a worker can move this time. So read this property again when a timer fires.
         """
         times = [round_.until_s for round_ in self.rounds if round_.phase == "open" and round_.until_s is not None]
-        times += [until_s for f in range(len(self.rounds)) if (until_s := self.newcomers(f)[1]) < math.inf]
+        times += [until_s for f in range(len(self.rounds)) for until_s in self.newcomers(f).values()]
         timeout_s = self.rules.heartbeat_timeout_s
         if timeout_s and self.seen_s:
             times.append(min(self.seen_s.values()) + timeout_s)

@@ -51,7 +51,7 @@ from atoll.store.kept_events import EventRows
 from atoll.store.receipt_key import ReceiptKey
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
-from atoll.store.tickets import Tickets
+from atoll.store.tickets import Tickets, require_links
 from atoll.store.versions import Versions
 
 LOG = logging.getLogger("atoll.server")
@@ -143,6 +143,8 @@ class Store:
         )
         self.versions.keep_updates = keep_updates
         try:
+            if keep_updates:
+                require_links(directory)
             head = self._begin_epoch(verify_journal.at_start(journal.rows, directory))
             journal.sync_folder(directory)
             journal.sync(head.fd, str(head.path))

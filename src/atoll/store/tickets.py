@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
 from atoll.store.journal import Journal, KeptValue, placeholders
 from atoll.store.journal_tables import PARTS, TICKETS, PartRow, TicketRow, TicketState
 from atoll.store.update_spool import PartWriter, Spool
+
+LOG = logging.getLogger("atoll.server")
 
 
 class Tickets:
@@ -432,6 +437,8 @@ class Tickets:
             if row.slot is not None:
                 pool = self._slots.pool(SPOOL, row.fragment)
                 pool.keep(pool[row.slot], folder / kept_name(row))
+        if self._journal.durability == "power":
+            self._journal.sync_folder(folder)
 
     def drop_kept(self, fragment: int, since: int | None = None) -> None:
         """Drop a fragment's kept updates; with `since`, only those of earlier versions. Call it in a transaction."""
@@ -441,7 +448,10 @@ class Tickets:
 
         def remove() -> None:
             for path in paths:
-                path.unlink(missing_ok=True)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # the commit stands; the next start tries again
+                    LOG.warning("%s, which is no longer needed, could not be removed: %s", path, error.strerror)
 
         self._journal.after_commit(remove)
 
@@ -476,6 +486,30 @@ _KEPT = "state = 'counted' AND ticket IN (SELECT ticket FROM parts)"
 def kept_updates(state_dir: Path) -> Path:
     """Return the folder of a state directory with the updates that are kept after their rounds."""
     return state_dir / "updates"
+
+
+def require_links(state_dir: Path) -> None:
+    """Check that updates can be kept: a kept update is another name of its file.
+
+    Raises:
+        StoreError: the file system has no hard links, or the folder cannot be used.
+    """
+    folder = kept_updates(state_dir)
+    probe, other = folder / "probe", folder / "probe-link"
+    try:
+        own_folder(folder, state_dir)
+        probe.touch(0o600)
+        other.unlink(missing_ok=True)
+        os.link(probe, other)
+    except OSError as error:
+        raise StoreError(
+            f"disk.keep_updates needs hard links, but {folder} cannot have any: {error.strerror}.",
+            "Set disk.keep_updates to 0, or put disk.state_dir on another file system.",
+        ) from error
+    finally:
+        for path in (probe, other):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def kept_name(row: TicketRow) -> str:

@@ -12,13 +12,12 @@ import contextlib
 import errno
 import functools
 import logging
-import math
 import resource
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 
@@ -40,7 +39,7 @@ FILES_OF_ONE = 2
 """Number of descriptors per connection: its socket, and a duplicate while a thread receives tensor bytes."""
 KEEPALIVE_S = 75.0
 """Seconds after which a connection without a request is closed."""
-STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S = 100.0, 500.0, 10.0
+STARTS_PER_S, STARTS_AT_ONCE, START_WAIT_S = 100.0, 500.0, 10.0
 """Connections without a credential of one address that are begun a second, those at once after a pause, and the longest
 wait of one. A flood of TLS handshakes would otherwise take all of the server's time."""
 TIME_TO_SHOW_S = 1.0
@@ -183,6 +182,13 @@ async def start_listener(
     return accepting
 
 
+class Unproven(NamedTuple):
+    """A connection that has shown no credential: when it may begin, or began, and what ends it before that."""
+
+    since_s: float
+    cancel: Callable[[], object]
+
+
 class Listener:
     """Accepts connections on a listening socket, up to a maximum number at a time.
 
@@ -205,9 +211,8 @@ class Listener:
     ) -> None:
         self._listener, self._make, self._secure, self._most = listener, make, secure, most
         self._most_of_address = most_of_address
-        # address → connections without a credential, oldest first, with their time, and what ends them
-        self._unproven: dict[str, dict[BodyInterceptor, tuple[float, Callable[[], object]]]] = {}
-        self._starts = Rates(STARTS_PER_S, STARTS_AT_ONCE, MOST_WAIT_S)
+        self._unproven: dict[str, dict[BodyInterceptor, Unproven]] = {}  # address → its connections, oldest first
+        self._starts = Rates(STARTS_PER_S, STARTS_AT_ONCE, START_WAIT_S)
         self._open_count = self._ended_count = 0
         self._said_s = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -269,8 +274,10 @@ class Listener:
             wait_s = 0.0
             if self._most_of_address is not None:
                 is_full = len(self._unproven.get(address, ())) >= self._most_of_address
-                wait_s, fits = self._starts.use(address)
-                if not fits or (is_full and not self._end_oldest([address])):
+                fits = not is_full or self._end_oldest([address])
+                if fits:  # a refused connection uses up none of its address's rate
+                    wait_s, fits = self._starts.use(address)
+                if not fits:
                     sock.close()
                     self._say(
                         "%s opens many connections without a credential (limits.address_connections), so new ones of "
@@ -284,16 +291,18 @@ class Listener:
             front.on_lost = functools.partial(self._count_end, front, address)
             if self._most_of_address is not None:
                 front.on_proven = functools.partial(self._note_proof, front, address)
-                self._unproven.setdefault(address, {})[front] = time.monotonic(), task.cancel
+                self._unproven.setdefault(address, {})[front] = Unproven(time.monotonic() + wait_s, task.cancel)
 
     def _end_oldest(self, addresses: Iterable[str]) -> bool:
         """End the oldest connection without a credential of these addresses. Return False if none is old enough."""
-        oldest = [(*next(iter(self._unproven[each].items())), each) for each in addresses]
-        front, (since_s, end), address = min(oldest, key=lambda each: each[1][0], default=(None, (math.inf, None), ""))
-        if front is None or end is None or time.monotonic() - since_s < TIME_TO_SHOW_S:
+        address = min(addresses, key=lambda each: next(iter(self._unproven[each].values())).since_s, default=None)
+        if address is None:
+            return False
+        front, oldest = next(iter(self._unproven[address].items()))
+        if time.monotonic() - oldest.since_s < TIME_TO_SHOW_S:
             return False
         self._forget(front, address)
-        front.abort() if front.is_connected else end()
+        front.abort() if front.is_connected else oldest.cancel()
         return True
 
     def _note_proof(self, front: BodyInterceptor, address: str) -> None:

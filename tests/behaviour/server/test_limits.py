@@ -26,17 +26,17 @@ from kit.world import World
 from torch import nn
 
 import atoll
-from atoll.protocol import messages
+from atoll.protocol import messages, routes
 from atoll.transport import listener, request_body
 
-TOKEN = "right"
+TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals come at once, and requests over a rate do not wait."""
     monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.0)
-    monkeypatch.setattr("atoll.server.http.gate.MOST_WAIT_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.gate.REQUEST_WAIT_S", 0.0)
 
 
 def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, str]:
@@ -47,6 +47,14 @@ def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, st
             return reply.status, ""
     except urllib.error.HTTPError as refused:
         return refused.code, refused.headers.get("Retry-After", "")
+
+
+def status_over(connection: http.client.HTTPConnection, path: str, **headers: str) -> int:
+    """Status of the answer to a request over this connection."""
+    connection.request("GET", path, headers=headers)
+    with connection.getresponse() as reply:
+        reply.read()
+        return reply.status
 
 
 # -- rounds
@@ -72,7 +80,10 @@ async def test_a_site_that_only_sends_heartbeats_holds_one_round_for_its_limit(t
             assert run.head == 1
         await run.advance(3)
         assert run.head == 2
-        told = "ghost has never sent an update, so rounds no longer wait for it (limits.first_update_s = 60)."
+        told = (
+            "ghost has never sent an update, so rounds that can close without it do not wait for it "
+            "(limits.first_update_s = 60)."
+        )
         assert [text[: len(told)] for text in run.served.warnings.now()] == [told]
         for site in (a, b):
             await run.submit(site, site.open_round().ticket, ones)
@@ -101,6 +112,8 @@ def test_wrong_tokens_of_an_address_are_slowed(
         for n in range(5):
             status, retry = asked(url, path, f"wronger-{n}", method)
             assert (status, 1 <= int(retry) <= 20) == (429, True)  # one more each 20 s
+            told = get(url, path, Authorization="Bearer wronger")[1] if method == "GET" else {"message": WRONG_TOKEN}
+            assert told["message"].startswith(WRONG_TOKEN)  # the site that has it learns why
             assert asked(url, "/v1/run", TOKEN)[0] == 200
             assert asked(url, "/healthz", "")[0] == 200
 
@@ -141,7 +154,7 @@ def test_a_site_over_its_rate_is_refused_and_no_other(quick: None, tmp_path: Pat
         assert {status for status, _ in found[:10]} == {200}  # twice the rate at once
         refused = [told for status, told in found if status == 429]
         assert refused
-        assert refused[0]["message"] == "site a sends too many requests."
+        assert refused[0]["message"] == "site a sends too many requests (limits.site_requests_per_s)."
         assert get(server.url, "/v1/nothing", a)[0] == 429
         assert post(server.url, "/v1/heartbeat", {}, b)[0] == 200
 
@@ -160,6 +173,37 @@ def test_joins_are_limited(quick: None, tmp_path: Path) -> None:
         found = [post(server.url, "/v1/workers", {"protocol": 1, "site": f"s{n}"}) for n in range(4)]
         assert [status for status, _ in found] == [200, 200, 200, 429]
         assert found[3][1]["retry_after_s"] > 1
+
+
+def test_a_lease_does_not_allow_more_joins(quick: None, tmp_path: Path) -> None:
+    """Without credentials, joins count for their address, also if each shows the lease of the one before."""
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.joins_per_minute": 3}) as server:
+        lease = ""
+        for n in range(3):
+            status, told = post(server.url, "/v1/workers", {"protocol": 1, "site": f"s{n}"}, lease)
+            assert status == 200
+            lease = told["lease"]
+        status, told = post(server.url, "/v1/workers", {"protocol": 1, "site": "s3"}, lease)
+        assert (status, told["message"]) == (429, "127.0.0.1 sends too many joins (limits.joins_per_minute).")
+        assert told["remedy"] == "Send fewer joins; requests of other callers are answered."
+
+
+@pytest.mark.parametrize("path", ["/v1/run", "/healthz"])
+def test_requests_without_a_token_keep_out_no_right_one(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """An address that floods the server without a token gets 429. A right token, and the secret of an object, of the
+    same address are answered.
+    """
+    monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.site_requests_per_s": 2}) as server:
+        opened = open_object(server.url, Authorization=f"Bearer {TOKEN}")[1]
+        stranger = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        wait_until(lambda: status_over(stranger, path) == 429, "a refusal", 20)
+        assert asked(server.url, "/v1/run", TOKEN)[0] == 200
+        secret = {"secret": opened["secret"]}
+        assert send(server.url, "GET", f"/v1/objects/{opened['object']}", **secret)[0] == 409  # still empty
+        assert send(server.url, "GET", f"/v1/objects/{'0' * 32}", **secret)[0] == 429
 
 
 # -- registrations
@@ -316,9 +360,73 @@ def test_the_connections_of_a_site_are_limited(tmp_path: Path) -> None:
         for each in connections:
             stack.callback(each.close)
         assert [run.send("GET", "/v1/run", site="a", over=each)[0] for each in connections] == [200, 200, 429]
+        assert connections[2].sock is None  # `Connection: close`
         assert run.send("GET", "/v1/run", site="b")[0] == 200
         connections[0].close()
         wait_until(lambda: run.send("GET", "/v1/run", site="a", over=connections[2])[0] == 200, "a free place", 20)
+
+
+def test_connections_with_a_lease_count_until_they_end(tmp_path: Path) -> None:
+    """Where sites need no credential, a connection counts for the site of its last lease, also between requests."""
+    with (
+        plain_server(tmp_path, nn.Linear(2, 2), **{"limits.site_connections": 2}) as server,
+        contextlib.ExitStack() as s,
+    ):
+        a, b = joined(server.url, "a"), joined(server.url, "b")
+        connections = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=30) for _ in range(3)]
+        for each in connections:
+            s.callback(each.close)
+        shown = {routes.LEASE_HEADER: a}
+        assert [healthy(each, **shown) for each in connections] == [True, True, False]
+        assert connections[2].sock is None  # `Connection: close`
+        assert healthy(connections[0])  # a request of no site frees no place
+        assert not healthy(connections[2], **shown)
+        assert healthy(connections[0], **{routes.LEASE_HEADER: b})  # such as behind a proxy
+        assert healthy(connections[2], **shown)
+
+
+def test_a_connection_that_waits_for_its_turn_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second in which a connection can show a credential begins when the rate of its address lets it begin."""
+    for name, value in {
+        "TIME_TO_SHOW_S": 0.0,
+        "STARTS_PER_S": 1e-3,
+        "STARTS_AT_ONCE": 1.0,
+        "START_WAIT_S": 1e9,
+    }.items():
+        monkeypatch.setattr(listener, name, value)
+    monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
+    with (
+        plain_server(tmp_path, nn.Linear(2, 2), **{"limits.address_connections": 2}) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        begun, *waiting = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(4)]
+        assert ended(begun)
+        assert ended(waiting[2])  # and not waiting[0], which waits for 1,000 s
+        assert not ended(waiting[0], 0.1)
+
+
+def test_refused_connections_use_up_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that is refused because its address has too many is not counted among those that have begun."""
+    for name, value in {
+        "TIME_TO_SHOW_S": 3600.0,
+        "STARTS_PER_S": 1e-3,
+        "STARTS_AT_ONCE": 2.0,
+        "START_WAIT_S": 0,
+    }.items():
+        monkeypatch.setattr(listener, name, value)
+    monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.address_connections": 1}) as server:
+        with socket.create_connection(("127.0.0.1", server.port)):
+            for _ in range(3):
+                with socket.create_connection(("127.0.0.1", server.port)) as refused:
+                    assert ended(refused)
+
+        def answered() -> bool:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return asked(server.url, "/healthz", "")[0] == 200
+            return False
+
+        wait_until(answered, "a connection", 20)
 
 
 HEADS = {
@@ -466,6 +574,14 @@ def test_small_objects_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         first = opened[0][1]
         assert send(server.url, "DELETE", f"/v1/objects/{first['object']}", None, "", first["secret"])[0] == 204
         assert open_object(server.url)[0] == 200
+
+
+def test_a_lease_makes_no_room_for_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without credentials, objects count for their address: leases of other names bring no further ones."""
+    monkeypatch.setattr("atoll.store.kept_objects.MOST_OBJECTS_OF_ONE", 2)
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        leases = [joined(server.url, name) for name in "abc"]
+        assert [open_object(server.url, lease=lease)[0] for lease in leases] == [200, 200, 429]
 
 
 def test_a_trickling_object_is_removed(tmp_path: Path) -> None:

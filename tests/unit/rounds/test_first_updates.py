@@ -95,7 +95,38 @@ def test_after_a_restart_the_late_site_has_its_time_once_more(story):
     run.submit("a")
     restored, _ = machine.restore(run.rules, replace(run.journal.snapshot(), proven=frozenset("ab")), 7.0)
     assert (restored.late, restored.missing(0)) == (frozenset(), (("b", 7.0), ("g", 7.0)))
-    assert restored.newcomers(0) == (["g"], 107.0)
+    assert restored.newcomers(0) == {"g": 107.0}
+
+
+def test_each_site_has_its_time(story):
+    """A site that a round waits for only later, in place of a late one, has `first_update_s` from then on."""
+    run = story("abcd", first_update_s=100, heartbeat_timeout_s=0, sampling=Sampling(0.5, 2), min_sites=2)
+    silent, sends = run.expected()
+    run.wait(10)
+    run.submit(sends)
+    run.wait(100)
+    assert run.state.late == {silent}
+    (second,) = set(run.expected()) - {sends}
+    assert run.state.newcomers(0) == {second: 210.0}
+    assert run.state.next_deadline_s == 210.0
+    run.wait(99)
+    assert run.state.late == {silent}
+    run.wait(1)
+    assert run.state.late == {silent, second}
+
+
+def test_a_site_that_joins_a_long_round_has_its_time(story):
+    """In an asynchronous round, a site that joins long after the round's first update is not late at once."""
+    run = story("ab", first_update_s=100, heartbeat_timeout_s=0, policy=AsyncBuffer(buffer=3))
+    run.submit("a")
+    run.wait(90)
+    run.join("new")
+    run.wait(10)
+    assert run.state.late == {"b"}
+    run.wait(89)
+    assert run.expected() == ("a", "new")
+    run.wait(1)
+    assert run.state.late == {"b", "new"}
 
 
 def test_a_round_that_others_sit_out_ends_without_the_late_site(story):
@@ -142,14 +173,13 @@ def test_new_sites_take_the_room_of_those_that_never_contributed(story):
     run.wait(100)
     run.commit()
     assert sorted(run.state.members) == ["a", "b", "g", "h"]
-    effects = run.join("new")
-    assert effects[:2] == (
-        events.LeaseEnded("g", 3, "dead", machine.LATE),
-        events.LeaseEnded("h", 4, "dead", machine.LATE),
-    )
-    assert events.SitesForgotten(("g", "h")) in effects
-    assert sorted(run.state.members) == ["a", "b", "new"]
-    assert run.state.late == frozenset()
-    assert run.state.may_submit("h", 4, ticket) == events.LeaseRefused("h", "'h' has not joined this run")
-    run.join("h")
+    run.send(events.WorkerJoined("invited", invited=True))  # takes nobody's room
+    assert sorted(run.state.members) == ["a", "b", "g", "h", "invited"]
+    run.leave("invited")
+    effects = run.join("new")  # the invited site, which is gone, makes room, and one late site
+    assert events.LeaseEnded("g", 3, "dead", machine.LATE) in effects
     assert sorted(run.state.members) == ["a", "b", "h", "new"]
+    assert run.state.late == {"h"}
+    run.join("last")
+    assert sorted(run.state.members) == ["a", "b", "last", "new"]
+    assert run.state.may_submit("h", 4, ticket) == events.LeaseRefused("h", "'h' has not joined this run")

@@ -18,6 +18,7 @@ from store_world import (
     accept,
     audited,
     freeze,
+    new_run,
     read,
     reopen,
     run_round,
@@ -514,3 +515,39 @@ def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
     objects.close()
     opened()
     assert {path.name.partition(".")[0] for path in tmp_path.iterdir()} == {second.object}
+
+
+def test_a_file_system_without_hard_links_keeps_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `keep_updates`, a store on a file system without hard links is refused when it is opened."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(StoreError, match=r"^disk.keep_updates needs hard links, but .*updates cannot have any: Oper"):
+        Store(tmp_path, keep_updates=1)
+    Store(tmp_path).close()
+
+
+def test_a_kept_update_that_cannot_be_removed_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the file of a kept update that is no longer needed cannot be removed, the log says so, and the run goes on."""
+    store = new_run(tmp_path, keep_updates=1)
+    run_round(store, 0)
+    assert list((tmp_path / "updates").iterdir())
+    real = Path.unlink
+
+    def refuse(path: Path, **options: bool) -> None:
+        if path.parent.name == "updates":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        real(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with store.journal.transaction():
+        store.tickets.drop_kept(0)
+    assert "which is no longer needed, could not be removed: Permission denied" in caplog.text
+    monkeypatch.undo()
+    store.tickets.remove_unkept()
+    assert list((tmp_path / "updates").iterdir()) == []
+    store.close()

@@ -85,6 +85,7 @@ class UpdateAdmission:
             lambda: tickets.accept(accepted),
             run_events.UpdateAccepted(**self._about(row), send_seconds=send_s),
         )
+        self._note_metrics(site, message.metrics)
         if site in self._roster:
             presence = self._roster[site]
             presence.refused_in_a_row, presence.refused = 0, ""
@@ -111,6 +112,7 @@ class UpdateAdmission:
         self.reports.heard.add(site)
         happened = run_events.SiteSatOut(**self._about(self._store.tickets.get(ticket)))
         self._ledger.record(events.SatOut(ticket), lambda: self._store.tickets.sit_out(ticket, metrics), happened)
+        self._note_metrics(site, metrics)
         LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, happened.round, told)
 
     def _about(self, row: TicketRow) -> dict[str, Any]:
@@ -152,7 +154,6 @@ class UpdateAdmission:
         presence = self._roster.setdefault(site, Presence(site))
         names = presence.metric_names
         left_out: list[str] = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
-        names.update(message.metrics.keys() - {*left_out})
         if not left_out:
             return message
         if not presence.many_metrics:
@@ -161,7 +162,10 @@ class UpdateAdmission:
                 f"{left_out[0]!r}, are left out. Give a metric the same name in each round"
             )
             LOG.warning("%s", presence.many_metrics)
-        return message.model_copy(update={"metrics": {k: v for k, v in message.metrics.items() if k in names}})
+        return message.model_copy(update={"metrics": {k: v for k, v in message.metrics.items() if k not in left_out}})
+
+    def _note_metrics(self, site: str, metrics: Mapping[str, float]) -> None:
+        self._roster.setdefault(site, Presence(site)).metric_names.update(metrics)
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
         """Refuse an update with a weight, norm or number of steps above its limit, or without steps that the run needs.

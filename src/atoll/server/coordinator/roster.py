@@ -405,7 +405,8 @@ def _shown_labels(message: messages.Join) -> dict[str, str]:
 
 def _late(site: str, state: State) -> str:
     return (
-        f"{site} has never sent an update, so rounds no longer wait for it (limits.first_update_s = "
+        f"{site} has never sent an update, so rounds that can close without it do not wait for it "
+        f"(limits.first_update_s = "
         f"{state.rules.first_update_s:g}). It takes part from its first update on. If it only needs longer, set a "
         "higher limit"
     )

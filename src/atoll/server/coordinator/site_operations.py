@@ -11,6 +11,7 @@ from atoll.server.coordinator.joining import require_fit, run_info
 from atoll.server.coordinator.ports import RoundPlace, Tasks
 from atoll.server.coordinator.roster import Attendance, Lease, Presence
 from atoll.server.coordinator.run_core import RunCore
+from atoll.transport.certificates import SiteIdentity
 
 LOG = logging.getLogger("atoll.server")
 
@@ -39,7 +40,7 @@ class SiteOperations:
         """Return the name, dtype, shape and fragment of each tensor of the model."""
         return messages.SchemaMessage.of(self._run.plan.split)
 
-    async def join(self, message: messages.Join) -> messages.Joined:
+    async def join(self, message: messages.Join, identity: SiteIdentity | None = None) -> messages.Joined:
         """Let a worker process take part: give it a new lease, the right to act for its site.
 
         An older process of the same site loses its lease.
@@ -53,7 +54,7 @@ class SiteOperations:
         previous = self._run.roster.get(message.site)
         self._run.roster[message.site], secret = Presence.joining(message, previous)
         try:
-            self._run.ledger.record(events.WorkerJoined(message.site))
+            self._run.ledger.record(events.WorkerJoined(message.site, self._is_invited(message.site, identity)))
         except BaseException:  # the previous process keeps its lease
             if previous is None:
                 del self._run.roster[message.site]
@@ -72,7 +73,10 @@ class SiteOperations:
             displaces=self._run.roster[message.site].displaced.get(previous.process) if previous is not None else None,
         )
 
-    def require_room(self, site: str, *, has_credential: bool) -> None:
+    def _is_invited(self, site: str, identity: SiteIdentity | None) -> bool:
+        return identity is not None or site in self._run.settings.trust.sites
+
+    def require_room(self, site: str, identity: SiteIdentity | None) -> None:
         """Refuse a site with a new name if the run has `limits.sites` already, and none of them can be forgotten.
 
         Names that the admin has invited or written into `trust.sites` are not counted so.
@@ -81,7 +85,7 @@ class SiteOperations:
             Busy: there is no room at present.
         """
         state, limits = self._run.state, self._run.settings.limits
-        if has_credential or site in state.members or site in self._run.settings.trust.sites:
+        if site in state.members or self._is_invited(site, identity):
             return
         stays = [each for each in state.members.values() if each.alive or each.site in state.proven]
         if len(stays) >= limits.sites and not state.late:

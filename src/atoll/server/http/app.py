@@ -53,7 +53,7 @@ from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.server.http.caller import Caller, caller_of, require_caller
 from atoll.server.http.downloads import CSV, send_pieces
 from atoll.server.http.event_stream import EVENT_STREAM, Streams
-from atoll.server.http.gate import Gate
+from atoll.server.http.gate import Gate, TooManyConnections
 from atoll.server.http.run_metrics import RunMetrics
 from atoll.store.journal import journal_failed
 from atoll.store.reader import open_state
@@ -329,7 +329,7 @@ async def _arguments(
     if operation.identity:
         arguments["identity"] = caller.identity
     if operation.path == routes.OBJECTS:
-        arguments["payer"] = caller.key
+        arguments["payer"] = caller.payer
     if operation.query is not None:
         arguments["query"] = query_of(operation.query, request.query)
     if isinstance(operation.request, type) and issubclass(operation.request, BaseModel):
@@ -337,7 +337,7 @@ async def _arguments(
         for site in _named_in(served, message) if gate.may_refuse_names(caller) else ():
             gate.require_own(caller, site)
         if isinstance(message, messages.Join):
-            served.sites.require_room(message.site, has_credential=caller.identity is not None)
+            served.sites.require_room(message.site, caller.identity)
         arguments["message"] = message
     if operation.request is bytes or operation.reply is bytes or operation.streams:
         arguments["request"] = request
@@ -467,12 +467,13 @@ def _guard(gate: Gate, served: ServedRun) -> Any:
                 CALLER.set(caller)
             except AuthError as refused:
                 return await _refuse(gate, request, refused)
-            if _is_proven(caller, gate, request, served):
-                prove(request)
-            await gate.rates.admit(caller, "" if operation is None else operation.path)
-            if (failed := failure()) is not None:
-                raise failed
+            held = _held(caller, request, served)
             with gate.connections.during(caller, request.transport):
+                if held or gate.tokens.is_open or caller.kind not in ("stranger", "peer"):
+                    prove(request)
+                await gate.rates.admit(caller, "" if operation is None else operation.path, held)
+                if (failed := failure()) is not None:
+                    raise failed
                 served.credentials.note_use(caller.identity)
                 return await handler(request)
         except TimeoutError:
@@ -506,13 +507,13 @@ async def _refuse(gate: Gate, request: web.Request, refused: AuthError) -> web.R
     return response
 
 
-def _is_proven(caller: Caller, gate: Gate, request: web.Request, served: ServedRun) -> bool:
-    """Return whether a request has shown a credential; at a server that needs none, each has."""
-    if caller.kind != "peer" or gate.tokens.is_open:
-        return caller.kind != "stranger" or gate.tokens.is_open
+def _held(caller: Caller, request: web.Request, served: ServedRun) -> str:
+    """Return the object of which a request without another credential has the secret; empty if there is none."""
+    name = request.match_info.get("object", "")
     with contextlib.suppress(AtollError):
-        return bool(served.objects.store.find(request.match_info.get("object", ""), caller.secret))
-    return False
+        if caller.kind == "peer" and served.objects.store.find(name, caller.secret):
+            return name
+    return ""
 
 
 def _note_refusal(gate: Gate, request: web.Request, error: Exception) -> None:
@@ -577,7 +578,10 @@ def _failed(run: RunCore, request: web.Request, error: Exception) -> web.StreamR
     if isinstance(error, AtollError):
         if isinstance(error, StoreError) and (journal_failed(error) or gone):
             run.fail(error)
-        return problem(error.code, error.message, error.remedy, error.retry_after_s)
+        response = problem(error.code, error.message, error.remedy, error.retry_after_s)
+        if isinstance(error, TooManyConnections):
+            response.force_close()
+        return response
     if gone is not None:
         run.fail(gone)
     else:

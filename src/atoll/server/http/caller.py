@@ -61,6 +61,11 @@ class Caller:
         """What is counted for this caller: its site, or else its address."""
         return f"site {self.site}" if self.site else network_of(self.address)
 
+    @property
+    def payer(self) -> str:
+        """What pays for joins and objects: as `key`, but of a site only if it has a credential. Leases are free."""
+        return self.key if self.identity is not None else network_of(self.address)
+
     def stated_lease(self) -> Lease:
         """Return the lease that the request states.
 
