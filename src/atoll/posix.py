@@ -67,6 +67,7 @@ _REMEDIES = {
     errno.ELOOP: "Atoll follows no link in its own folders. Put there what the link leads to, or move the link away.",
     errno.EMLINK: "A change would also change the file under its other name. Put a copy of the file there.",
     errno.ENXIO: "A file is needed there: move it away.",
+    errno.EMFILE: "Nothing is damaged. Let this process open more files (ulimit -n).",
 } | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS),
     "Run the command as the owner of the files, or let this user read and write them and their folders.",
@@ -165,7 +166,7 @@ def read_own(path: Path, mode: int = OWN_FILE) -> bytes:
 
 
 def read_secret(path: Path, remedy: str) -> bytes:
-    """Return the content of a file of Atoll's own. If the file were another user's, that user would know the secret.
+    """Return the content of a secret file. Refuse a file of another user, because that user knows the secret.
 
     Such a file is possible in a folder like `/tmp`.
 

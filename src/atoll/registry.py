@@ -13,6 +13,7 @@ server could make a site run any code.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -326,6 +327,22 @@ def importable_place(code: Any) -> str:
     if not name.isidentifier() or getattr(module, name, None) is not code or not file or not Path(file).is_file():
         return ""
     return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
+
+
+def without_arguments(code: Any) -> Any:
+    """Return the code itself; of a partial, its function."""
+    while isinstance(code, functools.partial):
+        code = code.func
+    return code
+
+
+def label_of(code: Any) -> str:
+    """Return the name of a class or function for messages; of a partial, that of its function; else that of its class.
+
+    Other code may have the same name (see `importable_place`).
+    """
+    code = without_arguments(code)
+    return str(getattr(code, "__qualname__", type(code).__qualname__))
 
 
 def load(kind: str, name: OwnName) -> Any:

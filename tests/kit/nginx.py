@@ -39,12 +39,6 @@ def documented() -> str:
     return found[1]
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 @contextmanager
 def nginx(folder: Path, port: int, server_port: int, **changes: str) -> Iterator[Path]:
     """Serve `localhost:port` with `cert.pem` and `key.pem` of this folder, in front of a server. Yields the access log.

@@ -70,7 +70,7 @@ class ResolvedAlgorithm:
     @property
     def outer_name(self) -> str:
         """The outer optimizer's name for messages."""
-        return str(self.outer) if isinstance(self.outer, Name) else name_of(self.outer)
+        return str(self.outer) if isinstance(self.outer, Name) else registry.label_of(self.outer)
 
     @property
     def reduce(self) -> dict[str, Name]:
@@ -236,7 +236,7 @@ def _delayed(settings: Settings, outer: OwnName | Callable[..., Any], options: d
         ConfigError: the outer optimizer is not SGD, or has an option that delayed Nesterov does not have.
     """
     if outer != OwnName("sgd"):
-        name = outer.text if isinstance(outer, OwnName) else name_of(outer)
+        name = outer.text if isinstance(outer, OwnName) else registry.label_of(outer)
         raise ConfigError(
             f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: "
             "delayed Nesterov exists only for SGD.",
@@ -294,8 +294,3 @@ def local_rule(name: ReceivedName, options: Mapping[str, Any] | None, package: s
         raise ConfigError(f"The run's {name!r} corrects local training, but this site's {name!r} does not.", install)
     rule = algorithm.local
     return registry.construct(lambda: rule(**options), f"The options {dict(options)!r} do not fit {name!r}", install)
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a callable, for messages."""
-    return str(getattr(function, "__qualname__", repr(function)))

@@ -240,8 +240,8 @@ class Target:
         if as_json:
             print(answer.model_dump_json(indent=2))
         else:
-            failed = f" Before that, mend why it failed: {self._failed}" if self._failed and not self.is_served else ""
-            print(visible(f"{answer.text}. {then}{failed}"))
+            failed = f" Correct this first: {self._failed}" if self._failed and not self.is_served else ""
+            print(visible(f"{answer.text}.{failed} {then}"))
 
 
 def _in_journal(state_dir: Path, message: Any) -> admin_messages.Controlled:

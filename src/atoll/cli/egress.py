@@ -60,10 +60,24 @@ def command(
     ] = None,
 ) -> None:
     """Check the egress log of this site: the chain of hashes, and the server's signature of each receipt."""
-    entries = list(read_log(log or _log_of_policy()))
+    entries, damage = list[Entry](), None
+    try:
+        for entry in read_log(log or _log_of_policy()):
+            entries.append(entry)
+    except StateCorrupt as error:
+        if compare is None or not entries:
+            raise
+        damage = error  # first, compare what can be read
     require_genuine_receipts(entries)
     if compare is not None:
-        matched = require_agreement(entries, compare)
+        try:
+            matched = require_agreement(entries, compare)
+        except StateCorrupt as error:
+            if damage is not None:
+                raise StateCorrupt(f"{damage.message} {error.message}", damage.remedy) from error
+            raise
+        if damage is not None:
+            raise damage
         print(f"{number_of(matched, 'update')} of this site in both logs, with the same digests; none in only one")
         return
     if export is not None:

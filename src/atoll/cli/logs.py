@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from atoll.cli.control import Server, TokenFile
 from atoll.cli.stored_status import admin_token, environ_of, stored_status
-from atoll.cli.text import next_step, still
+from atoll.cli.text import after_run, next_step, still
 from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
 from atoll.errors import Gone, ServerUnreachable
 from atoll.format_text import duration, listed, numbers, of_fragment, visible
@@ -75,7 +75,7 @@ def _after(folder: Path) -> str:
     named = quoted(run_folder(folder))
     if not stored_status(folder)[0].finished:
         return f"atoll status {named}"
-    return f"atoll page {named}; for its model: atoll export model.safetensors {named}"
+    return after_run(named)
 
 
 def _server_of(folder: Path) -> tuple[str, Token | None]:

@@ -13,7 +13,7 @@ from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
-from atoll.cli.text import FIRST_S, still
+from atoll.cli.text import FIRST_S, after_run, still
 from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
 from atoll.errors import ConfigError, RunFailed, UsageError
 
@@ -178,5 +178,4 @@ def _compared(run: Any, twin: Path) -> dict[str, str]:
 
 def _next(example: str | None, folder: Path) -> str:
     own = f"; for data of your own, copy {EXAMPLES / example} and change load_data in train.py" if example else ""
-    named = quoted(folder)
-    return f"atoll page {named}, or atoll export model.safetensors {named}; all runs: atoll runs{own}"
+    return f"{after_run(quoted(folder))}; all runs: atoll runs{own}"

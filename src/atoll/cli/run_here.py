@@ -188,7 +188,8 @@ class RunHere(RunProcesses):
         metrics = numbers(self._last.history[-1].metrics) if self._last and self._last.history else ""
         seconds = duration(time.monotonic() - self._begin_s)
         how = self._last.stopped if self._last and self._last.stopped else "finished"
-        faults = faults_of_evaluation(self._last.evaluation.failed) if self._last and self._last.evaluation else ""
+        evaluation = self._last.evaluation if self._last else None
+        faults = faults_of_evaluation(evaluation.failed, evaluation.failures) if evaluation else ""
         view.say("; ".join(filter(None, [f"{how} after {seconds}", metrics, faults, self._told_model()])))
         if self._last and self._last.stopping:
             self.next = f"to train further: atoll resume {self.named}, and then atoll run {self.named}"

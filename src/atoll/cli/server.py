@@ -279,7 +279,7 @@ def _summary(server: Server, seconds: float) -> str:
         _troubles(status),
         staleness(status.staleness),
         numbers(last),
-        faults_of_evaluation(status.evaluation.failed) if status.evaluation else "",
+        faults_of_evaluation(status.evaluation.failed, status.evaluation.failures) if status.evaluation else "",
         best_line(status.best) if status.best else "",
         status.stopped,
     ]

@@ -179,7 +179,9 @@ def summary(done: Simulated) -> str:
         f"{number_of(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
         f"{number_of(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
-        faults_of_evaluation({str(version): why for version, why in done.not_evaluated.items()}),
+        faults_of_evaluation(
+            {str(version): why for version, why in done.not_evaluated.items()}, done.not_evaluated_count
+        ),
         str(done.model),
     ]
     return "; ".join(filter(None, parts))

@@ -174,19 +174,23 @@ def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True)
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
 
 
-def faults_of_evaluation(failed: Mapping[str, str]) -> str:
+def after_run(named: str) -> str:
+    """Return the commands that show the result of a run that is over. `named`: the run, quoted for a shell."""
+    return f"atoll page {named}; for its model: atoll export model.safetensors {named}"
+
+
+def faults_of_evaluation(failed: Mapping[str, str], failures: int) -> str:
     """Return a text about versions without a complete evaluation, with the last problem; empty if there is none.
 
     Args:
-        failed: version → the problem of its evaluation.
+        failed: version → the problem of its evaluation, for the last ones.
+        failures: number of such versions.
     """
-    *earlier, last = failed.items() or [("", "")]
-    count = (
-        f"{len(earlier) + 1} versions without a complete evaluation, the last one"
-        if earlier
-        else "no complete evaluation of"
-    )
-    return f"{count} version {last[0]}: {last[1]}" if failed else ""
+    if not failed:
+        return ""
+    last, problem = [*failed.items()][-1]
+    many = f"{failures} versions without a complete evaluation, the last one"
+    return f"{many if failures > 1 else 'no complete evaluation of'} version {last}: {problem}"
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:

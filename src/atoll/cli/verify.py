@@ -29,7 +29,9 @@ def command(
     folder, doing = run_to_read(run, state_dir, has_server=False) or HERE, ["the journal"]
     with telling_what_is_awaited(lambda: f"still checking {doing[-1]}", lambda line: print_line(f"atoll: {line}")):
         from atoll.server.verify_state import verify_state
+        from atoll.transport.listener import raise_files_limit
 
+        raise_files_limit()  # a round has one file for each of its updates
         found = verify_state(folder, doing.append)
     bad = [each for each in found.rounds if each.result == "differs"]
     if json:

@@ -19,7 +19,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -323,13 +323,29 @@ def _run_once(
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started
         children[0].send_signal(signals[-1])
-    joined = Path(environment[LEASES])
-    waits = f"atoll: {script[0]} has not joined yet; it takes seconds to load PyTorch"
-    with telling_what_is_awaited(lambda: "" if joined.exists() else waits, _inform):
+    with telling_what_is_awaited(_not_joined(name_of(script), Path(environment[LEASES])), _inform):
         code = children[0].wait()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
     return _End(code, f"the command ended with exit code {code}")
+
+
+def name_of(script: list[str]) -> str:
+    """Return the name of a command's script, without its interpreter and its arguments."""
+    is_python = Path(script[0]).name.startswith("python") and len(script) > 1 and not script[1].startswith("-")
+    return script[1] if is_python else script[0]
+
+
+def _not_joined(name: str, leases: Path) -> Callable[[], str]:
+    """Return a function that returns a text until the script has joined. Then it asks no more."""
+    is_joined = False
+
+    def awaited() -> str:
+        nonlocal is_joined
+        is_joined = is_joined or leases.exists()
+        return "" if is_joined else f"atoll: {name} has not joined yet; it takes seconds to load PyTorch"
+
+    return awaited
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from atoll.config.round_changes import CODEC, changes_of
@@ -74,7 +75,7 @@ def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[
 
 def described(value: Any) -> str:
     """Return a setting's value as text for a message; for a table with a name or path, only the name or path."""
-    return repr(getattr(value, "target", None) or value)
+    return repr(str(value) if isinstance(value, Path) else getattr(value, "target", None) or value)
 
 
 def _require_names(at: At) -> None:
@@ -270,6 +271,7 @@ _NOT_IN_A_SWARM = {
     "model.ranks": "no rank of a sharded worker has the whole model",
     "disk.durability": "in a swarm the tensors are not on the server's disk",
     "disk.keep_updates": "in a swarm the server gets no updates",
+    "trust.authority": "workers know each other by certificates that the run itself issues, by invitation",
 }
 """Settings that swarms do not support yet, and why."""
 

@@ -579,7 +579,7 @@ class Trust(Group):
 
 
 class Limits(Group):
-    """What one site, address or stranger may take of the server, so that it slows itself and no other."""
+    """Limits for each site and address. A client over its limit slows down only itself."""
 
     first_update_s: float = Field(
         3600.0,

@@ -104,16 +104,10 @@ Shown = Annotated[str, _shown(SHOWN_CHARS)]
 """Text from the server. Unprintable characters are replaced by escapes, and a longer text is cut."""
 Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
 MOST_LABEL_CHARS = 2000
-"""Maximum number of characters of all labels of a site, names included: the status shows those of every site."""
+"""Number of characters of all labels of a site, names included, that the status shows: it has those of every site."""
 
 
-def _short(labels: dict[str, str]) -> dict[str, str]:
-    if (count := sum(map(len, (*labels, *labels.values())))) > MOST_LABEL_CHARS:
-        raise ValueError(f"the labels have {count} characters in all, more than {MOST_LABEL_CHARS}")
-    return labels
-
-
-Labels = Annotated[dict[LabelName, Label], Field(max_length=32), AfterValidator(_short)]
+Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 T = TypeVar("T")
 Many = Annotated[list[T], FailFast(), Field(max_length=MOST_LISTED)]
@@ -527,6 +521,10 @@ class Leave(Message):
     """
 
     error: Text | None = None
+
+
+WAITING = "waiting for the round"
+"""What a worker says in `Heartbeat.state` while it asks for a ticket."""
 
 
 class Heartbeat(Message):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 PROTOCOL = 2
 """Version of the protocol. It rises once in a release that adds fields to answers: see `served_versions`."""
 OLDEST_PROTOCOL = 1
-"""The oldest one of workers that a server serves: that of two minor versions before."""
+"""Oldest worker protocol that this server serves: two minor versions back."""
 PROTOCOL_HEADER = "Atoll-Protocol"
 """Header with the worker's protocol. Workers of protocol 1 do not send it."""
 

@@ -202,9 +202,8 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[s
     if len(set(facts)) == 1:
         facts = [""] * (len(facts) - 1) + facts[-1:]
     alive = sum(each.state == "alive" for each in status.workers)
-    why = fragment.reason.partition("; ")[2].partition("; ")[0]
-    is_away = any(site not in workers or workers[site].state != "alive" for site in sites)
-    in_the_way = ("it" if len(sites) == 1 else "them") if late or why or is_away else ""
+    why, away = fragment.trouble, [site for site in sites if site not in workers or workers[site].state != "alive"]
+    in_the_way = ("it" if len(sites) == 1 else "them") if late or why or away else ""
     if not in_the_way and len(sites) == alive > 1 and len({fact for fact in facts if fact}) <= 1:
         return f"{opened} and waits for all {alive} sites{f' ({facts[-1]})' if facts[-1] else ''}.", "", []
     names = [f"{quoted(site)} ({fact})" if fact else quoted(site) for site, fact in zip(sites, facts, strict=False)]
@@ -212,14 +211,15 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[s
         names.append(number_of(len(sites) - len(names), "other site"))
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
     text = f"{opened} and waits for {listed}{f': {_short(why)}' if why else ''}."
-    return text, in_the_way, sites if in_the_way else []
+    return text, in_the_way, sites if late else away
 
 
 def _late_alone(status: Status) -> tuple[str, list[str]]:
     """Return a sentence about the late sites of an asynchronous run, with a space before it; and their names."""
     if status.mode != "asynchronous":
         return "", []
-    late = [each for each in status.workers if each.usual_s and is_late(each.ticket_s, each.usual_s)]
+    alive = [each for each in status.workers if each.state == "alive"]
+    late = [each for each in alive if each.usual_s and is_late(each.ticket_s, each.usual_s)]
     if not late:
         return "", []
     first, others = late[0], f" and {len(late) - 1} more" if len(late) > 1 else ""
@@ -240,9 +240,19 @@ def _doing(worker: WorkerStatus | None, workers: Sequence[WorkerStatus]) -> str:
 
 
 def usual_round_s(history: Sequence[RoundSummary]) -> float | None:
-    """Return the usual time of a round, from what its sites report; None: no round has ended."""
-    times = [max(each.train_seconds + each.wait_seconds for each in row.sites) for row in history if row.sites]
-    return median(times) if times else None
+    """Return the usual time of a round, from what its sites report; None: no round has ended.
+
+    Round 1 counts only while no later one has ended. What a site waited in its own first round does not count, as far
+    as `history` tells: it waited for others to join.
+    """
+    first_s, later_s = list[float](), list[float]()
+    known = {each.site for each in history[0].sites} if history and history[0].round > 1 else set[str]()
+    for row in history:
+        took_s = [each.train_seconds + (each.wait_seconds if each.site in known else 0.0) for each in row.sites]
+        if took_s:
+            (later_s if row.round > 1 else first_s).append(max(took_s))
+        known.update(each.site for each in row.sites)
+    return median(later_s or first_s) if later_s or first_s else None
 
 
 def _end(status: Status, waits_for: str) -> str:

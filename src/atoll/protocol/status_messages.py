@@ -55,7 +55,7 @@ class WorkerStatus(Message):
     ticket_s: Estimate = Field(0.0, description="Seconds for which the site has its open ticket; 0: it has none.")
     usual_s: Estimate = Field(
         0.0,
-        description="Its usual seconds from a ticket to the complete update; 0: not known since the server's start.",
+        description="Median seconds from ticket to complete update since the server's start; 0: no update yet.",
     )
     local_steps: Steps = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
@@ -192,6 +192,7 @@ class FragmentStatus(Message):
     waiting_for: Many[Missing]
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sit out the open round.")
     reason: Shown
+    trouble: Shown = Field("", description="What keeps awaited sites, or the aggregator, from going on; else empty.")
     place: PlaceStatus | None = Field(None, description="Workers of a swarm for this fragment.")
 
 
@@ -227,6 +228,7 @@ class EvaluationStatus(Message):
     failed: Table[Shown] = Field(
         default_factory=dict, description="Version → problem of its evaluation: the last ones since the server's start."
     )
+    failures: Count = Field(0, description="Versions without a complete evaluation since the server's start.")
 
 
 class TaskStatus(Message):

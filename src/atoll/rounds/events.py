@@ -214,7 +214,7 @@ class LeaseEnded(Decision):
 
 @dataclass(frozen=True, slots=True)
 class SitesForgotten(Decision):
-    """These sites, which have never contributed and take part no more, make room for another one."""
+    """The run forgets these sites, which left without an update, to make room for a new one."""
 
     sites: tuple[str, ...]
 

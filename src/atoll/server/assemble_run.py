@@ -107,7 +107,7 @@ def assemble(
             lambda: background.unsaved.values(),
             history.warnings,
             evaluation.warnings,
-            lambda: [*admission.reports.warnings, *admission.metric_warnings.values()],
+            lambda: [*admission.reports.warnings, *admission.metric_warnings],
             extensions.warnings,
         ],
     )

@@ -1,5 +1,7 @@
 """The settings that decide the values of a version, in the audit log: by what rules each version was made.
 
+Only what was set is recorded, with the version of Atoll, which has the defaults of the rest.
+
 A server adds an entry `rules` when it starts, if they differ from those of the last such entry. `atoll verify` makes
 its plan from them. It never loads code that a state directory names, so it computes no round in which such code took
 part.
@@ -9,13 +11,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from atoll.aggregation.plan import Plan, cpu_capability, torch_build
 from atoll.config import Settings
 from atoll.config.run_file import flat
 from atoll.config.settings import FROZEN
-from atoll.registry import Name
+from atoll.registry import Name, label_of, without_arguments
 from atoll.store.store import Store
 from atoll.tensors.fragments import Split
 
@@ -44,16 +47,21 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
     }
     code = [] if isinstance(plan.algorithm.outer, Name) else ["an outer optimizer that its program passed"]
     code += ["filters at the server"] if has_filters else []
-    rules = {"settings": kept, "code": code, "torch": torch_build(), "cpu": cpu_capability()}
+    rules = {"settings": kept, "code": code, **made_by()}
     last = store.journal.rows("SELECT detail_json FROM audit WHERE what = 'rules' ORDER BY seq DESC LIMIT 1")
     if not last or json.loads(last[0][0]) != json.loads(json.dumps(rules)):
         with store.journal.transaction():
             store.audit.append("rules", **rules)
 
 
+def made_by() -> dict[str, str]:
+    """Return what decides the bits of a version beside its settings: Atoll with its defaults, torch, and the CPU."""
+    return {"atoll": version("atoll"), "torch": torch_build(), "cpu": cpu_capability()}
+
+
 def _name_of(value: object) -> str:
     """Return the name of code that a program passed in a setting, in the form that settings in a file name code."""
-    return f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return f"{getattr(without_arguments(value), '__module__', '')}:{label_of(value)}"
 
 
 def recorded_plan(rules: Mapping[str, Any], split: Split, number: int) -> Plan:

@@ -24,6 +24,7 @@ from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 from atoll.protocol.run_events import Happened
 from atoll.protocol.task_messages import Evaluation
+from atoll.registry import label_of
 from atoll.runtime import Latch, ensure_lines
 from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator.build_status import (
@@ -687,4 +688,4 @@ def _described(code: Any) -> str:
         return ", ".join(f"{name}: {_described(each)}" for name, each in code.items())
     if isinstance(code, Sequence):
         return ", ".join(map(_described, code))
-    return str(getattr(code, "__qualname__", type(code).__qualname__))
+    return label_of(code)

@@ -12,22 +12,25 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import is_whole, version_regions
-from atoll.aggregation.plan import FragmentPlan, Plan, cpu_capability, torch_build
+from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.errors import AtollError, BadRequest, StateCorrupt
 from atoll.format_text import listed, of_fragment
 from atoll.posix import NAMED_FILE, nameless_file, open_own, write_at
+from atoll.protocol.read_message import reason
 from atoll.protocol.values import FrozenRound
 from atoll.server.coordinator.aggregate_round import frozen_updates
-from atoll.server.recorded_rules import CodeNeeded, recorded_plan
+from atoll.server.recorded_rules import CodeNeeded, made_by, recorded_plan
 from atoll.store import journal_tables as tables
 from atoll.store.file_slots import DELTA, READ_BYTES, SPOOL, STATE, VERSION, FileShape, Ranges, region_digest, slot_path
 from atoll.store.reader import StateReader, compared_audit, open_state, permitted
@@ -118,7 +121,7 @@ class _Rows:
         self.versions = state.versions()
         self.deltas = state.select(tables.DELTAS)
         parts = state.select(tables.PARTS, "ORDER BY ticket, part")
-        self.parts = {ticket: [each for each in parts if each.ticket == ticket] for ticket in {p.ticket for p in parts}}
+        self.parts = {ticket: list(rows) for ticket, rows in groupby(parts, lambda part: part.ticket)}
         rows = state.select(tables.TICKETS, "WHERE ticket IN (SELECT ticket FROM parts)")
         self.tickets = {row.ticket: row for row in rows}
         known = "SELECT fragment, version, lost, summary_json FROM history ORDER BY seq"
@@ -152,9 +155,19 @@ class _Rows:
         found = [each for f, v, lost, each in self.history if (f, v, lost) == (fragment, version, 0)]
         return found[-1] if found else {}
 
-    def base_of(self, fragment: int, version: int) -> int:
-        """Return the version from which a version was made: the newest before it that was not lost."""
-        return max(int(v) for f, v, lost, _ in self.history if f == fragment and v < version and not lost)
+    def base_of(self, fragment: int, version: int) -> tuple[int, tables.VersionRow | None]:
+        """Return the version from which a version was made: the newest before it that was not lost; and its row."""
+        before = [int(v) for f, v, lost, _ in self.history if f == fragment and v < version and not lost]
+        number = max(before, default=0)
+        rows = [each for each in self.versions if (each.fragment, each.version) == (fragment, number)]
+        return number, rows[0] if rows else None
+
+    def needs(self, row: tables.VersionRow) -> set[object]:
+        """Return what names the files that it takes to make a version again, and its own."""
+        _, base = self.base_of(row.fragment, row.version)
+        tickets = self.made[row.fragment, row.version].tickets
+        parts = [self.key(part) for ticket in tickets for part in self.parts.get(ticket, ())]
+        return {row, *parts} | ({base} if base is not None else set())
 
 
 class _Check:
@@ -162,16 +175,14 @@ class _Check:
 
     Attributes:
         keys: for each finding, what names its row in the journal.
-        opened: path → descriptor, of all files that can be read.
         why_no_plan: why the last plan could not be known.
     """
 
-    def __init__(self, folder: Path, rows: _Rows, found: Verified, stack: ExitStack) -> None:
-        self.folder, self.rows, self.found, self._stack = folder, rows, found, stack
+    def __init__(self, folder: Path, rows: _Rows, found: Verified) -> None:
+        self.folder, self.rows, self.found = folder, rows, found
         self.split = split_of(json.loads(rows.run.schema_json))
         self.settings = json.loads(rows.run.settings_json)
         self.keys: list[object] = []
-        self.opened: dict[Path, int] = {}
         self._bad: list[tuple[Path, int, Ranges]] = []  # file, position in `changed`, what was compared
         self.why_no_plan = ""
 
@@ -197,21 +208,20 @@ class _Check:
         self.found.changed.extend(changed)
         self.keys.extend([key] * len(changed))
 
-    def open(self, path: Path, what: str, nbytes: int | None, key: object) -> int | None:
-        """Open a file that is to be compared; None if it is missing or has another size."""
+    @contextmanager
+    def opened(self, path: Path, what: str, nbytes: int | None, key: object) -> Iterator[int | None]:
+        """Open a file that is to be compared, and yield its descriptor; None if it is missing or has another size."""
         self.found.files += 1
-        try:
-            fd = open_own(path, mode=NAMED_FILE)
-        except FileNotFoundError:
-            self.report(key, Changed(self.name(path), f"{what} is missing"))
-            return None
-        self._stack.callback(os.close, fd)
-        size = os.fstat(fd).st_size
-        if nbytes is not None and size != nbytes:
-            self.report(key, Changed(self.name(path), f"{what} has {size} bytes, not {nbytes}"))
-            return None
-        self.opened[path] = fd
-        return fd
+        with ExitStack() as stack:
+            fd = None
+            try:
+                fd = _open(path, stack)
+            except FileNotFoundError:
+                self.report(key, Changed(self.name(path), f"{what} is missing"))
+            if fd is not None and nbytes is not None and (size := os.fstat(fd).st_size) != nbytes:
+                self.report(key, Changed(self.name(path), f"{what} has {size} bytes, not {nbytes}"))
+                fd = None
+            yield fd
 
     def compare(
         self, path: Path, what: str, shape: FileShape, digests: Mapping[int, tuple[bytes, object]], layout: Layout
@@ -226,25 +236,27 @@ class _Check:
             layout: where its tensors are.
         """
         row = next((key for _, key in digests.values()), None)
-        fd = self.open(path, what, shape.nbytes, row)
-        if fd is None:
-            return
-        for number, (digest, key) in digests.items():
-            ranges = shape.regions[number] if number < len(shape.regions) else ()
-            if region_digest(fd, ranges) != digest:
-                self._bad.append((path, len(self.found.changed), ranges))
-                start, nbytes = (ranges[0][0] if ranges else 0), sum(count for _, count in ranges)
-                tensors, where = _tensors(layout, ranges), f"part {number} of {what}"
-                self.report(key, Changed(self.name(path), where, number, start, nbytes, tensors))
+        with self.opened(path, what, shape.nbytes, row) as fd:
+            if fd is None:
+                return
+            for number, (digest, key) in digests.items():
+                ranges = shape.regions[number] if number < len(shape.regions) else ()
+                if region_digest(fd, ranges) != digest:
+                    self._bad.append((path, len(self.found.changed), ranges))
+                    start, nbytes = (ranges[0][0] if ranges else 0), sum(count for _, count in ranges)
+                    tensors, where = _tensors(layout, ranges), f"part {number} of {what}"
+                    self.report(key, Changed(self.name(path), where, number, start, nbytes, tensors))
 
     def name_bytes(self, path: Path, right_fd: int) -> None:
         """Name exactly the bytes of a damaged file that differ from those of a file that is right."""
         for position, ranges in [(position, ranges) for bad, position, ranges in self._bad if bad == path]:
             spans: list[tuple[int, int]] = []
-            for start, nbytes in ranges:
-                for at in range(start, start + nbytes, READ_BYTES):
-                    count = min(READ_BYTES, start + nbytes - at)
-                    spans += _spans(os.pread(self.opened[path], count, at), os.pread(right_fd, count, at), at)
+            with ExitStack() as stack:
+                fd = _open(path, stack)
+                for start, nbytes in ranges:
+                    for at in range(start, start + nbytes, READ_BYTES):
+                        count = min(READ_BYTES, start + nbytes - at)
+                        spans += _spans(os.pread(fd, count, at), os.pread(right_fd, count, at), at)
             self.found.changed[position] = self.found.changed[position]._replace(spans=joined(spans)[:MOST_SPANS])
 
     def is_good(self, path: Path) -> bool:
@@ -284,7 +296,10 @@ class _Check:
         if planned is not None and planned.state is not None:
             state = planned.shapes().by_kind()[STATE]
             self.compare(path, what, state, _keyed(row.state_digests, row), planned.state[1])
-        elif (fd := self.open(path, what, None, row)) is not None:
+            return
+        with self.opened(path, what, None, row) as fd:
+            if fd is None:
+                return
             in_chunks, good = self.settings["algorithm.outer_optimizer"]["granularity"] == "chunk", False
             with suppress(BadRequest):  # the file's header is damaged
                 good = is_whole(fd, layout, row.state_digests, in_chunks)
@@ -314,7 +329,12 @@ class _Check:
     # -- rounds
 
     def again(self, row: tables.VersionRow) -> RoundResult:
-        """Make a version again from its base and its updates, and compare its digests."""
+        """Make a version again from its base and its updates, and compare its digests.
+
+        Raises:
+            AtollError, ValueError, TypeError, KeyError, FileNotFoundError: the pass cannot be made with these rows and
+                files: a row was rewritten, or a file has changed since it was compared.
+        """
         fragment, version = row.fragment, row.version
         summary, made = self.rows.summary(fragment, version), self.rows.made[fragment, version]
         number = summary.get("round", 0)
@@ -322,10 +342,7 @@ class _Check:
         def result(why: str) -> RoundResult:
             return RoundResult(fragment, number, version, row.digest, "not computed", why=why)
 
-        base_number = self.rows.base_of(fragment, version)
-        base = next(
-            (each for each in self.rows.versions if (each.fragment, each.version) == (fragment, base_number)), None
-        )
+        base_number, base = self.rows.base_of(fragment, version)
         missing = [ticket for ticket in made.tickets if ticket not in self.rows.tickets]
         if missing:
             return result("its updates are not kept (disk.keep_updates)")
@@ -340,7 +357,7 @@ class _Check:
         if plan.values.accumulates:
             return result("the aggregator is a program of the run's own")
         for path in (*base_paths, *needed.values()):
-            if path not in self.opened or not self.is_good(path):
+            if not self.is_good(path):
                 return result(f"{self.name(path)} is damaged")
         rows, total = [self.rows.tickets[ticket] for ticket in made.tickets], summary.get("total_weight") or 0.0
         before = self.rows.summary(fragment, base_number).get("total_weight") or total
@@ -356,14 +373,11 @@ class _Check:
             from_zero=made.generation == base_number,
         )
         shapes = plan.fragments[fragment].shapes()
-        files = RoundFiles(
-            self.opened[base_paths[0]],
-            self.opened[base_paths[1]] if len(base_paths) > 1 else None,
-            {ticket: UpdateInput(self.opened[path]) for ticket, path in needed.items()},
-            base.part_digests,
-            base.state_digests,
-        )
         with ExitStack() as stack:
+            base_fd, *state_fd = [_open(path, stack) for path in base_paths]
+            updates = {ticket: UpdateInput(_open(path, stack)) for ticket, path in needed.items()}
+            digests = base.part_digests, base.state_digests
+            files = RoundFiles(base_fd, state_fd[0] if state_fd else None, updates, *digests)
             state, delta = (None if each is None else _empty(each, stack) for each in (shapes.state, shapes.delta))
             out = NextFiles(_empty(shapes.version, stack), state, delta)
             again = make_version(plan, frozen, files, out, threading.Event())
@@ -380,10 +394,17 @@ class _Check:
                 if row.state_slot is not None and out.state is not None:
                     self.name_bytes(self.slot(STATE, fragment, row.state_slot), out.state)
                 return RoundResult(fragment, number, version, row.digest, "same", len(rows))
-        why, build = f"its {' and '.join(differing)} got other digests", (made.rules["torch"], made.rules["cpu"])
-        if build != (torch_build(), cpu_capability()):
-            why += f"; it was made with torch {build[0]} on {build[1]}, which may be why"
+        why, now = f"its {' and '.join(differing)} got other digests", made_by()
+        if (build := {key: made.rules.get(key, "of unknown version") for key in now}) != now:
+            why += "; it was made by atoll {atoll} with torch {torch} on {cpu}, which may be why".format(**build)
         return RoundResult(fragment, number, version, row.digest, "differs", len(rows), why)
+
+    def failed(self, row: tables.VersionRow, error: Exception) -> RoundResult:
+        """Return the result of a round that could not be made, because of an error."""
+        fragment, version = row.fragment, row.version
+        why = f"it cannot be made: {reason(error) if isinstance(error, ValidationError) else error}"
+        number, made = self.rows.summary(fragment, version).get("round", 0), self.rows.made[fragment, version]
+        return RoundResult(fragment, number, version, row.digest, "differs", len(made.tickets), why)
 
 
 def verify_state(state_dir: Path, tell: Callable[[str], object] = lambda text: None) -> Verified:
@@ -397,7 +418,8 @@ def verify_state(state_dir: Path, tell: Callable[[str], object] = lambda text: N
 
     Raises:
         UsageError: the directory contains no run.
-        StoreError: this user has no permission to read a file, or there is no space for temporary files.
+        StoreError: this user has no permission to read a file, this process may open no more files, or there is no
+            space for temporary files.
         StateCorrupt: the journal cannot be read at all.
     """
     tell("the journal and the audit log")
@@ -416,27 +438,38 @@ def verify_state(state_dir: Path, tell: Callable[[str], object] = lambda text: N
         found.unchecked.append("versions and updates: the journal's rows about them cannot be read")
         return found
     of_journal = len(found.changed)
-    with ExitStack() as stack, permitted(state_dir):
-        check = _Check(state_dir, rows, found, stack)
+    with permitted(state_dir):
+        check = _Check(state_dir, rows, found)
         if check.settings["swarm.enabled"] or not check.settings["disk.in_files"]:
             found.unchecked.append("versions and updates: the server of this run has none in files")
             return found
         tell("versions and updates")
         check.files()
+        rounds: list[tuple[RoundResult, set[object]]] = []
         for row in rows.versions:
             if (made := rows.made.get((row.fragment, row.version))) is not None and made.tickets:
                 tell(f"the round of version {row.version}")
-                found.rounds.append(check.again(row))
-    if len(found.changed) > of_journal:
-        with open_state(state_dir) as state:
-            kept = _Rows(state).keys()
-        ours = zip(found.changed[of_journal:], check.keys, strict=True)
-        found.changed[of_journal:] = [changed for changed, key in ours if key in kept]
+                try:
+                    result = check.again(row)
+                except (AtollError, ValueError, TypeError, KeyError, FileNotFoundError) as error:
+                    result = check.failed(row, error)
+                rounds.append((result, rows.needs(row)))
+    with open_state(state_dir) as state:
+        kept = _Rows(state).keys()
+    ours = zip(found.changed[of_journal:], check.keys, strict=True)
+    found.changed[of_journal:] = [changed for changed, key in ours if key in kept]
+    found.rounds = [result for result, needs in rounds if result.result == "same" or needs <= kept]
     return found
 
 
 def _keyed(digests: Sequence[bytes], key: object) -> dict[int, tuple[bytes, object]]:
     return {number: (digest, key) for number, digest in enumerate(digests)}
+
+
+def _open(path: Path, stack: ExitStack) -> int:
+    fd = open_own(path, mode=NAMED_FILE)
+    stack.callback(os.close, fd)
+    return fd
 
 
 def _empty(shape: FileShape, stack: ExitStack) -> int:

@@ -9,7 +9,6 @@ A function that no name leads to, such as one of a notebook cell, is inherited b
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
 import runpy
@@ -70,7 +69,7 @@ def name_of(script: str | Callable[..., Any]) -> str:
 def _name_of_function(function: Callable[..., Any]) -> str:
     if not (place := registry.importable_place(function)):
         raise UsageError(
-            f"The function {label_of(function)} cannot be imported by another process.",
+            f"The function {registry.label_of(function)} cannot be imported by another process.",
             "Use a function at the top level of a file, or engine 'local' on a system that can fork processes.",
         )
     return place
@@ -83,17 +82,9 @@ def given_function(script: object, engine: str) -> Callable[..., Any] | None:
     return None
 
 
-def label_of(function: Callable[..., Any]) -> str:
-    """Return a function's name for messages; of a partial, that of its function."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return str(getattr(function, "__qualname__", type(function).__qualname__))
-
-
 def source_of(function: Callable[..., Any]) -> str:
     """Return a function's source text; where there is none, its bytecode. Of a partial, that of its function."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = registry.without_arguments(function)
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from atoll import registry
 from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
 from atoll.config.round_changes import CODEC
@@ -37,7 +38,7 @@ from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.progress import Progress
 from atoll.simulate.schedule_sites import SiteScheduler, now
-from atoll.simulate.script import arguments_of_program, given_function, label_of, name_of, require_outside
+from atoll.simulate.script import arguments_of_program, given_function, name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site
@@ -66,7 +67,8 @@ class Simulated:
         late: number of updates that came after their round had closed.
         global_metrics: metrics of the last version, by the function that evaluates versions at the server.
         refused: site → number of its refused updates.
-        not_evaluated: version → why the function that evaluates versions gave no metrics, or not all.
+        not_evaluated: version → why the function that evaluates versions gave no metrics, or not all: the last ones.
+        not_evaluated_count: number of such versions.
     """
 
     model: Path
@@ -83,6 +85,7 @@ class Simulated:
     refused: dict[str, int]
     global_metrics: dict[str, float] = field(default_factory=dict)
     not_evaluated: dict[int, str] = field(default_factory=dict)
+    not_evaluated_count: int = 0
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -174,7 +177,7 @@ class Simulation:
             )
         require_engine(engine, processes, address)
         self._function = function = given_function(script, engine)
-        self._script = name_of(script) if function is None else label_of(function)
+        self._script = name_of(script) if function is None else registry.label_of(function)
         self._arguments = arguments_of_program() if arguments is None else tuple(arguments)
         self._processes = processes or cores()
         self._engine = _engine(engine, self._processes, address, function)
@@ -350,7 +353,8 @@ class Simulation:
             late=scheduler.late,
             refused=dict(scheduler.refused),
             global_metrics=dict(last.global_metrics) if last else {},
-            not_evaluated=not_evaluated(served.evaluation.status()),
+            not_evaluated=not_evaluated(evaluation := served.evaluation.status()),
+            not_evaluated_count=evaluation.failures if evaluation is not None else 0,
         )
 
 

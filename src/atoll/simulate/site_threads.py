@@ -220,6 +220,7 @@ class _Threads:
             refused=dict(self._refused),
             global_metrics=dict(status.history[-1].global_metrics) if status.history else {},
             not_evaluated=not_evaluated(status.evaluation),
+            not_evaluated_count=status.evaluation.failures if status.evaluation is not None else 0,
         )
 
 

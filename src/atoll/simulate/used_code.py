@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from atoll import registry
-from atoll.simulate.script import label_of, source_of
+from atoll.simulate.script import source_of
 
 IMPORTS = ("import_module", "__import__")
 """Functions that import a module by its name, which is their first argument."""
@@ -151,15 +151,15 @@ class GivenCode:
         elif isinstance(value, functools.partial):
             yield "", value.func
             named = {**{f"argument {number}": each for number, each in enumerate(value.args, 1)}, **value.keywords}
-            yield from _named(named, label_of(value))
+            yield from _named(named, registry.label_of(value))
         elif isinstance(value, MethodType):
             yield from (("", value.__func__), ("", value.__self__))
         elif isinstance(value, FunctionType) and not self._place(value):
-            self.parts[label_of(value)] = blake3(source_of(value).encode()).hexdigest()
-            yield from _named(_values(value), label_of(value))
+            self.parts[registry.label_of(value)] = blake3(source_of(value).encode()).hexdigest()
+            yield from _named(_values(value), registry.label_of(value))
         elif isinstance(value, type) and not self._place(value):
             if value.__module__ == "__main__":
-                self.parts[label_of(value)] = blake3(source_of(value).encode()).hexdigest()
+                self.parts[registry.label_of(value)] = blake3(source_of(value).encode()).hexdigest()
         elif isinstance(value, Mapping | list | tuple | set):
             yield from (("", each) for each in (value.values() if isinstance(value, Mapping) else value))
         elif not isinstance(value, type) and _is_own(type(value)):

@@ -68,7 +68,12 @@ class KnownSites:
         if row is not None and row.state == "revoked":
             return f"The credential of site {site!r} was revoked on {_shown(row.since)}.", remedy
         if credential is None:
-            return "", ""
+            if row is None or not row.credential:
+                return "", ""
+            return (
+                f"Site {site!r} has a credential of this run; that of another authority counts no more.",
+                f"Use the credential of its enrolment. {remedy}",
+            )
         if row is None or not row.credential:
             return f"The credential of site {site!r} is not from this run.", remedy
         if credential not in (row.credential, row.previous):
@@ -247,7 +252,9 @@ class Identities:
         row = self.rows.get(site) or IdentityRow(site, "revoked", "")
         if row.state == "revoked" and row.since and not row.invitation:
             return row
-        # its credential stays in the row, so that a request with it is told why it is refused
+        # its credential stays in the row, so that a request with it is told why it is refused; a certificate of another
+        # authority counts as its first enrolment, so that `ended` still names the site after the next one
+        row = replace(row, enrolments=max(1, row.enrolments))
         return self._put(replace(row, state="revoked", since=utc_text(), invitation="", used=""), "revoked")
 
 

@@ -167,7 +167,7 @@ class Journal:
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute(f"PRAGMA synchronous = {self._level}")
-        LOG.info(
+        LOG.warning(  # commands that change the run, such as `atoll pause`, print warnings, too
             "%s was of journal version %d, and is of version %d now. As it was, it is kept as %s. An older Atoll "
             "cannot go on from here: for that, restore the whole directory from a backup",
             *(self.path, version, SCHEMA_VERSION, backup),

@@ -122,8 +122,8 @@ class ObjectStore:
         max_bytes: int,
         max_expires_s: float,
         idle_timeout_s: float,
+        least_bytes_per_s: float,
         most_bytes_of_one: int = 2**62,
-        least_bytes_per_s: float = 1024.0,
     ) -> None:
         self.folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
         self._most_bytes_of_one, self._least_bytes_per_s = most_bytes_of_one, least_bytes_per_s

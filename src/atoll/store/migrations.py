@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from atoll.posix import open_own
+from atoll.posix import file_error, open_own
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
 
@@ -78,21 +78,27 @@ def back_up(db: sqlite3.Connection, path: Path, version: int, sync: Callable[[in
         sync: writes a file to disk; it gets the descriptor and the name.
 
     Raises:
-        sqlite3.Error, OSError: the copy cannot be written.
+        sqlite3.Error, StoreError: the copy cannot be written.
     """
     backup = path.with_name(f"{path.stem}.version-{version}{path.suffix}")
     partial = backup.with_name(f"{backup.name}.partial")
-    partial.unlink(missing_ok=True)
-    fd = open_own(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)  # for its owner alone
     try:
-        with closing(sqlite3.connect(partial)) as copy:
-            db.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")  # one file, which a user can move
-        failpoint("journal.backup")
-        sync(fd, str(partial))
-    finally:
-        os.close(fd)
-    partial.replace(backup)
+        partial.unlink(missing_ok=True)
+        fd = open_own(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL)  # for its owner alone
+        try:
+            with closing(sqlite3.connect(partial)) as copy:
+                db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")  # one file, which a user can move
+            failpoint("journal.backup")
+            sync(fd, str(partial))
+            partial.replace(backup)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise file_error(error, partial) from error
     return backup
 
 

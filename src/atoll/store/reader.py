@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError, UsageError
+from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError, UsageError, no_more_files
 from atoll.json_files import NoteDamaged
 from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_behind
 from atoll.protocol import run_events
@@ -270,8 +270,8 @@ def permitted(state_dir: Path) -> Iterator[None]:
         state_dir: the state directory that the block reads.
 
     Raises:
-        StoreError: a file is a link, a named pipe, a socket or a device. Or this user has no permission to read it; the
-            message then says that nothing is damaged.
+        StoreError: a file is a link, a named pipe, a socket or a device. Or this process may open no more files. Or
+            this user has no permission to read it; the message then says that nothing is damaged.
         StateCorrupt: a file is missing, cannot be read, or is a folder.
     """
     try:
@@ -281,7 +281,7 @@ def permitted(state_dir: Path) -> Iterator[None]:
     except OSError as error:
         if not error.filename or not Path(error.filename).is_relative_to(state_dir):
             raise
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # it is no file
+        if error.errno in (errno.ELOOP, errno.ENXIO) or no_more_files(error):  # it is no file, or not opened
             raise file_error(error, error.filename) from error
         raise StateCorrupt(
             f"{error.filename} cannot be read ({error.strerror}).",

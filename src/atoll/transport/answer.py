@@ -23,11 +23,10 @@ import time
 from typing import Any
 
 from atoll.format_text import visible
+from atoll.protocol.routes import LEAST_BYTES_PER_S
 
 HEAD_BYTES = 64 * 2**10
 """Maximum size of the head of an answer, in bytes. http.client allows at most 100 headers."""
-LEAST_BYTES_PER_S = 1024
-"""Least rate at which an answer arrives, or a part is accepted, after its first seconds."""
 MALFORMED = (ValueError, LookupError, AttributeError, RecursionError)
 """What http.client raises for some malformed answers, besides its own errors."""
 SHOWN_CHARS = 200

@@ -169,6 +169,11 @@ def issued_at_s(peer: Mapping[str, Any]) -> float:
     return ssl.cert_time_to_seconds(str(peer["notBefore"])) + CLOCK_SLACK.total_seconds()
 
 
+def ends_at_s(peer: Mapping[str, Any]) -> float:
+    """Return the Unix time at which a certificate expires, as `identity_in` takes it."""
+    return ssl.cert_time_to_seconds(str(peer["notAfter"]))
+
+
 def first_certificate(text: bytes) -> bytes:
     """Return the first certificate of a PEM text alone: a fingerprint says nothing of those behind it.
 

@@ -160,14 +160,15 @@ def _stamp(folder: Path) -> tuple[int, int]:
     return found.st_ino, found.st_mtime_ns
 
 
-def store(folder: Path, note: CredentialNote, *, secret: bytes, authority: bytes = b"") -> None:
+def store(folder: Path, note: CredentialNote, *, secret: bytes, authority: bytes | None = None) -> None:
     """Write a credential, each file in one step and the note last.
 
     Args:
         folder: the folder for it; made if it is missing.
         note: what it is.
         secret: key and certificate as PEM, or the token.
-        authority: authority of the server, PEM; empty: the file stays as it is.
+        authority: authority of the server, PEM; empty: those of the system, so an earlier file is removed; None: the
+            file stays as it is.
 
     Raises:
         StoreError: a file cannot be written.
@@ -176,8 +177,12 @@ def store(folder: Path, note: CredentialNote, *, secret: bytes, authority: bytes
         own_folder(folder)
         if authority:
             replace_file(folder / AUTHORITY, [authority])
-        replace_file(folder / (IDENTITY if note.kind == "certificate" else TOKEN), [secret])
+        elif authority is not None:
+            (folder / AUTHORITY).unlink(missing_ok=True)
+        name, other = (IDENTITY, TOKEN) if note.kind == "certificate" else (TOKEN, IDENTITY)
+        replace_file(folder / name, [secret])
         replace_file(folder / NOTE, [seal(asdict(note)).encode()])
+        (folder / other).unlink(missing_ok=True)
     except OSError as error:
         raise file_error(error, error.filename or folder) from error
 

@@ -15,8 +15,9 @@
     torn       the end of a line that a crash has cut off was removed
 
 Each line is on the disk before its bytes leave (`keep`): threads that wait for that share one fdatasync. After it, the
-file `egress.head` names the last line, so that a missing end is noticed. A crash leaves lines of bytes that did not
-leave, and lines behind the head: neither is an error. Messages and receipts wait for the next line.
+file `egress.head` names the last line, so that a missing end is noticed. After a crash, the last lines may name bytes
+that were never sent, and lines may stand behind the head: neither is an error. Messages, and receipts of updates that
+do not count yet, wait for the next line, or for the end of the process.
 
 Several processes may write to the log: each appends under a lock. Bytes are those of bodies, without headers and TLS. A
 part that is sent again is in the log again, and so is a range that another process downloads.
@@ -138,6 +139,7 @@ class EgressLog(OwnedFile):
         self._last: Entry | None = None
         self._head = OwnedFile()
         self._kept = 0  # number of entries that are on the disk, as far as this process knows
+        self._broken: OSError | None = None  # lines may be lost: a later sync that succeeds does not bring them back
         try:
             own_folder(folder)
             self.fd = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -155,6 +157,7 @@ class EgressLog(OwnedFile):
             StoreError: the file cannot be written. What was to be sent must not be sent.
         """
         with self._locked():
+            self._require_unbroken()
             return self._append(what, detail)
 
     def keep(self, entry: Entry) -> None:
@@ -166,6 +169,7 @@ class EgressLog(OwnedFile):
         with self._keeping:  # a thread that has waited here finds its entry kept with that of another one
             if entry.seq <= self._kept:
                 return
+            self._require_unbroken()
             last = self._last or entry
             try:
                 os.fdatasync(self.fd)
@@ -173,8 +177,18 @@ class EgressLog(OwnedFile):
                     if read_head(self.path)[0] < last.seq:
                         write_at(self._head.fd, _head_text(last.seq, last.hash), 0)
             except OSError as error:
-                raise file_error(error, self.path) from error
+                self._broken = error
+            self._require_unbroken()
             self._kept = last.seq
+
+    def keep_all(self) -> None:
+        """Keep the last entry, and with it all others. It raises what `keep` does."""
+        if self._last is not None:
+            self.keep(self._last)
+
+    def _require_unbroken(self) -> None:
+        if self._broken is not None:
+            raise file_error(self._broken, self.path) from self._broken
 
     def _append(self, what: str, detail: dict[str, Any]) -> Entry:
         last = self._last
@@ -280,6 +294,8 @@ def read_log(path: Path) -> Iterator[Entry]:
     try:
         fd = open_own(path)
     except FileNotFoundError:
+        if path.with_name(HEAD).exists():
+            _require_end(path, read_head(path), None)
         raise UsageError(
             f"There is no egress log at {path}.", "A site keeps one from its first run with a policy on."
         ) from None
@@ -336,9 +352,10 @@ def _headed(entry: Entry, head: tuple[int, str]) -> Entry:
 def _require_end(path: Path, head: tuple[int, str], last: Entry | None) -> None:
     """Raise an error if a log ends before the entry that its head names."""
     if (ends := last.seq if last else 0) < head[0]:
+        compare = "`atoll egress --compare` names the first update that is missing. " if last else ""
         raise StateCorrupt(
             f"The end of the egress log {path} is missing: it has {ends} lines, but {HEAD} names line {head[0]}.",
-            f"Restore both from a backup. `atoll egress --compare` names the updates that are missing. {_ANEW}",
+            f"Restore both from a backup. {compare}{_ANEW}",
         )
 
 

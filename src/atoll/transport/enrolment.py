@@ -233,8 +233,10 @@ def renew(http: Http, credential: SiteCredential, timeout_s: float) -> bool:
         lock.close()
 
 
-def _store(folder: Path, server: str, site: str, key: bytes, answer: Credential, authority: bytes = b"") -> None:
-    """Check and store what a server has answered."""
+def _store(
+    folder: Path, server: str, site: str, key: bytes, answer: Credential, authority: bytes | None = None
+) -> None:
+    """Check and store what a server has answered; `authority` is as for `store`."""
     why, secret = "", answer.token.encode()
     now_s, expires_at_s = time.time(), answer.expires_at
     if answer.site != site:

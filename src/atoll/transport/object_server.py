@@ -484,7 +484,10 @@ class ObjectHost:
             )
         require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
         if self._is_refused(request):
-            text = "The certificate of this connection has ended: its site was revoked, or has enrolled again."
+            text = (
+                "The certificate of this connection has ended: it has expired, or its site was revoked, or has "
+                "enrolled again."
+            )
             raise AuthError(text, ANEW)
         return served
 

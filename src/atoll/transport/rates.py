@@ -57,6 +57,6 @@ class Rates:
         return max(0.0, wait_s), fits
 
     def give_back(self, key: str) -> None:
-        """Count one use less: it turned out to be none of those that the rate is for."""
+        """Take back a use that should not have been counted."""
         if key in self._used_s:
             self._used_s[key] -= self._each_s

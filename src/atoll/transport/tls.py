@@ -107,6 +107,8 @@ def peer_context(authority: Path, site: str | None = None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if site is None else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    if site is None:
+        context.num_tickets = 0  # a resumed session could go on after its certificate has expired
     if site not in (None, ANY_SITE):
         context.sslsocket_class = _socket_to(site)
     try:

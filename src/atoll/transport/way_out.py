@@ -12,6 +12,7 @@ What carries tensors is cleared by the code that has applied the policy's filter
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -437,7 +438,9 @@ class WayOut:
                 f"The receipt for ticket {receipt.ticket} is not signed with the key of the run {receipt.run}.",
                 "Check that no other program answers at the server's address.",
             )
-        self.log.append("receipt", **receipt.model_dump())
+        entry = self.log.append("receipt", **receipt.model_dump())
+        if receipt.state == "counted":
+            self.log.keep(entry)
 
     def _require_cleared(self, digests: Iterable[bytes]) -> None:
         for digest in digests:
@@ -476,11 +479,17 @@ class WayOut:
         self._small.clear()
 
     def close(self) -> None:
-        """Write what is counted, and close the log."""
-        with self._lock, suppress(AtollError):
+        """Write what is counted, keep it on the disk, and close the log."""
+        if self.log is None:
+            return
+        with self._lock, closing(self.log), suppress(AtollError):
             self._flush()
-            if self.log is not None:
-                self.log.close()
+            self.log.keep_all()
+
+
+def _close(process: int, *key: object) -> None:
+    if process == os.getpid():  # not in a fork: its parent writes what it has counted
+        _ways[process, *key].close()
 
 
 def _text(message: BaseModel) -> bytes:
@@ -509,4 +518,5 @@ def way_out(environ: Mapping[str, str] = os.environ) -> WayOut:
                 policy = read_policy(path) if path is not None else Policy.empty(Path(f"no {VARIABLE}"))
                 log = None if dry else EgressLog(policy.log_folder)
                 _ways[key] = WayOut(policy, log, Path(dry) if dry else None)
+                atexit.register(_close, *key)
         return _ways[key]

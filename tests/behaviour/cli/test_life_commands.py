@@ -222,7 +222,7 @@ NEXT = "the next start of its server"
 START = "To start its server: atoll server run.toml --dir state"
 RESUME = "atoll resume state, and then atoll server run.toml --dir state"
 MORE = "To train further: raise rounds.total, and then atoll server run.toml --dir state"
-MEND = "Before that, mend why it failed: The reducer raised an error."
+MEND = "Correct this first: The reducer raised an error."
 FRESH = "To start it: atoll run trial"
 BEGIN = f"its server has not begun. {FRESH}"
 WISHES = ("pause", "resume", "stop", "rollback 0")
@@ -262,10 +262,10 @@ CELLS: dict[tuple[str, str], tuple[int, str]] = {
     ("finished", "resume"): (6, f"The run in state is finished, so it cannot resume. {MORE}"),
     ("finished", "stop"): (6, f"The run in state is finished, so it cannot be stopped. {MORE}"),
     ("finished", "rollback 0"): (6, f"The run in state is finished, so it cannot go back. {MORE}"),
-    ("failed", "pause"): (0, f"{NOW} is paused from {NEXT} on. To go on: {RESUME} {MEND}"),
-    ("failed", "resume"): (0, f"{NOW} was not paused; it goes on with {NEXT}. {START} {MEND}"),
+    ("failed", "pause"): (0, f"{NOW} is paused from {NEXT} on. {MEND} To go on: {RESUME}"),
+    ("failed", "resume"): (0, f"{NOW} was not paused; it goes on with {NEXT}. {MEND} {START}"),
     ("failed", "stop"): (0, f"{NOW} is finished after its present round, with {NEXT}."),
-    ("failed", "rollback 0"): (0, f"{NOW} goes back to version 0 with {NEXT}. {START} {MEND}"),
+    ("failed", "rollback 0"): (0, f"{NOW} goes back to version 0 with {NEXT}. {MEND} {START}"),
     **dict.fromkeys((("never started", words) for words in WISHES), (2, f"trial was never started: {BEGIN}")),
     **dict.fromkeys(
         (("failed early", words) for words in WISHES), (2, f"trial failed before it began: no module. {FRESH}")

@@ -15,6 +15,7 @@ from kit.peers import Connection, Peer, Request
 from kit.processes import write_run_file
 
 from atoll.cli import main, text
+from atoll.cli import worker as worker_command
 from atoll.cli.text import FIRST_S
 
 TRAIN = """
@@ -90,6 +91,26 @@ def test_a_worker_says_that_its_script_has_not_joined(nursery: Nursery, tmp_path
     worker = nursery.start("atoll", *words, cwd=tmp_path)
     wait_until(lambda: count(worker, "has not joined yet; it takes seconds to load PyTorch (") >= 2, "two lines", 60)
     worker.kill()
+
+
+def test_a_joined_script_is_not_asked_about_again(tmp_path: Path) -> None:
+    """The line names the script, not its interpreter or its arguments; once the script has joined, no file is read."""
+    words = [sys.executable, "train.py", "--key", "secret"]
+    leases = tmp_path / "leases"
+    awaited = worker_command._not_joined(worker_command.name_of(words), leases)
+    assert awaited() == "atoll: train.py has not joined yet; it takes seconds to load PyTorch"
+    leases.touch()
+    assert awaited() == ""
+    leases.unlink()
+    assert awaited() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["/usr/bin/python3.11", "train.py"], "train.py"), (["./train"], "./train"), (["python", "-c", "x"], "python")],
+)
+def test_a_script_is_named_without_its_interpreter(words: list[str], name: str) -> None:
+    assert worker_command.name_of(words) == name
 
 
 def count(process: Process, text: str) -> int:

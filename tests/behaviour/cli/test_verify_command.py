@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
+import resource
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from kit.models import SITES
 from kit.processes import command
 from kit.world import World
 
-from atoll.errors import StateCorrupt
+from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import chain_hash
 from atoll.server.verify_state import Verified, verify_state
 from atoll.store import journal_tables
@@ -188,7 +191,7 @@ def rewrite_weight(state: Path, version: int, weight: float) -> None:
 
 
 def test_a_rewritten_weight_changes_the_result(state: Path, atoll_command) -> None:
-    """Whoever rewrites a weight, all checksums and the whole audit log is found out by the computed round."""
+    """A rewritten weight is noticed when its round is computed again, even if all checksums and the audit log match."""
     rewrite_weight(state, 4, 2.0)
     outcome = atoll_command("verify", "state", "--json")
     found = json.loads(outcome.stdout)
@@ -197,6 +200,77 @@ def test_a_rewritten_weight_changes_the_result(state: Path, atoll_command) -> No
     assert "version" in found["rounds"][-1]["why"]
     assert outcome.returncode == StateCorrupt.exit_code
     assert "1 round with another result" in outcome.stderr
+
+
+def test_a_weight_that_no_round_can_have_is_another_result(state: Path, atoll_command) -> None:
+    """A rewritten weight of 0 ends no check: its round has another result, and the rest is reported as well."""
+    rewrite_weight(state, 4, 0.0)
+    flip_bit(version_file(state, 2), -1)
+    outcome = atoll_command("verify", "state", "--json")
+    found = json.loads(outcome.stdout)
+    assert [each["result"] for each in found["rounds"]] == ["not computed", "not computed", "differs"]
+    assert "weight: Input should be greater than 0" in found["rounds"][-1]["why"]
+    assert "part 1 of version 2" in found["changed"][0]["what"]
+    assert outcome.returncode == StateCorrupt.exit_code
+
+
+def test_another_result_names_the_versions_that_made_the_round(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another Atoll made the round, that is named beside torch and the CPU: its defaults may have been others."""
+    rewrite_weight(state, 4, 2.0)
+    assert "which may be why" not in verify_state(state).rounds[-1].why
+    made_by = metadata.version("atoll")
+    monkeypatch.setattr("atoll.server.recorded_rules.version", lambda package: "99.0")
+    assert f"it was made by atoll {made_by} with torch {torch.__version__}" in verify_state(state).rounds[-1].why
+
+
+@pytest.mark.parametrize("deleted", [True, False], ids=["the server deletes it", "it is still kept"])
+@pytest.mark.parametrize("what", ["the base", "an update"])
+def test_a_file_that_changes_during_its_round(state: Path, what: str, deleted: bool) -> None:
+    """A file that the server deletes or reuses while its round is computed is left out. If its row still says that it
+    is kept, its round has another result. What was found before is still reported.
+    """
+    path = version_file(state, 3) if what == "the base" else update_file(state, 4)
+    rows = "versions WHERE version = 3" if what == "the base" else f"parts WHERE ticket = {path.stem.split('-')[-1]}"
+    flip_bit(version_file(state, 2), -1)
+
+    def tell(doing: str) -> None:
+        if doing == "the round of version 4":
+            path.unlink() if what == "an update" else path.write_bytes(bytes(path.stat().st_size))
+            if deleted:
+                with closing(sqlite3.connect(state / "journal.sqlite")) as db, db:
+                    journal_tables.write_checksums(db)
+                    db.execute(f"DELETE FROM {rows}")
+
+    found = verify_state(state, tell)
+    assert [each.what for each in found.changed] == ["part 1 of version 2"]
+    assert results(found).get(4) == (None if deleted else "differs")
+
+
+def test_files_are_not_kept_open(tmp_path: Path) -> None:
+    """The number of files in a run may be larger than the number of files that the process may open."""
+    state = run_world(tmp_path, 9, **{"disk.keep_updates": 9})
+    assert len([*state.glob("slots/*"), *state.glob("updates/*")]) > 30
+    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(len(used) + 20) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[19], limits[1]))
+    try:
+        found = verify_state(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (found.changed, set(results(found).values())) == ([], {"same"})
+
+
+def test_too_many_open_files_are_no_damage(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may open no more files says so; it does not call the run damaged."""
+
+    def refuse(path: Path, **options: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    monkeypatch.setattr("atoll.server.verify_state.open_own", refuse)
+    with pytest.raises(StoreError, match="Too many open files") as caught:
+        verify_state(state)
+    assert not isinstance(caught.value, StateCorrupt)
+    assert "ulimit -n" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def test_training_goes_on_if_the_evaluation_fails(
     assert "The run ends without metrics of that version" in warning or len(warning) > 1000
     assert status.evaluation is not None
     assert [*status.evaluation.failed] == ["1", "2", "3"]
+    assert status.evaluation.failures == 3
     assert len([line for line in logged(caplog) if problem in line and "server.evaluate" in line]) == 1
     assert [each.global_metrics for each in status.history] == [{}, {}, {}]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from harness.processes import Nursery
 from kit.credentials import Trusted, trusted
-from kit.nginx import free_port
 from kit.processes import Outcome, command
 
 from atoll.errors import AuthError, ConfigError, Conflict, ServerUnreachable, UsageError
 from atoll.protocol.invitation import Invitation
+from atoll.testing.run import free_port
 
 DAY_S = 86_400.0
 SCRIPT = "import atoll\nwith atoll.join() as worker:\n    next(iter(worker))\n"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kit.credentials import Trusted
-from kit.nginx import free_port, needs_nginx, nginx
+from kit.nginx import needs_nginx, nginx
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, serve
 from kit.sites import FederatedSites, Gate, run_to_end
 from kit.tls import write_certificate
@@ -24,7 +24,7 @@ from torch import nn
 import atoll
 from atoll.errors import AtollError
 from atoll.protocol import routes
-from atoll.testing.run import wait_until
+from atoll.testing.run import free_port, wait_until
 from atoll.transport.credential_store import credential_at
 from atoll.transport.enrolment import enrol
 from atoll.transport.http_client import http_to

@@ -169,6 +169,30 @@ def test_behind_a_proxy_the_site_has_a_token(tmp_path: Path, monkeypatch: pytest
         assert [header for *_, header in server.seen[-2:]] == [f"Bearer {'t' * 43}", "Bearer of-the-run"]
 
 
+def test_new_kind_of_credential_leaves_nothing_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token in place of a certificate, then a certificate again: the files of the other kind are gone; a renewal
+    keeps the authority.
+    """
+    with EnrollingServer(tmp_path / "server", renew_after_s=0.001) as server:
+        credential, invitation = enrol(server.invitation()), server.invitation()
+        with contextlib.closing(http_to(server.url, site="hospital-a")) as http:
+            assert renew(http, credential, 10.0)
+        assert {"identity.pem", "authority.pem"} < {path.name for path in credential.folder.iterdir()}
+        monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "server" / "ca.pem"))
+        server.answers[routes.ENROL] = {"kind": "token", "token": "t" * 43}
+        server.invited[SECRET] = "hospital-a"
+        enrol(type(invitation)(invitation.server, invitation.site, invitation.secret))
+        found = {path.name for path in credential.folder.iterdir()}
+        assert found & {"identity.pem", "authority.pem", "token"} == {"token"}
+        server.answers.clear()
+        server.invited[SECRET] = "hospital-a"
+        enrol(invitation)
+        found = {path.name for path in credential.folder.iterdir()}
+        assert found & {"identity.pem", "authority.pem", "token"} == {"identity.pem", "authority.pem"}
+
+
 def test_lost_answer_is_asked_for_again_with_the_same_key(tmp_path: Path) -> None:
     """If the answer to an enrolment is lost, the next attempt sends the same request, so the server can repeat it."""
     with EnrollingServer(tmp_path / "server") as server:

@@ -146,6 +146,16 @@ def test_next_certificate_takes_the_place_of_the_one_before(tmp_path: Path) -> N
     assert credential.client_context(None) is not before
 
 
+def test_without_ca_the_system_vouches_for_the_server(tmp_path: Path) -> None:
+    """A certificate that is stored without `--ca` does not keep the authority that was stored before."""
+    certificate, key = issue(tmp_path, trustme.CA())
+    trustme.CA().cert_pem.write_to_path(tmp_path / "ca.pem")
+    folder = store_issued(SERVER, certificate, key, tmp_path / "ca.pem").folder
+    assert (folder / "authority.pem").exists()
+    store_issued(SERVER, certificate, key)
+    assert not (folder / "authority.pem").exists()
+
+
 def test_certificate_of_a_foreign_authority_is_refused_with_the_reason(tmp_path: Path) -> None:
     """A server tells a site in the handshake that it does not know the authority; a worker does not try for a day."""
     with serve(tmp_path, **{"trust.required": True}) as server:

@@ -125,6 +125,27 @@ def test_download_with_an_ended_certificate_is_broken_off(tmp_path: Path) -> Non
                 http.reach(routes.OBJECT.format(object=ref.object), timeout_s=10)
 
 
+def test_kept_connection_ends_with_its_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was opened before the certificate expired reads nothing after; no session can be resumed."""
+    with EnrollingServer(tmp_path / "server") as server:
+        a, b = enrolled(server, "a"), enrolled(server, "b")
+        with peer_of("b", b) as other:
+            ref, _ = offered(other)
+            headers = object_http(ref, require_ip=lambda _: None, context=lambda: a.context_to_peer("b")).headers()
+            connection = HTTPSConnection("127.0.0.1", urlsplit(ref.server).port, context=a.context_to_peer("b"))
+            statuses = list[int]()
+            for ahead_s in (0.0, 8 * 86400.0):  # the certificate lasts seven days
+                now_s = time.time() + ahead_s
+                monkeypatch.setattr(time, "time", lambda now_s=now_s: now_s)
+                connection.request("GET", routes.OBJECT.format(object=ref.object), headers=headers)
+                answer = connection.getresponse()
+                answer.read()
+                statuses.append(answer.status)
+            assert statuses == [200, 401]
+            assert connection.sock.session is None or not connection.sock.session.has_ticket
+            connection.close()
+
+
 def parts_of(content: bytes) -> list[bytes]:
     return [content[start : start + PART_BYTES] for start in range(0, len(content), PART_BYTES)]
 

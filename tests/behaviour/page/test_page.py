@@ -366,6 +366,49 @@ def test_no_site_is_amber_while_the_disk_is_full(tmp_path: Path, chrome: Browser
         assert chrome.texts("#table td span.late") == []
 
 
+def test_the_timeline_counts_only_updates_that_a_round_used(tmp_path: Path, chrome: Browser) -> None:
+    """A round's end says nothing of a refused update before, nor of a ticket that a silent or gone site has left."""
+    spans = (
+        "const done = arguments[0], at = (s) => new Date(1e12 + s * 1000).toISOString();"
+        "const site = (what, s, more) => ({ what, site: 'a', at: at(s), ...more });"
+        "const over = (s, name, train_seconds) => ({ what: 'round ended', fragment: 0, round: 1, at: at(s),"
+        "  summary: { sites: [{ site: name, train_seconds }] } });"
+        "import('/page/timeline.js').then(({ Rounds }) => { const rounds = new Rounds(); ["
+        "  site('ticket issued', 0, { ticket: 1 }), site('update refused', 5, { ticket: 1 }), over(10, 'b', 4),"
+        "  site('ticket issued', 10, { ticket: 2 }), site('update accepted', 20, { ticket: 2, send_seconds: 1 }),"
+        "  over(30, 'a', 3), site('ticket issued', 30, { ticket: 3 }), site(GONE, 40), over(99, 'b', 4),"
+        "  ].forEach((event) => rounds.take(event));"
+        "  done(rounds.spans('a', 1e12, 1e12 + 99e3).map(([from, to, kind]) =>"
+        "    [(from - 1e12) / 1e3, (to - 1e12) / 1e3, kind])); })"
+    )
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "waits for")
+        for gone in ("site silent", "site left"):
+            # 10 s from ticket to update: 6 s to pull, 3 s of training as the site reports, 1 s to send.
+            assert chrome.driver.execute_async_script(spans.replace("GONE", f"'{gone}'")) == [
+                [0, 5, "train"],
+                [5, 10, "refused"],
+                [10, 16, "pull"],
+                [16, 19, "train"],
+                [19, 20, "send"],
+                [20, 30, "wait"],
+                [30, 40, "train"],
+            ]
+
+
+def test_commands_have_the_path_of_a_gateway(tmp_path: Path, chrome: Browser) -> None:
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "waits for")
+        said = chrome.driver.execute_async_script(
+            "const done = arguments[0]; import('/page/server.js').then(({ reached }) => {"
+            "  history.replaceState(null, '', '/hospital/run/');"
+            "  done(reached('atoll stop --server http://here:1', { address: 'http://here:1' })); })"
+        )
+    assert said == f"atoll stop --server {world.url}/hospital/run"
+
+
 def test_commands_have_the_address_of_the_page(tmp_path: Path, chrome: Browser) -> None:
     """Another machine cannot use the server's own name for itself."""
     with World(tmp_path, START, "ab", rounds=3) as world:

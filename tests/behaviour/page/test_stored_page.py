@@ -56,6 +56,7 @@ def test_atoll_page_shows_a_run_without_server(tmp_path: Path, nursery: Nursery,
         chrome.open(address)
         assert words in chrome.wait("#sentence", " ")
         chrome.wait("#link", "stored in")
+        assert chrome.text("#left") == ("ended" if rounds == 2 else "no server")
         chrome.wait("figcaption", "in round 2")
         assert chrome.texts("#version-table tbody th")[0].startswith("2")
         assert f"atoll export --dir {tmp_path / 'state'} model.safetensors" in chrome.text("#versions-hint")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +21,11 @@ from kit.processes import Outcome, command
 from kit.world import World
 from policy_world import Writes, log_of
 
+from atoll.cli.egress import command as show_egress
 from atoll.cli.egress import require_genuine_receipts
-from atoll.errors import StateCorrupt, UsageError
+from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.transport.egress_log import HEAD, NAME, EgressLog, Entry, read_head, read_log
+from atoll.transport.way_out import way_out
 
 
 @pytest.fixture
@@ -137,6 +142,76 @@ def test_missing_end_is_noticed(tmp_path: Path, cut: str) -> None:
         with pytest.raises(StateCorrupt, match=r"is missing|where the egress log|names another hash") as raised:
             look()
         assert "To begin a new log, move" in raised.value.remedy or "audit log" in raised.value.remedy
+
+
+def test_comparison_names_what_a_cut_log_lacks(tmp_path: Path) -> None:
+    """With its last update cut off, the comparison names that update; with a later line cut off, it names the end."""
+    log = EgressLog(tmp_path)
+    for ticket in range(3):
+        log.append("update", run="r", site="a", ticket=ticket, fragment=0, round=ticket, digest=f"digest-{ticket}")
+    log.keep(log.append("part", run="r", bytes=1))
+    last = [{"what": "accepted", "site": "a", "ticket": each, "digest": f"digest-{each}"} for each in range(3)]
+    audit = tmp_path / "audit.json"
+    audit.write_text(json.dumps({"run": "r", "entries": 3, "last": last}))
+    path, lines = tmp_path / NAME, (tmp_path / NAME).read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]))
+    with pytest.raises(StateCorrupt, match=r"it has 2 lines.* an update of a for ticket 2 with the digest digest-2"):
+        show_egress(path, 20, None, audit)
+    path.write_bytes(b"".join(lines[:3]))
+    with pytest.raises(StateCorrupt, match=r"it has 3 lines, but egress\.head names line 4"):
+        show_egress(path, 20, None, audit)
+
+
+def test_deleted_log_is_noticed(tmp_path: Path) -> None:
+    """Where `egress.head` names a line, a log that is gone is not one that never was."""
+    log = EgressLog(tmp_path)
+    with pytest.raises(UsageError, match="no egress log"):
+        list(read_log(tmp_path / "other" / NAME))
+    log.keep(log.append("part", run="r", bytes=1))
+    (tmp_path / NAME).unlink()
+    with pytest.raises(StateCorrupt, match=r"it has 0 lines, but egress\.head names line 1"):
+        list(read_log(tmp_path / NAME))
+
+
+def test_receipt_that_counts_and_the_end_are_kept(tmp_path: Path, policy_of: Writes) -> None:
+    """The head names the line of each receipt that an update counts, and at the end of the process the last line."""
+    policy = policy_of("")
+    run_two_rounds(tmp_path)
+    path, way = policy.parent / "log" / NAME, way_out()
+    counted = [each.seq for each in read_log(path) if each.detail.get("state") == "counted"]
+    assert read_head(path)[0] >= counted[-1]
+    assert way.log is not None
+    way.log.append("messages", Heartbeat=[1, 2])
+    way.close()
+    assert read_head(path)[0] == [*read_log(path)][-1].seq > counted[-1]
+
+
+def test_messages_of_a_process_are_kept_at_its_end(policy_of: Writes) -> None:
+    """A process that ends writes the small messages it has counted, and keeps them."""
+    policy = policy_of("")
+    code = "from atoll.transport.way_out import way_out; way_out()._count('Heartbeat', 7)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"ATOLL_POLICY": str(policy)})
+    (entry,) = log_of(policy)
+    assert entry.detail == {"Heartbeat": [1, 7]}
+    assert read_head(policy.parent / "log" / NAME)[0] == 1
+
+
+def test_nothing_is_kept_after_the_disk_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed sync the line may be lost, though the next sync succeeds: the head never names it."""
+    log, sync, calls = EgressLog(tmp_path), os.fdatasync, list[int]()
+
+    def fails_once(fd: int) -> None:
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(fd)
+
+    lost, waiting = (log.append("part", run="r", bytes=1) for _ in range(2))
+    monkeypatch.setattr(os, "fdatasync", fails_once)
+    for again in (lambda: log.keep(lost), lambda: log.keep(waiting), lambda: log.append("part", run="r", bytes=1)):
+        with pytest.raises(StoreError, match="Input/output error"):
+            again()
+    assert read_head(tmp_path / NAME)[0] == 0
 
 
 def test_crash_before_the_bytes_left_is_no_fault(tmp_path: Path) -> None:

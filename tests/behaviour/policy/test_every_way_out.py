@@ -24,6 +24,7 @@ from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.task_messages import TaskAnswer, TaskBody
 from atoll.tensors.layout import Part
+from atoll.transport.egress_log import EgressLog
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import ObjectHost
 from atoll.transport.part_transfer import HttpTransfer
@@ -153,27 +154,31 @@ def test_sites_of_one_process_may_have_equal_updates(policy_of: Writes) -> None:
 
 
 def test_nothing_leaves_before_its_line_is_on_the_disk(policy_of: Writes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the disk fails, part, update and served bytes are refused; the lines that were written are no fault."""
-    policy = policy_of("")
-    way = way_out()
-    way.clear([b"d" * 32])
-    way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))
+    """If the disk fails, part, update and served bytes are refused; the lines that were written are no fault, but only
+    another process sends again: this one does not know which lines the disk has.
+    """
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
-        for leave in (
-            lambda: way.part(SERVER, routes.PART.format(ticket=1, part=0), b"d" * 32, 64, "a"),
-            lambda: sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST)),
-            lambda: way.served(DIGEST, 64),
-        ):
+    for what, leave in (
+        ("part", lambda way: way.part(SERVER, routes.PART.format(ticket=1, part=0), b"d" * 32, 64, "a")),
+        ("update", lambda way: sent(routes.COMPLETE.format(ticket=1), messages.Complete(digest=DIGEST))),
+        ("served", lambda way: way.served(DIGEST, 64)),
+    ):
+        policy = policy_of("")
+        way = way_out()
+        way.clear([b"d" * 32])
+        way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
             with pytest.raises(StoreError, match="Input/output error"):
-                leave()
-    way.served(DIGEST, 64)
-    kinds = [each.what for each in log_of(policy) if each.what != "messages"]
-    assert kinds == ["part", "update", "served", "served"]
+                leave(way)
+        with pytest.raises(StoreError, match="Input/output error"):
+            way.served(DIGEST, 64)
+        WayOut(way.policy, EgressLog(policy.parent / "log")).served(DIGEST, 64)
+        kinds = [each.what for each in log_of(policy) if each.what != "messages"]
+        assert kinds == [what, "served"]
 
 
 def test_download_of_another_process_is_in_the_log_before_its_bytes(

@@ -398,6 +398,27 @@ def test_another_authority_vouches_for_its_sites(tmp_path: Path) -> None:
         assert at.sites() == {"clinic": "revoked"}
 
 
+@pytest.mark.covers("F40")
+def test_an_enrolled_site_needs_no_other_authority(tmp_path: Path) -> None:
+    """A revoked certificate of another authority stays refused after the site has enrolled by invitation; workers of a
+    swarm are told so.
+    """
+    outside = trustme.CA()
+    outside.cert_pem.write_to_path(tmp_path / "outside.pem")
+    with trusted(tmp_path, **{"trust.authority": tmp_path / "outside.pem"}) as at:
+        issued = outside.issue_cert("ignored.example", common_name="clinic")
+        chain = b"".join(each.bytes() for each in issued.cert_chain_pems)
+        stolen = at.write("stolen", issued.private_key_pem.bytes(), chain)
+        assert at.send("GET", routes.RUN, certificate=stolen)[0] == 200
+        at.revoke("clinic")
+        at.enrol("clinic")
+        assert at.send("GET", routes.RUN, site="clinic")[0] == 200
+        status, body = at.send("GET", routes.RUN, certificate=stolen)
+        assert status == 401
+        assert "Site 'clinic' has a credential of this run" in body["message"]
+        assert [*at.store.identities.known.ended(10)] == ["clinic"]
+
+
 @pytest.mark.parametrize("content", [b"", b"no certificate"])
 def test_a_wrong_authority_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ca.pem").write_bytes(content)

@@ -229,14 +229,16 @@ def test_invited_sites_are_not_counted(tmp_path: Path) -> None:
         assert run.join("b")
 
 
-def test_labels_are_short(tmp_path: Path) -> None:
-    """A site whose labels have more than 2,000 characters in all is refused; with 2,000, it joins."""
+def test_labels_are_short(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of labels with more than 2,000 characters in all, the last ones are left out with a warning."""
     with plain_server(tmp_path, nn.Linear(2, 2)) as server:
         labels = {f"label{n}": "x" * 244 for n in range(8)}  # 6 + 244 each
         joined(server.url, "a", labels=labels)
-        status, told = post(server.url, "/v1/workers", {"protocol": 1, "site": "b", "labels": labels | {"l": ""}})
-        assert status == 400
-        assert "the labels have 2001 characters in all, more than 2000" in told["message"]
+        assert "characters in all" not in caplog.text
+        joined(server.url, "b", labels=labels | {"l": ""})
+        assert "the labels of b have 2001 characters in all, more than 2000" in caplog.text
+        shown = {each.site: each.labels for each in server.status().workers}
+        assert shown == {"a": labels, "b": labels}
 
 
 def test_the_status_of_many_sites_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +265,10 @@ def test_new_names_of_metrics_are_limited(tmp_path: Path) -> None:
         assert world.status.history[-1].metrics == {"loss": 0.5}
         told = [text for text in world.status.warnings if text.startswith("a reports more than 256 different metrics")]
         assert len(told) == 1
+        roster = world.server._require_served().run.roster
+        forgotten = roster.pop("a")
+        assert not [text for text in world.status.warnings if "different metrics" in text]
+        roster["a"] = forgotten  # the site still has to leave
 
 
 # -- connections

@@ -310,6 +310,7 @@ def test_status_lists_sites_that_miss_heartbeats(tmp_path: Path, timeout_s: floa
         for beating, silent in (("ab", "c"), ("a", "b, c")):
             ending = f"; no heartbeat from {silent}{then}"
             wait_until(lambda: reason(beating).endswith(ending), ending, 10)  # noqa: B023
+            assert server.status().fragments[0].trouble == ending.removeprefix("; ")
         wait_until(lambda: "no heartbeat" not in reason("abc"), "all are heard again", 10)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 import signal
 import sqlite3
@@ -17,15 +19,18 @@ from typing import Any
 import old_run
 import pytest
 from conversation import load, replayed, require_readable
+from harness.processes import Nursery
+from kit.processes import command
 from record import COMMITS, RECORDED, checked_out, environment
 
 import atoll
-from atoll.errors import BadRequest, StateCorrupt, VersionSkew
+from atoll.errors import BadRequest, StateCorrupt, StoreError, VersionSkew
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, openapi
 from atoll.protocol.served_versions import in_protocol, protocol_of, since_of
 from atoll.store.journal import JOURNAL
 from atoll.store.journal_tables import SCHEMA_VERSION
+from atoll.store.migrations import back_up
 from atoll.store.reader import checked_audit, open_state
 from atoll.store.store import Store
 from atoll.testing.run import failpoints, serve
@@ -113,6 +118,33 @@ def test_a_full_disk_leaves_the_old_journal(place: str, tmp_path: Path) -> None:
     with failpoints(f"{place}=enospc"), pytest.raises(atoll.AtollError, match="full"):
         Store(state)
     assert (version_of(state / JOURNAL), rows(state / JOURNAL)) == (12, before)
+
+
+def test_a_copy_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    """A full disk leaves no part of the copy; any other error of the disk names the file."""
+    state = unpacked(12, tmp_path)
+    with failpoints("journal.backup=enospc"), pytest.raises(atoll.AtollError, match="full"):
+        Store(state)
+    assert not list(state.glob("*.partial"))
+
+    def fails(_: int, __: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with (
+        closing(sqlite3.connect(state / JOURNAL)) as db,
+        pytest.raises(StoreError, match=r"12\.sqlite\.partial cannot"),
+    ):
+        back_up(db, state / JOURNAL, 12, fails)
+    assert not list(state.glob("*version-*"))
+
+
+def test_pause_of_an_old_run_says_that_it_is_migrated(nursery: Nursery, tmp_path: Path) -> None:
+    """A command that writes into an old directory says so, and where the old journal is."""
+    unpacked(12, tmp_path)
+    ended = command(nursery, tmp_path, "pause", "--dir", "state")
+    assert "paused from the next start" in ended.stdout, ended.stderr
+    assert f"was of journal version 12, and is of version {SCHEMA_VERSION} now" in ended.stderr
+    assert "kept as state/journal.version-12.sqlite" in ended.stderr
 
 
 @pytest.mark.parametrize("damage", ["UPDATE meta SET epoch = 77", "DROP INDEX one_ticket", "DROP TABLE shapes"])

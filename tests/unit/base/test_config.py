@@ -558,6 +558,12 @@ def test_integers_are_accepted_as_numbers(tmp_path: Path) -> None:
             "diloco.fragment_update_alpha = 1.5: input should be less than or equal to 1",
         ),
         ('disk.export_dir = "atoll-run/objects"', "where the server keeps its own files and removes all others"),
+        (
+            'swarm.enabled = true\nrounds.sites = 2\ntrust.authority = "ca.pem"',
+            "/ca.pem', but swarm.enabled is true: workers know each other by "
+            "certificates that the run itself issues, by invitation. Leave trust.authority out, or set swarm.enabled "
+            "= false.",
+        ),
         ('network.tls_cert = "c.pem"', "Only one of network.tls_cert and network.tls_key"),
         ('network.tls_key = "k.pem"', "Only one of network.tls_cert and network.tls_key"),
     ],

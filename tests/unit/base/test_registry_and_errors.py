@@ -406,6 +406,14 @@ def test_a_message_may_end_with_an_ellipsis() -> None:
     assert StoreError("journal.sqlite: and so on...").message == "journal.sqlite: and so on..."
 
 
+def test_code_is_named_for_messages() -> None:
+    """`label_of` returns the name of a class or function; of a partial, that of its function; else that of the class,
+    never an address in memory.
+    """
+    named = [registry.label_of(code) for code in (Path, json.dumps, partial(partial(json.dumps), indent=1), Path("x"))]
+    assert named == ["Path", "dumps", "dumps", type(Path()).__qualname__]
+
+
 def test_each_cause_is_listed_once() -> None:
     """`errors.causes` lists each cause of an error once, even if the causes form a circle."""
     first, second, third = ValueError("first"), OSError("second"), KeyError("third")

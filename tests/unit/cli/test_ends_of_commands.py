@@ -193,10 +193,11 @@ def test_a_simulation_is_summed_up_in_one_line() -> None:
 
 
 def test_the_summary_names_versions_without_an_evaluation() -> None:
-    one = simulate.summary(simulated(not_evaluated={2: "ValueError: no data here"}))
+    one = simulate.summary(simulated(not_evaluated={2: "ValueError: no data here"}, not_evaluated_count=1))
     assert "; loss 0.5; no complete evaluation of version 2: ValueError: no data here; model" in one
-    two = simulate.summary(simulated(not_evaluated={1: "KeyError: 'w'", 2: "ValueError: no data here"}))
-    assert "; 2 versions without a complete evaluation, the last one version 2: ValueError: no data here; " in two
+    given = simulated(not_evaluated={1: "KeyError: 'w'", 2: "ValueError: no data here"}, not_evaluated_count=100)
+    told = "; 100 versions without a complete evaluation, the last one version 2: ValueError: no data here; "
+    assert told in simulate.summary(given)
 
 
 def test_a_finished_simulation_says_that_nothing_was_trained() -> None:

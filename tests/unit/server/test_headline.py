@@ -108,6 +108,33 @@ def test_a_slow_site_of_an_async_run_is_late(ticket_s: float, late: list[str]) -
     assert (told in said.text) is bool(late)
 
 
+@pytest.mark.parametrize("state", ["left", "dead"])
+def test_a_site_that_is_gone_is_not_late(state: str) -> None:
+    """Its ticket stays open, but nobody trains with it."""
+    waiting = {"waiting_for": [], "reason": "waits for an update"}
+    workers = [worker("a"), worker("b", state=state, ticket_s=3000.0, usual_s=60.0)]
+    assert headline_of(running(fragment=waiting, workers=workers, mode="asynchronous")).late == []
+
+
+@pytest.mark.parametrize(
+    ("about", "reason"),
+    [({}, "waits for a, b; c sat out"), ({"stopping": True, "left_s": None}, "waits for a, b; this is the last round")],
+    ids=["sat-out", "stopping"],
+)
+def test_a_round_on_time_is_not_held_up(about: dict[str, Any], reason: str) -> None:
+    """That a site sits out, or that the round is the last one, does not delay the others."""
+    waiting = [Missing(site=site, for_s=1.0) for site in "ab"]
+    said = headline_of(running(fragment={"open_s": 0.5, "reason": reason, "waiting_for": waiting}, **about))
+    assert (said.held_up, said.late) == (False, [])
+
+
+def test_only_the_site_that_is_away_is_late() -> None:
+    waiting = [Missing(site=site, for_s=1.0) for site in "abc"]
+    workers = [worker("a"), worker("b"), worker("c", state="dead")]
+    said = headline_of(running(fragment={"open_s": 0.5, "waiting_for": waiting}, workers=workers))
+    assert (said.held_up, said.late) == (True, ["c"])
+
+
 @pytest.mark.parametrize(
     ("about", "trouble"),
     [({}, Trouble(disk="The disk is full.")), ({"paused": True}, Trouble())],
@@ -123,7 +150,7 @@ def test_no_site_is_late_while_the_server_holds_the_run_up(about: dict[str, Any]
     [
         ({"fragment": {"open_s": 20.0}}, "it"),
         ({"workers": [worker("a"), worker("b", state="left"), worker("c")]}, "it"),
-        ({"fragment": {"reason": "waits for b; no heartbeat from b (declared dead after 60 s)"}}, "it"),
+        ({"fragment": {"trouble": "no heartbeat from b (declared dead after 60 s)"}}, "it"),
         ({"fragment": {"waiting_for": [Missing(site=site, for_s=3.0) for site in "ab"], "open_s": 20.0}}, "them"),
         ({"fragment": {"waiting_for": [], "open_s": 20.0, "reason": "waits for an update"}}, "that"),
         ({"fragment": {"waiting_for": [], "reason": "waits for another site: only 1 of 2 updates"}}, "that"),
@@ -344,3 +371,14 @@ def test_the_usual_round_time_is_the_median() -> None:
     # Rounds of 4, 4 and 8 s: the median is 4 s.
     assert usual_round_s([*history([1.0, 1.0]), *history([1.0], seconds=8.0)]) == 4.0
     assert usual_round_s([]) is None
+
+
+def test_the_usual_round_time_has_no_waits_for_others_to_join() -> None:
+    """Round 1 does not count if a later one is known, nor does what a site waited before its own first update."""
+    waited = SiteRound(site="c", train_seconds=5.0, wait_seconds=3600.0)
+    rounds = history([1.0, 1.0, 1.0])
+    late = rounds[1].model_copy(update={"sites": [*rounds[1].sites, waited]})
+    # Alone: 3 s of training, the wait of 1 s left out. Then rounds of 5 s (c) and 4 s (a, b): 4.5 s.
+    assert usual_round_s(rounds[:1]) == 3.0
+    assert usual_round_s([rounds[0], late, rounds[2]]) == 4.5
+    assert usual_round_s([late]) == 3605.0  # without the rounds before: c may have taken part in them

@@ -184,11 +184,25 @@ def test_a_new_upload_waits_for_the_old_write(store: Store, monkeypatch: pytest.
         new.write(b"N" * 16)
         order.append("new write")
 
-    writes = threading.Thread(target=write)
-    with write_under_way(monkeypatch, old, lambda: order.append("old write")):
-        new = held.begin_part(0)
-        assert old._cancelled
-        writes.start()
+    writes, entered, go_on = threading.Thread(target=write), threading.Event(), threading.Event()
+
+    def before_pwrite(_: str) -> None:  # which one lock of the file orders; this one is of the part
+        if threading.current_thread() is late:
+            entered.set()
+            assert go_on.wait(30)
+            order.append("old write")
+
+    monkeypatch.setattr(update_spool, "failpoint", before_pwrite)
+    late = threading.Thread(target=old.write, args=(b"O" * 16,))
+    late.start()
+    assert entered.wait(30)
+    new = held.begin_part(0)
+    assert old._cancelled
+    writes.start()
+    writes.join(0.1)  # a write that does not wait is over by then
+    assert order == []
+    go_on.set()
+    late.join()
     writes.join()
     assert order == ["old write", "new write"]
     with pytest.raises(WriterCancelled):
@@ -462,7 +476,7 @@ def stored(objects: ObjectStore) -> tuple[Entry, str]:
 def test_an_object_without_its_note_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the note of a published object cannot be written, the object is removed and its publisher gets the error."""
     # A restarted server would not know the object, so its publisher must not believe that it is kept.
-    objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+    objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0, least_bytes_per_s=1024.0)
     replace = os.replace
 
     def full(source: Path, target: Path) -> None:
@@ -487,7 +501,7 @@ def test_the_servers_own_objects_end_with_the_server(tmp_path: Path) -> None:
     # All other objects together may have 5,000 bytes. A second object fits when the first one belongs to the server.
 
     def opened() -> ObjectStore:
-        return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+        return ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0, least_bytes_per_s=1024.0)
 
     objects = opened()
     first, secret = stored(objects)

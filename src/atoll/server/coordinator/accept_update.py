@@ -41,16 +41,14 @@ class UpdateAdmission:
     Attributes:
         refused: number of updates refused in the whole run.
         reports: the weights and numbers of steps that sites report, with warnings about unusual ones.
-        metric_warnings: site → warning that it reports too many different metrics.
     """
 
     def __init__(self, run: RunCore) -> None:
         self._plan, self._store, self._ledger, self._roster = run.plan, run.store, run.ledger, run.roster
         self.refused = run.store.run_log.totals().refused
-        self.reports = ReportedNumbers(needs_steps=run.plan.needs_steps, weight_share=run.settings.limits.weight_share)
+        share = run.settings.limits.weight_share
+        self.reports = ReportedNumbers(run.roster, needs_steps=run.plan.needs_steps, weight_share=share)
         self._sending: dict[tuple[str, int], tuple[int, float]] = {}  # site, fragment → ticket, when it began
-        self._metric_names: dict[str, set[str]] = {}
-        self.metric_warnings: dict[str, str] = {}
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def begins(self, site: str, ticket: int, fragment: int) -> None:
@@ -79,6 +77,7 @@ class UpdateAdmission:
             row, state="accepted", digest=message.digest, report=message.report, norm=norm, accepted_order=order
         )
         tickets.make_durable(row)
+        self.reports.note(site, message.weight, message.steps)  # before the round closes with this update
         sent, begun_s = self._sending.pop((site, row.fragment), (0, 0.0))
         send_s = time.monotonic() - begun_s if sent == row.ticket else 0.0
         self._ledger.record(
@@ -110,6 +109,7 @@ class UpdateAdmission:
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
         told = f" ({numbers(metrics)})" if metrics else ""
+        self.reports.heard.add(site)
         happened = run_events.SiteSatOut(**self._about(self._store.tickets.get(ticket)))
         self._ledger.record(events.SatOut(ticket), lambda: self._store.tickets.sit_out(ticket, metrics), happened)
         self._note_metrics(site, metrics)
@@ -141,25 +141,31 @@ class UpdateAdmission:
             )
         return message.model_copy(update={"weight": kept_weight})
 
+    @property
+    def metric_warnings(self) -> list[str]:
+        """Warnings about sites that report too many different metrics."""
+        return [each.many_metrics for each in self._roster.values() if each.many_metrics]
+
     def with_known_metrics(self, site: str, message: Reporting) -> Reporting:
         """Return a message without those metrics that have too many different names for one site in a run.
 
         Each name is a curve, which the status, the page and trackers keep.
         """
-        names = self._metric_names.get(site, set())
+        presence = self._roster.setdefault(site, Presence(site))
+        names = presence.metric_names
         left_out: list[str] = [name for name in message.metrics if name not in names][messages.METRICS - len(names) :]
         if not left_out:
             return message
-        if site not in self.metric_warnings:
-            self.metric_warnings[site] = (
+        if not presence.many_metrics:
+            presence.many_metrics = (
                 f"{site} reports more than {messages.METRICS} different metrics; further names, such as "
                 f"{left_out[0]!r}, are left out. Give a metric the same name in each round"
             )
-            LOG.warning("%s", self.metric_warnings[site])
+            LOG.warning("%s", presence.many_metrics)
         return message.model_copy(update={"metrics": {k: v for k, v in message.metrics.items() if k not in left_out}})
 
     def _note_metrics(self, site: str, metrics: Mapping[str, float]) -> None:
-        self._metric_names.setdefault(site, set()).update(metrics)
+        self._roster.setdefault(site, Presence(site)).metric_names.update(metrics)
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
         """Refuse an update with a weight, norm or number of steps above its limit, or without steps that the run needs.
@@ -168,7 +174,6 @@ class UpdateAdmission:
             UpdateRefused: the update was refused; the message says why.
         """
         settings, weight = self._plan.settings, message.weight
-        self.reports.note(site, weight, message.steps)
         if self._plan.needs_steps and not message.steps:
             self.refuse(site, ticket, "it reports no number of local steps, which this run needs", STEPS)
         if weight > settings.aggregation.max_weight:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
 from atoll.posix import no_sync, replace_file
-from atoll.protocol import routes, status_messages
+from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.background_writes import BestVersion
@@ -177,19 +177,18 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
         reason=run.trouble.get(index) or served.tickets.why(index, now_s),
+        trouble=served.tickets.trouble(index, now_s),
         place=served.place.status(index),
     )
 
 
-WAITING = "waiting for the round"
-"""What a worker says while it asks for a ticket."""
 SUBMITTING = re.compile(r"submitting to round ([0-9]+)")
 
 
 def _doing(run: RunCore, site: str, said: str) -> str:
     """Return what a site does. What it said last of a ticket is replaced if the ticket has come, or its update has."""
     ticket = run.state.rounds[0].tickets.get(site) if len(run.state.rounds) == 1 else None
-    if said == WAITING and ticket is not None and ticket.state == "open":
+    if said == messages.WAITING and ticket is not None and ticket.state == "open":
         return "about to train"  # until its script loads the version
     submitting = SUBMITTING.fullmatch(said)
     if submitting is None:

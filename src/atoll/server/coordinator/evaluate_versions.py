@@ -86,7 +86,7 @@ class VersionEvaluation:
         self._run, self._history, self._process = run, history, process
         self.task: asyncio.Task[None] | None = None
         self._begun: Sequence[int] = ()  # the version of each fragment that was evaluated last, or is now
-        self._stopped_in_a_row, self._is_said = 0, False
+        self._stopped_in_a_row, self._is_said, self._failed = 0, False, set[int]()
         self._status = status_messages.EvaluationStatus(function="", every=1)
         if process is not None:
             self._status = status_messages.EvaluationStatus(function=process.name, every=process.every)
@@ -161,13 +161,16 @@ class VersionEvaluation:
 
         await until_passed(record, f"the evaluation of version {version} cannot be written")
         self._history.replace(summary)
-        failed = [*self._status.failed.items(), *([(str(version), problem)] if problem else [])]
+        earlier = [each for each in self._status.failed.items() if each[0] != str(version)]
+        failed = [*earlier, *([(str(version), problem)] if problem else [])]
+        self._failed = self._failed | {version} if problem else self._failed - {version}
         self._note(
             version=version,
             metrics=result.metrics,
             seconds=seconds,
             problem=problem,
             failed=dict(failed[-status_messages.HISTORY :]),
+            failures=len(self._failed),
         )
         self._stopped_in_a_row = self._stopped_in_a_row + 1 if result.is_stopped else 0
         if result.metrics:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from atoll.protocol.run_events import Happened, RoundClosed
+from atoll.server.coordinator.roster import Presence
 
 LEAST_SITES = 3
 """One of two sites has at least half of the weight, so that is nothing to warn of."""
@@ -37,13 +38,14 @@ class _Numbers:
     warnings: dict[str, str] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
 
-    def compare(self) -> None:
-        ordered = sorted(self.last.values())
+    def compare(self, alive: Collection[str]) -> None:
+        last = {site: value for site, value in self.last.items() if site in alive}
+        ordered = sorted(last.values())
         self.warnings = {}
         if len(ordered) < 2:
             return
         usual = statistics.median(ordered[:-1])  # also without another value of the upper half, as unusual ones are
-        for site, value in self.last.items():
+        for site, value in last.items():
             if value > self.factor * usual:
                 self.warnings[site] = self.warning.format(site=site, value=value, usual=usual)
         self.say()
@@ -59,11 +61,16 @@ class ReportedNumbers:
     """The weights and numbers of local steps that the sites of a run report.
 
     Args:
+        roster: site → what the server knows about its worker.
         needs_steps: whether the run uses the numbers of steps; if not, no warning is about them.
         weight_share: share of the weight of three or more sites above which to warn of one.
+
+    Attributes:
+        heard: sites that have submitted an update or sat out a round since the server's start.
     """
 
-    def __init__(self, *, needs_steps: bool, weight_share: float = 1.0) -> None:
+    def __init__(self, roster: Mapping[str, Presence], *, needs_steps: bool, weight_share: float = 1.0) -> None:
+        self._roster, self.heard = roster, set[str]()
         self._needs_steps, self._weight_share = needs_steps, weight_share
         self._steps = _Numbers(
             100,
@@ -79,22 +86,29 @@ class ReportedNumbers:
         )
 
     def note(self, site: str, weight: float, steps: int) -> None:
-        """Record what a site reports with an update, accepted or not. 0 steps: the site does not report them."""
+        """Record what a site reports with an accepted update. 0 steps: the site does not report them."""
+        self.heard.add(site)
         self._weights.last[site] = weight
         if steps and self._needs_steps:
             self._steps.last[site] = steps
 
     def on_event(self, event: Happened) -> None:
-        """When a round has closed, compare the last numbers of all sites. Log a warning once for each unusual site."""
-        if isinstance(event, RoundClosed):
-            self._steps.compare()
-            self._weights.compare()
-            self._find_large_share(event.sites)
+        """When a round has closed, compare the last numbers of all live sites. Log a warning once for each unusual one.
 
-    def _find_large_share(self, sites: Sequence[str]) -> None:
-        """Warn of a site that has more than `weight_share` of the weight of a round; in a small one, of all sites."""
-        last = self._weights.last
-        weights = {site: last[site] for site in (sites if len(sites) >= LEAST_SITES else last) if site in last}
+        After a small round, compare only once all have reported: the first sites alone say nothing.
+        """
+        if isinstance(event, RoundClosed):
+            self.heard &= self._roster.keys()
+            alive = {each.site for each in self._roster.values() if each.state == "alive"}
+            is_small = len(event.sites) < LEAST_SITES
+            if not is_small or alive <= self.heard:
+                self._steps.compare(alive)
+                self._weights.compare(alive)
+                self._find_large_share(alive if is_small else event.sites)
+
+    def _find_large_share(self, sites: Collection[str]) -> None:
+        """Warn of a site that has more than `weight_share` of the weight of these sites."""
+        weights = {site: self._weights.last[site] for site in sites if site in self._weights.last}
         largest = max(weights, key=weights.__getitem__, default="")
         share = weights[largest] / math.fsum(weights.values()) if largest else 0.0
         if len(weights) >= LEAST_SITES and share > self._weight_share:

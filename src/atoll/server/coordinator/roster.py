@@ -66,6 +66,8 @@ class Presence:
         rival: warning about a process that was replaced while it ran; empty if there is none.
         is_restored: whether the worker joined before this server started, so that its steps may be of earlier rounds.
         told: warnings of the site that were logged.
+        metric_names: names of the metrics that the site has reported.
+        many_metrics: warning that it reports too many different metrics; empty if it does not.
     """
 
     site: str
@@ -84,6 +86,8 @@ class Presence:
     bytes_down: int = 0
     gradient_bytes: int = 0
     waited_s: dict[int, float] = field(default_factory=dict)
+    metric_names: set[str] = field(default_factory=set)
+    many_metrics: str = ""
     bases: dict[int, int] = field(default_factory=dict)
     refused_in_a_row: int = 0
     refused: str = ""
@@ -116,7 +120,7 @@ class Presence:
             process=message.process,
             sealed=hash_of_secret(secret),
             joined_at=utc_text(),
-            labels=dict(message.labels),
+            labels=_shown_labels(message),
             told=before.told if before is not None else set(),
             **{name: getattr(before, name) for name in kept if before is not None},
         )
@@ -382,6 +386,21 @@ class Attendance:
 
 LATE_SHOWN = 20
 """Number of sites that are late with their first update and of which the status warns."""
+
+
+def _shown_labels(message: messages.Join) -> dict[str, str]:
+    """Return the labels of a worker for the status, `MOST_LABEL_CHARS` in all, and warn of those left out."""
+    kept, left = dict[str, str](), messages.MOST_LABEL_CHARS
+    for name, value in message.labels.items():
+        left -= len(name) + len(value)
+        if left >= 0:
+            kept[name] = value
+    if left < 0:
+        LOG.warning(
+            "the labels of %s have %d characters in all, more than %d: the last ones are not shown",
+            *(message.site, messages.MOST_LABEL_CHARS - left, messages.MOST_LABEL_CHARS),
+        )
+    return kept
 
 
 def _late(site: str, state: State) -> str:

@@ -275,12 +275,15 @@ class TicketOperations:
 
     def why(self, fragment: int, now_s: float) -> str:
         """Describe what a fragment's round waits for, and the known problems of the missing sites."""
+        return "; ".join(filter(None, [self._run.state.why(fragment, now_s), self.trouble(fragment, now_s)]))
+
+    def trouble(self, fragment: int, now_s: float) -> str:
+        """Describe the known problems of the aggregator of a fragment's round and of its missing sites."""
         sites = [site for site, _ in self._run.state.missing(fragment)]
-        trouble = self._place.trouble(fragment)
         silent = why_silent(
             sites, self._run.roster, self._run.state, self._run.settings.network, now_s, self._run.moved_from
         )
-        return "; ".join(filter(None, [self._run.state.why(fragment, now_s), trouble, *silent]))
+        return "; ".join(filter(None, [self._place.trouble(fragment), *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         """Return the state of a ticket. While the ticket is open or accepted, also return its parts on disk.

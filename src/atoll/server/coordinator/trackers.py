@@ -43,8 +43,8 @@ GATHER_S = 0.2
 RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
 """First and longest pause before a tracker that cannot begin is tried again, in seconds."""
 CLOSE_S, BEGIN_S = 10.0, 60.0
-"""Seconds that trackers have to write what is left when the server ends, and that one has which is still beginning: the
-import of a large package alone can take longer than a short run."""
+"""Seconds at the server's end in which trackers write what is left, and in which a tracker that is still starting may
+finish."""
 MOST_LOST = 100
 """Number of events that are kept in memory if the journal cannot be written."""
 

@@ -125,7 +125,7 @@ class CallerRates:
             return refused
         await asyncio.sleep(REFUSED_S)
         setting = "wrong_credentials" if is_wrong else "site_requests_per_s"
-        told = f"{refused.message} Too many requests that were refused came from {key} (limits.{setting})."
+        told = f"{refused.message} {key} has sent too many requests that were refused (limits.{setting})."
         return busy(told, wait_s, refused.remedy.rstrip(".") or "Send fewer requests")
 
 

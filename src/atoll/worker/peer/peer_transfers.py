@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -243,11 +244,14 @@ class PeerServer:
         return new
 
     def _refuses(self, certificate: Mapping[str, Any]) -> bool:
-        """Return whether the certificate of a connection, checked by TLS, has ended before its time."""
-        if not certificate or not self._ended:
+        """Return whether the certificate of a connection, checked by TLS, has expired since, or ended before that."""
+        if not certificate:
             return False
-        from atoll.transport.certificates import identity_in, issued_at_s  # its library takes a while to load
+        # a library that takes a while to load
+        from atoll.transport.certificates import ends_at_s, identity_in, issued_at_s
 
+        if time.time() >= ends_at_s(certificate):
+            return True
         found = identity_in(certificate)
         return found is not None and issued_at_s(certificate) < self._ended.get(found.site, 0.0)
 

@@ -776,7 +776,7 @@ class Session:
         holds: str | None,
     ) -> messages.TicketReply:
         begin = logged_s = time.monotonic()
-        self.tell(state="waiting for the round")
+        self.tell(state=messages.WAITING)
         while True:
             left_s = self.http.poll_s if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
             request = messages.TicketRequest(

@@ -71,7 +71,7 @@ function draw() {
       "version",
     ],
     ["Sites alive", status.workers.length ? `${alive} of ${status.workers.length}` : "none has joined", "alive"],
-    ["Time left", over ? "ended" : status.left_s === null ? "not known" : duration(status.left_s), "left"],
+    ["Time left", over ? (status.finished || status.failed ? "ended" : "no server") : status.left_s === null ? "not known" : duration(status.left_s), "left"],
     ["Aggregated at", front?.place?.aggregator || "", "aggregator"],
     ["Received", size(status.bytes_up), "up"],
     ["Sent", size(status.bytes_down), "down"],

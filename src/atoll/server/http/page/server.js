@@ -18,7 +18,8 @@ export function keepToken(token) {
 
 // A command with the address at which this page was reached: another machine may run it.
 export function reached(command, { address, public_address, stored }) {
-  return stored || !address ? command : command.replaceAll(address, public_address || location.origin);
+  const here = new URL(".", location.href).href.replace(/\/$/, ""); // with the path of a gateway
+  return stored || !address ? command : command.replaceAll(address, public_address || here);
 }
 
 async function ask(path, options = {}) {

@@ -38,16 +38,22 @@ export class Rounds {
         Object.assign(this.ticket(event), { begun: at, ended: undefined, then: "wait" });
         break;
       case "update accepted":
-        Object.assign(this.ticket(event), { ended: at, send: event.send_seconds * 1000 });
+        Object.assign(this.ticket(event), { ended: at, send: event.send_seconds * 1000, then: "wait" });
         break;
       case "update refused":
       case "site sat out":
         Object.assign(this.ticket(event), { ended: at, then: event.what === "site sat out" ? "" : "refused" });
         break;
+      case "site silent":
+      case "site left":
+        for (const each of this.tickets.get(event.site) || []) {
+          if (each.ended === undefined) Object.assign(each, { ended: at, then: "" });
+        }
+        break;
       case "round ended":
         this.round(event).over = at;
         for (const { site, train_seconds } of event.summary.sites) {
-          const counted = (this.tickets.get(site) || []).find((each) => each.ended <= at && !each.over);
+          const counted = (this.tickets.get(site) || []).find((each) => each.then === "wait" && each.ended <= at && !each.over);
           if (counted) Object.assign(counted, { train: train_seconds * 1000, over: at });
         }
     }
