@@ -323,8 +323,15 @@ def _run_once(
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started
         children[0].send_signal(signals[-1])
-    with telling_what_is_awaited(_not_joined(name_of(script), Path(environment[LEASES])), _inform):
-        code = children[0].wait()
+    # no second thread tells this: the system sends the signal of `END_WITH_PARENT` again for each thread that ends
+    not_joined, code = _not_joined(name_of(script), Path(environment[LEASES])), None
+    while code is None and not_joined():
+        try:
+            code = children[0].wait(SILENT_S)
+        except subprocess.TimeoutExpired:
+            if text := not_joined():
+                _inform(text)
+    code = children[0].wait() if code is None else code
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
     return _End(code, f"the command ended with exit code {code}")
