@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from atoll.cli.text import (
     awaited,
@@ -64,7 +64,8 @@ class RunView:
         self._sites, self._verbose = sites, verbose
         self._wants_live = sys.stdout.isatty() and not (quiet or json) and os.environ.get("TERM") != "dumb"
         self._live: Live | None = None
-        self._begin_s, self._round, self._status = time.monotonic(), 0, cast("Status | None", None)
+        self._begin_s, self._round = time.monotonic(), 0
+        self._status: Status | None = None
         self._telling = ExitStack()
         self._joined, self._warned = set[str](), set[str]()
         self._named, self._version, self._paused, self._stopping = named, 0, False, False

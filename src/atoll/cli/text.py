@@ -323,6 +323,52 @@ class _LastLine(logging.Handler):
         self.at_s = time.monotonic()
 
 
+class Ticker:
+    """Tells what is awaited, and for how long, after each `SILENT_S` seconds without a line, if `look` is called often.
+
+    While the same is awaited for longer than `EARLY_S` seconds, the pauses double, up to `LONGEST_S`.
+
+    Args:
+        what: returns what is awaited; an empty text tells nothing.
+        tell: prints a line.
+        last: notes lines of others, which put the next one off.
+        first_s: seconds until the first line; None: as until the next ones.
+    """
+
+    def __init__(
+        self,
+        what: Callable[[], str],
+        tell: Callable[[str], object],
+        last: _LastLine | None = None,
+        first_s: float | None = None,
+    ) -> None:
+        self._what, self._tell, self._last = what, tell, last or _LastLine()
+        self._last.at_s = self._last.at_s or time.monotonic()
+        self._begin_s = self._own_s = self._last.at_s  # of the wait; of the last line that this has printed
+        self._text, self._pause_s = what(), first_s or SILENT_S
+
+    @property
+    def step_s(self) -> float:
+        """How soon to look again, in seconds."""
+        return min(self._pause_s, SILENT_S) / 10
+
+    def look(self) -> None:
+        """Tell what is awaited if the last line is long enough ago."""
+        now_s, last = time.monotonic(), self._last
+        if last.at_s != self._own_s:  # another line
+            self._pause_s = SILENT_S
+        if now_s - last.at_s < self._pause_s:
+            return
+        if (new := self._what()) != self._text:
+            self._text, self._begin_s, self._pause_s = new, last.at_s, SILENT_S
+        elif now_s - self._begin_s > EARLY_S:
+            self._pause_s = min(2 * self._pause_s, LONGEST_S)
+        if self._text:
+            self._tell(f"{self._text} ({duration(now_s - self._begin_s)})")
+            last.at_s, self._pause_s = time.monotonic(), max(self._pause_s, SILENT_S)
+        self._own_s = last.at_s
+
+
 def _log(line: str) -> None:
     logging.getLogger("atoll.cli").info("%s", line)
 
@@ -331,33 +377,19 @@ def _log(line: str) -> None:
 def telling_what_is_awaited(
     what: Callable[[], str], tell: Callable[[str], object] | None = None, first_s: float | None = None
 ) -> Iterator[None]:
-    """Within the block, tell what is awaited, and for how long, after each `SILENT_S` seconds without a line.
-
-    While the same is awaited for longer than `EARLY_S` seconds, the pauses double, up to `LONGEST_S`.
+    """Within the block, let a `Ticker` tell what is awaited, in a thread.
 
     Args:
-        what: returns what is awaited; an empty text tells nothing. A thread calls it.
+        what: as for `Ticker`; the thread calls it.
         tell: prints a line. By default, the line is logged: call this after `log_lines`.
-        first_s: seconds until the first line; None: as until the next ones.
+        first_s: as for `Ticker`.
     """
     ended, last, logger = threading.Event(), _LastLine(), logging.getLogger("atoll")
 
     def follow() -> None:
-        text, begin_s, own_s, pause_s = what(), last.at_s, last.at_s, first_s or SILENT_S
-        while not ended.wait(min(pause_s, SILENT_S) / 10):
-            now_s = time.monotonic()
-            if last.at_s != own_s:  # another line
-                pause_s = SILENT_S
-            if now_s - last.at_s < pause_s:
-                continue
-            if (new := what()) != text:
-                text, begin_s, pause_s = new, last.at_s, SILENT_S
-            elif now_s - begin_s > EARLY_S:
-                pause_s = min(2 * pause_s, LONGEST_S)
-            if text and not ended.is_set():
-                (tell or _log)(f"{text} ({duration(now_s - begin_s)})")
-                last.at_s, pause_s = time.monotonic(), max(pause_s, SILENT_S)
-            own_s = last.at_s
+        ticker = Ticker(what, lambda line: ended.is_set() or (tell or _log)(line), last, first_s)
+        while not ended.wait(ticker.step_s):
+            ticker.look()
 
     thread = threading.Thread(target=follow, name="atoll-awaited", daemon=True)
     last.at_s = time.monotonic()

@@ -34,6 +34,7 @@ from atoll.cli.text import (
     SILENT_S,
     LogJson,
     Quiet,
+    Ticker,
     Verbose,
     aligned,
     choose_level,
@@ -324,14 +325,13 @@ def _run_once(
     if signals:  # while it was being started
         children[0].send_signal(signals[-1])
     # no second thread tells this: the system sends the signal of `END_WITH_PARENT` again for each thread that ends
-    not_joined, code = _not_joined(name_of(script), Path(environment[LEASES])), None
-    while code is None and not_joined():
+    not_joined = _not_joined(name_of(script), Path(environment[LEASES]))
+    ticker, code = Ticker(not_joined, _inform), None
+    while code is None:
         try:
-            code = children[0].wait(SILENT_S)
+            code = children[0].wait(ticker.step_s if not_joined() else None)
         except subprocess.TimeoutExpired:
-            if text := not_joined():
-                _inform(text)
-    code = children[0].wait() if code is None else code
+            ticker.look()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
     return _End(code, f"the command ended with exit code {code}")

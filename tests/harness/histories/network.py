@@ -17,16 +17,15 @@ from typing import Any, NamedTuple
 
 import urllib3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartChecker
+from atoll.aggregation.check_arriving_parts import PartChecker
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, StoreError
 from atoll.protocol import messages, routes
 from atoll.protocol.openapi import OPERATIONS, Operation
-from atoll.protocol.read_message import framed, read_framed
+from atoll.protocol.read_message import framed
 from atoll.protocol.served_versions import in_protocol, protocol_of
-from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
-from atoll.server.http.byte_routes import ByteRoutes
+from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.transport.http_client import Http
 from atoll.transport.serve_range import problem
@@ -110,30 +109,21 @@ def _byte_routes(served: ServedRun) -> ByteRoutes:
 
 
 async def _put_part(served: ServedRun, lease: Lease, ticket: int, part: int, body: bytes) -> messages.Receipt | None:
-    run, loop = served.run, asyncio.get_running_loop()
-    fragment = run.store.tickets.get(ticket).fragment
-    planned = run.plan.fragments[fragment].update.parts[part]
+    run, loop, receiver = served.run, asyncio.get_running_loop(), PartReceiver(served)
+    row = run.store.tickets.get(ticket)
+    nbytes = run.plan.fragments[row.fragment].update.parts[part].nbytes
     served.leases.require_open(lease, ticket)
     run.require_space()
-    served.updates.begins(lease.site, ticket, fragment)
-    spool = run.store.tickets.spool(ticket)
-    writer = await loop.run_in_executor(run.io, spool.begin_part, part)
-    try:
-        inspection = Inspection(run.plan.fragments[fragment].update, run.plan.codecs)
-        arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-        await loop.run_in_executor(run.io, arriving.take, _Bytes(body[: planned.nbytes]).fill)
-        rest = body[planned.nbytes :]
+    served.updates.begins(lease.site, ticket, row.fragment)
+
+    async def receive(arriving: PartChecker) -> bytes:
+        await loop.run_in_executor(run.io, arriving.take, _Bytes(body[:nbytes]).fill)
+        rest = body[nbytes:]
         if not arriving.complete or arriving.digest != rest[: routes.DIGEST_BYTES]:
             raise PartCorrupt(f"Part {part} arrived damaged.", "Send this part again.")
-        trailer = rest[routes.DIGEST_BYTES :]
-        message = read_framed(messages.Complete, trailer)[0] if trailer else None
-        served.updates.record_part(lease, ticket, part, arriving.stats, writer)
-    finally:
-        writer.abandon()
-    if message is not None:
-        return await served.updates.complete(lease, ticket, message)
-    run.ledger.record(WorkerSeen(lease.site, lease.number))
-    return None
+        return rest[routes.DIGEST_BYTES :]
+
+    return await receiver.after_part(lease, ticket, await receiver.take_part(lease, row, part, receive))
 
 
 class _Bytes:

@@ -214,8 +214,11 @@ def test_logs_name_the_values_of_an_evaluated_version() -> None:
 # -- what a command waits for
 
 
-def test_silence_is_filled_with_what_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_filled_with_what_is_awaited(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """After a pause without lines, one says what is awaited and for how long; none comes between other lines."""
+    caplog.set_level(logging.INFO, "atoll")  # as `log_lines` does; else the other lines are none
     monkeypatch.setattr(cli_text, "SILENT_S", 0.1)
     monkeypatch.setattr(cli_text, "EARLY_S", 0.0)
     said, texts, times = list[str](), ["PyTorch is loaded"], list[float]()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Hashable, Iterator
 
 from aiohttp import web
 from blake3 import blake3
@@ -27,7 +27,7 @@ from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.caller import Caller
 from atoll.server.http.downloads import send_pieces
-from atoll.store.journal_tables import DeltaRow, VersionRow
+from atoll.store.journal_tables import DeltaRow, TicketRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
@@ -303,8 +303,8 @@ class PartReceiver:
             Conflict: the update's digest is not that of its parts.
         """
         run = self._run
-        fragment, settings = run.store.tickets.get(ticket).fragment, run.settings
-        layout = run.plan.fragments[fragment].update
+        row, settings = run.store.tickets.get(ticket), run.settings
+        layout = run.plan.fragments[row.fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
                 f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
@@ -314,21 +314,48 @@ class PartReceiver:
         planned = layout.parts[part]
         rest_bytes = require_part_bytes(request, planned.nbytes, LENGTH_BYTES + routes.CONTROL_BODY_BYTES)
         run.require_space()
-        self._updates.begins(lease.site, ticket, fragment)
+        self._updates.begins(lease.site, ticket, row.fragment)
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
-            spool, inspection = run.store.tickets.spool(ticket), self._inspections[fragment]
-            writer = spool.begin_part(part)
-            try:
-                arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                trailer = await self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes)
-                message = _complete_in(trailer) if trailer else None
-                self._updates.record_part(lease, ticket, part, arriving.stats, writer)
-            finally:
-                writer.abandon()
+            message = await self.take_part(
+                *(lease, row, part),
+                lambda arriving: self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes),
+            )
+        return await self.after_part(lease, ticket, message)
+
+    async def take_part(
+        self, lease: Lease, row: TicketRow, part: int, receive: Callable[[PartChecker], Awaitable[bytes]]
+    ) -> messages.Complete | None:
+        """Write one part of an update, check it, and record it.
+
+        Args:
+            lease: lease of the site.
+            row: ticket of the update, which is open.
+            part: number of the part.
+            receive: gives the part's bytes to the checker, and returns what follows the part and its digest.
+
+        Returns:
+            The message that follows the part; None: none does.
+
+        Raises:
+            Exception: an error of `receive`, or one of those of `put_part`.
+        """
+        run, spool = self._run, self._run.store.tickets.spool(row.ticket)
+        planned, writer = run.plan.fragments[row.fragment].update.parts[part], spool.begin_part(part)
+        try:
+            arriving = PartChecker(self._inspections[row.fragment], planned, writer.write, spool.fd)
+            trailer = await receive(arriving)
+            message = _complete_in(trailer) if trailer else None
+            self._updates.record_part(lease, row.ticket, part, arriving.stats, writer)
+        finally:
+            writer.abandon()
+        return message
+
+    async def after_part(self, lease: Lease, ticket: int, message: messages.Complete | None) -> messages.Receipt | None:
+        """Submit the update if its message came with the part that `take_part` has taken."""
         if message is not None:
             return await self._updates.complete(lease, ticket, message)
-        run.ledger.record(WorkerSeen(lease.site, lease.number))
+        self._run.ledger.record(WorkerSeen(lease.site, lease.number))
         return None
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
