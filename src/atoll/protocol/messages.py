@@ -105,8 +105,6 @@ Shown = Annotated[str, _shown(SHOWN_CHARS)]
 Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
 MOST_LABEL_CHARS = 2000
 """Number of characters of all labels of a site, names included, that the status shows: it has those of every site."""
-
-
 Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 T = TypeVar("T")

@@ -182,7 +182,8 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[s
     if fragment.phase == "closing":
         aggregator = fragment.place.aggregator if fragment.place else ""
         where = f" at {quoted(aggregator)}" if aggregator else ""
-        return f"is closed: its updates are aggregated{where}.{_late_alone(status)[0]}", "", _late_alone(status)[1]
+        told, sites = _late_alone(status)
+        return f"is closed: its updates are aggregated{where}.{told}", "", sites
     usual_s = usual_round_s(status.history)
     late = usual_s is not None and is_late(fragment.open_s, usual_s)
     opened = f"has been open for {duration(fragment.open_s)}"

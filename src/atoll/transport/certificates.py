@@ -32,7 +32,7 @@ CLOCK_SLACK = timedelta(minutes=10)
 """A certificate is valid from this long before it is made: clocks of two machines differ."""
 REQUEST_CHARS = 4096
 """Maximum length of a signing request."""
-_WHO = ("subject", "issuer")
+_NAMES = ("subject", "issuer")
 SITE_URI = "spiffe://atoll/site/"
 _SITE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
 _URI = re.compile(r"spiffe://[A-Za-z0-9._-]{1,255}/(?:[A-Za-z0-9._-]+/)*" + _SITE.pattern)
@@ -158,7 +158,7 @@ def identity_in(peer: Mapping[str, Any]) -> SiteIdentity | None:
     """
     uris = [text for kind, text in peer.get("subjectAltName", ()) if kind == "URI"]
     found = [match[1] for match in map(_URI.fullmatch, uris) if match is not None]
-    names = {who: [text for part in peer.get(who, ()) for kind, text in part if kind == "commonName"] for who in _WHO}
+    names = {of: [text for part in peer.get(of, ()) for kind, text in part if kind == "commonName"] for of in _NAMES}
     found = found if uris else names["subject"]
     serial = str(peer.get("serialNumber", "")).lower().lstrip("0")
     return SiteIdentity(found[0], serial, "".join(names["issuer"][:1])) if len(found) == 1 else None

@@ -108,9 +108,10 @@ def store_issued(
         UsageError: the address is not that of a server with TLS.
         StoreError: the folder cannot be written.
     """
-    http = Http(server, context=unverified_context)
-    if not http.secure:
-        raise UsageError(f"{http.server} has no TLS, so it takes no certificate.", "Give its https:// address.")
+    with contextlib.closing(Http(server, context=unverified_context)) as http:
+        address, secure = http.server, http.secure
+    if not secure:
+        raise UsageError(f"{address} has no TLS, so it takes no certificate.", "Give its https:// address.")
     require_private(key, "The site's key")
     try:
         chain, secret, trusted = (read_named(path) if path else b"" for path in (certificate, key, authority))
@@ -125,10 +126,10 @@ def store_issued(
         ) from None
     if authority is not None:
         client_context(str(authority))
-    folder = folder or folder_for(http.server, site)
+    folder = folder or folder_for(address, site)
     store(
         folder,
-        CredentialNote(http.server, site, "certificate", 0.0, end.timestamp()),
+        CredentialNote(address, site, "certificate", 0.0, end.timestamp()),
         secret=identity,
         authority=trusted,
     )

@@ -12,7 +12,6 @@ from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from atoll.errors import ConfigError
 from atoll.posix import read_named, require_regular
@@ -240,24 +239,18 @@ def _sendable(token: str, origin: str) -> Token:
 
 
 class SmallBuffer(SSLProtocol):
-    """asyncio's TLS protocol with a smaller read buffer: `max_size` bytes instead of 256 KiB.
+    """asyncio's TLS protocol with a smaller read buffer: `max_size` bytes instead of 256 KiB, then `FULL_SIZE`.
 
     asyncio keeps the buffer until the connection closes. At 256 KiB, a thousand connections would take 290 MB. Buffers
-    of 64 KiB are as fast; with 16 KiB, rounds take a fifth longer. A peer that has shown no credential yet has `FIRST`.
+    of 64 KiB are as fast; with 16 KiB, rounds take a fifth longer. A peer that has shown no credential yet needs less.
     """
 
-    max_size = 2**16
-    FIRST = 2**10
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._full_size, self.max_size = self.max_size, self.FIRST  # type: ignore[misc]
-        self._ssl_buffer = bytearray(self.FIRST)
-        self._ssl_buffer_view = memoryview(self._ssl_buffer)
+    max_size = 2**10
+    FULL_SIZE = 2**16
 
     def widen(self) -> None:
         """Read with the full buffer from now on: the peer has shown a credential."""
-        self.max_size = self._full_size  # type: ignore[misc]
+        self.max_size = self.FULL_SIZE  # type: ignore[misc]  # typeshed has it as a class's; asyncio reads the object's
 
     def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
         """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""
@@ -267,7 +260,7 @@ class SmallBuffer(SSLProtocol):
         super()._on_handshake_complete(handshake_exc)
 
 
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 10
 """Maximum seconds of a TLS handshake."""
 
 

@@ -167,7 +167,7 @@ def test_every_changed_row_is_named(state: Path, table: str, column: str, value:
 
 
 def rewrite_weight(state: Path, version: int, weight: float) -> None:
-    """Change the weight of an update as one could who knows the program: row, checksum, audit log and its chain."""
+    """Change the weight of an update with all that belongs to it: row, checksum, audit log and its chain."""
     with closing(sqlite3.connect(state / "journal.sqlite", isolation_level=None)) as db:
         db.execute("BEGIN")
         journal_tables.write_checksums(db)

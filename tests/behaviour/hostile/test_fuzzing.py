@@ -45,8 +45,13 @@ def test_readers_refuse_damaged_bytes_in_their_own_words(values: Values, finding
     """Every message, header and text from others is read or refused with the error that its reader declares."""
     found = readers()
     assert {f"message {name}" for name in message_kinds()} < {*found}
-    make = lambda chance: reader_case(found, values, chance)  # noqa: E731
-    try_for(make, lambda case: read_case(found, findings, case), 1, time.monotonic() + 60, most=400)
+    try_for(
+        lambda chance: reader_case(found, values, chance),
+        lambda case: read_case(found, findings, case),
+        1,
+        time.monotonic() + 60,
+        most=400,
+    )
     assert not findings.counts, findings.text()
 
 
@@ -93,6 +98,11 @@ def test_fuzzing_finds_a_faulty_operation(
 def test_fuzzing_finds_a_faulty_reader(read: Any, said: str, values: Values, findings: Findings) -> None:
     """A reader that raises what it does not declare, or takes too much memory, is found."""
     found = {"planted": Reader(read, (b"x" * 20_000,), (ValueError,))}
-    make = lambda chance: reader_case(found, values, chance)  # noqa: E731
-    try_for(make, lambda case: read_case(found, findings, case), 1, time.monotonic() + 60, most=10)
+    try_for(
+        lambda chance: reader_case(found, values, chance),
+        lambda case: read_case(found, findings, case),
+        1,
+        time.monotonic() + 60,
+        most=10,
+    )
     assert said in findings.text()

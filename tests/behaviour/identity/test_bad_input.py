@@ -100,7 +100,7 @@ def replayed(site: Site) -> Outcome:
 
 
 def renewed_elsewhere(site: Site) -> Outcome:
-    """A credential of another run, whose server was at this address."""
+    """A credential of another run; its server was at this address before."""
     site.at.certificates["a"] = site.at.signed("a")
     own = site.at.certificates["a"]
     enrolled = site.run(

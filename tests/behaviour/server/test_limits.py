@@ -385,15 +385,15 @@ def test_connections_with_a_lease_count_until_they_end(tmp_path: Path) -> None:
         assert healthy(connections[2], **shown)
 
 
+def patch_starts(monkeypatch: pytest.MonkeyPatch, **values: float) -> None:
+    """Set how a listener begins connections of one address."""
+    for name, value in values.items():
+        monkeypatch.setattr(listener, name, value)
+
+
 def test_a_connection_that_waits_for_its_turn_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second in which a connection can show a credential begins when the rate of its address lets it begin."""
-    for name, value in {
-        "TIME_TO_SHOW_S": 0.0,
-        "STARTS_PER_S": 1e-3,
-        "STARTS_AT_ONCE": 1.0,
-        "START_WAIT_S": 1e9,
-    }.items():
-        monkeypatch.setattr(listener, name, value)
+    patch_starts(monkeypatch, TIME_TO_SHOW_S=0.0, STARTS_PER_S=1e-3, STARTS_AT_ONCE=1.0, START_WAIT_S=1e9)
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with (
         plain_server(tmp_path, nn.Linear(2, 2), **{"limits.address_connections": 2}) as server,
@@ -407,13 +407,7 @@ def test_a_connection_that_waits_for_its_turn_keeps_its_time(tmp_path: Path, mon
 
 def test_refused_connections_use_up_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that is refused because its address has too many is not counted among those that have begun."""
-    for name, value in {
-        "TIME_TO_SHOW_S": 3600.0,
-        "STARTS_PER_S": 1e-3,
-        "STARTS_AT_ONCE": 2.0,
-        "START_WAIT_S": 0,
-    }.items():
-        monkeypatch.setattr(listener, name, value)
+    patch_starts(monkeypatch, TIME_TO_SHOW_S=3600.0, STARTS_PER_S=1e-3, STARTS_AT_ONCE=2.0, START_WAIT_S=0)
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.address_connections": 1}) as server:
         with socket.create_connection(("127.0.0.1", server.port)):
