@@ -35,8 +35,8 @@ TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals come at once, and requests over a rate do not wait."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.0)
-    monkeypatch.setattr("atoll.server.http.gate.REQUEST_WAIT_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REQUEST_WAIT_S", 0.0)
 
 
 def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, str]:
@@ -120,7 +120,7 @@ def test_wrong_tokens_of_an_address_are_slowed(
 
 def test_the_answer_to_many_wrong_tokens_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal of one wrong token too many comes after a pause, and ends the connection."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.3)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.3)
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.wrong_credentials": 1}) as server:
         asked(server.url, "/v1/run", "wrong")
