@@ -86,7 +86,7 @@ def test_a_command_that_loads_slowly_says_so_first(
 
 @pytest.mark.slow
 def test_a_worker_says_that_its_script_has_not_joined(nursery: Nursery, tmp_path: Path, canned: Any) -> None:
-    """Until it joins or ends, a script prints nothing of itself."""
+    """While a script neither joins nor ends, `atoll worker` says that it has not joined."""
     words = ["worker", "--server", canned.url, "--", sys.executable, "-c", "import signal; signal.pause()"]
     worker = nursery.start("atoll", *words, cwd=tmp_path)
     wait_until(lambda: count(worker, "has not joined yet; it takes seconds to load PyTorch (") >= 2, "two lines", 60)

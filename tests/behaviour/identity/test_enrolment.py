@@ -55,7 +55,10 @@ def reach(server: EnrollingServer, site: str | None = "hospital-a") -> AtollErro
 
 
 def test_server_with_another_authority_learns_no_secret(tmp_path: Path) -> None:
-    """A server whose authority has not the invitation's fingerprint gets nothing, also with the right one behind it."""
+    """A server gets no secret if its certificate is from another authority than the invitation names.
+
+    This holds even if the server also sends the certificate of the right authority.
+    """
     right = new_authority("a run")
     with EnrollingServer(tmp_path / "server") as server:
         server.extra = right.certificate

@@ -127,7 +127,7 @@ def test_unfit_certificate_is_not_stored(
 
 
 def test_certificate_needs_a_server_with_tls(nursery: Nursery, tmp_path: Path) -> None:
-    """Without TLS no certificate is shown; without an address it would not be known to whom."""
+    """A certificate can be stored only for the address of a server with TLS, because it is shown only there."""
     certificate, key = issue(tmp_path, trustme.CA())
     with pytest.raises(UsageError, match="has no TLS"):
         store_issued("http://127.0.0.1:8512", certificate, key)

@@ -346,7 +346,9 @@ def test_a_late_site_of_an_async_run_is_amber(tmp_path: Path, chrome: Browser) -
 
 
 def test_a_refused_update_is_drawn_as_refused(tmp_path: Path, chrome: Browser) -> None:
-    """It is no time of waiting. Bytes that the server has not counted are unknown, not 0."""
+    """The timeline shows a refused update as refused, not as waiting. Bytes that the server did not count are unknown,
+    not 0.
+    """
     with prepared("nan", tmp_path) as world:
         chrome.open(world.url)
         chrome.wait("#row-clinic-cedar", "its updates are refused")
@@ -435,7 +437,9 @@ def test_an_event_of_another_day_has_its_date(tmp_path: Path, chrome: Browser) -
 
 
 def test_the_page_explains_its_columns(tmp_path: Path, chrome: Browser) -> None:
-    """By pointing at a title, and in a list, which a phone can show, too; a table that goes on has a shadow there."""
+    """The page explains its columns where the pointer is, and in a list for phones. A shadow shows that a table goes
+    on.
+    """
     with World(tmp_path, START, "ab", rounds=3) as world:
         chrome.set_look(width=390, height=844)
         chrome.open(world.url)

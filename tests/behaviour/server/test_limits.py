@@ -439,12 +439,10 @@ HEADS = {
 @pytest.mark.covers("F24", "F38")
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "tls"])
-def test_half_a_request_ends_its_connection(
+def test_an_incomplete_request_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, secure: bool
 ) -> None:
-    """A connection whose next request does not get complete in time is closed, whatever came before, also if a byte of
-    it comes now and then.
-    """
+    """A connection is closed if a request on it is not complete in time, even if its bytes keep coming slowly."""
     import ssl
 
     monkeypatch.setattr(request_body, "HEAD_S", 0.3)

@@ -299,8 +299,8 @@ def test_a_request_is_answered_in_the_protocol_of_its_sender() -> None:
 
 
 @pytest.mark.covers("F32")
-def test_a_worker_that_is_too_old_is_told_to_upgrade(tmp_path: Path, monkeypatch) -> None:
-    """A server that has given up protocol 1 says so at the first request, with what it serves and the remedy."""
+def test_a_worker_that_is_too_old_has_to_upgrade(tmp_path: Path, monkeypatch) -> None:
+    """A server that no longer serves a worker's protocol says so at the first request, and names the remedy."""
     with serve(old_run.build(), tmp_path / "state", old_run.SETTINGS) as server:
         monkeypatch.setattr(routes, "OLDEST_PROTOCOL", 2)
         monkeypatch.setattr("atoll.transport.http_client._PROTOCOL", {})  # as workers of protocol 1
@@ -313,7 +313,7 @@ def test_a_worker_that_is_too_old_is_told_to_upgrade(tmp_path: Path, monkeypatch
 @pytest.mark.covers("F32")
 @pytest.mark.parametrize(("protocol", "side"), [(0, "worker a"), (3, "the server")])
 def test_a_join_in_another_protocol_names_the_side_to_upgrade(protocol: int, side: str, tmp_path: Path) -> None:
-    """A site whose message has a protocol that the server does not serve is told which side to upgrade."""
+    """If a site joins with a protocol that the server does not serve, the error says which side to upgrade."""
     from atoll.transport.http_client import Http
 
     with serve(old_run.build(), tmp_path / "state", old_run.SETTINGS) as server:

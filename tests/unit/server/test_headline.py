@@ -109,8 +109,8 @@ def test_a_slow_site_of_an_async_run_is_late(ticket_s: float, late: list[str]) -
 
 
 @pytest.mark.parametrize("state", ["left", "dead"])
-def test_a_site_that_is_gone_is_not_late(state: str) -> None:
-    """Its ticket stays open, but nobody trains with it."""
+def test_a_site_that_has_left_is_not_late(state: str) -> None:
+    """A site that has left is not late, although its ticket is still open."""
     waiting = {"waiting_for": [], "reason": "waits for an update"}
     workers = [worker("a"), worker("b", state=state, ticket_s=3000.0, usual_s=60.0)]
     assert headline_of(running(fragment=waiting, workers=workers, mode="asynchronous")).late == []
@@ -121,8 +121,8 @@ def test_a_site_that_is_gone_is_not_late(state: str) -> None:
     [({}, "waits for a, b; c sat out"), ({"stopping": True, "left_s": None}, "waits for a, b; this is the last round")],
     ids=["sat-out", "stopping"],
 )
-def test_a_round_on_time_is_not_held_up(about: dict[str, Any], reason: str) -> None:
-    """That a site sits out, or that the round is the last one, does not delay the others."""
+def test_sites_of_a_round_on_time_are_not_late(about: dict[str, Any], reason: str) -> None:
+    """If a site sits out, or the round is the last one, the headline does not call the other sites late."""
     waiting = [Missing(site=site, for_s=1.0) for site in "ab"]
     said = headline_of(running(fragment={"open_s": 0.5, "reason": reason, "waiting_for": waiting}, **about))
     assert (said.held_up, said.late) == (False, [])
