@@ -151,7 +151,7 @@ LINES: dict[str, int] = {
     "rounds": 1239,
     "server": 2330,
     "server/coordinator": 4870,
-    "server/http": 1515,
+    "server/http": 1534,
     "server/swarm": 733,
     "server/tasks": 1482,
     "simulate": 2279,

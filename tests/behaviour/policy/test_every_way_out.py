@@ -222,7 +222,7 @@ def test_task_that_may_not_be_answered_fails(tmp_path: Path, policy_of: Writes) 
 
 
 def test_published_objects_pass_the_filters(tmp_path: Path, policy_of: Writes) -> None:
-    """An object that a process publishes, by itself or at a server, is clipped; one with a forbidden tensor is refused."""
+    """An object that a process or its server publishes is clipped; one with a forbidden tensor is refused."""
     policy = policy_of('[tensors]\nallow = ["w"]\nmax_norm = 1.0')
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=1) as world:
         for where in ({}, {"server": world.url}):

@@ -77,7 +77,7 @@ def test_changes_beyond_the_models_dtype_are_sent(tmp_path: Path, dtype: str, co
 
 @pytest.mark.parametrize("down", ["bf16", "int8"])
 def test_a_difference_may_exceed_the_models_dtype(tmp_path: Path, down: str) -> None:
-    """A version can be downloaded as a difference from the last one even if the difference exceeds the model's dtype."""
+    """A version can be downloaded as a difference even if the difference exceeds the dtype of the model."""
     # The second round starts from −x, which the server sends as the difference from x.
     settings = {"rounds.total": 2, "aggregation.download_codec.name": down}
     first, second = negate(tmp_path, torch.float16, 40_000.0, **settings)
