@@ -215,7 +215,7 @@ def test_an_older_worker_reads_every_answer(version: int, tmp_path: Path) -> Non
 @pytest.mark.covers("F32")
 @pytest.mark.parametrize("commit", COMMITS)
 def test_workers_of_a_recorded_commit_take_part(commit: str, tmp_path: Path) -> None:
-    """Real workers of an earlier commit train with today's server, to the bits of their own."""
+    """Workers of an earlier commit train with today's server, and the result has the bits recorded at that commit."""
     if shutil.which("git") is None or subprocess.run(["git", "cat-file", "-e", commit], cwd=HERE).returncode:
         pytest.skip("needs the history of the repository")
     src = checked_out(commit, tmp_path / "old")
