@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from atoll import registry
 from atoll.blobs.model_file import packed_state
-from atoll.blobs.object_file import Cut
+from atoll.blobs.ways_to_send import Cut
 from atoll.config.settings import MAX_WEIGHT
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
