@@ -150,7 +150,9 @@ def test_quiet_and_verbose_exclude_each_other(atoll_command: Any) -> None:
 
 
 def test_quiet_and_verbose_reach_the_script(atoll_command: Any, canned: Any) -> None:
-    """`atoll worker -q` says nothing, its script prints Atoll's warnings alone; with `-v`, debug lines, too."""
+    """`-q` and `-v` of `atoll worker` set the log level of its script, too. With `-q`, the command itself prints
+    nothing.
+    """
     levels = "import atoll.format_text as f; print(f.log_level())"
     for flags, level, lines in ((("-q",), 30, 0), ((), 20, 1), (("-v",), 10, 1)):
         outcome = atoll_command("worker", *flags, "--server", canned.url, "--", sys.executable, "-c", levels)

@@ -39,8 +39,10 @@ def issue(folder: Path, authority: trustme.CA, name: str = "berlin", **options: 
     return certificate, key
 
 
-def test_site_with_a_certificate_of_its_own_authority_takes_part(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll enrol --certificate` stores it; the site then takes part in a run with `trust.authority`, to the end."""
+def test_site_with_a_certificate_of_another_authority_takes_part(nursery: Nursery, tmp_path: Path) -> None:
+    """A site with a certificate of another authority enrols with `atoll enrol --certificate`, and takes part to the
+    end.
+    """
     top = trustme.CA()
     outside = top.create_child_ca()
     certificate, key = issue(tmp_path, outside, "a")

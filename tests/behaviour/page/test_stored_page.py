@@ -80,7 +80,9 @@ def test_atoll_page_needs_the_token_for_data(tmp_path: Path, nursery: Nursery) -
 
 
 def test_saves_versions_and_updates(tmp_path: Path, nursery: Nursery) -> None:
-    """The version's bytes are those of `atoll export`; the table has every update; a version that is gone says so."""
+    """The stored page saves versions with the bytes of `atoll export`, and the table of all updates. It says if a
+    version is gone.
+    """
     stored(tmp_path)
     assert command(nursery, tmp_path, "export", "--dir", "state", "out.safetensors").returncode == 0
     _, address = started(nursery, tmp_path / "state")

@@ -126,7 +126,9 @@ def test_what_no_filter_was_applied_to_is_refused(tmp_path: Path, policy_of: Wri
 
 
 def test_update_is_cleared_for_its_ticket_alone(policy_of: Writes) -> None:
-    """An update that was cleared for ticket 1 cannot be completed under ticket 2, nor after the next was formed."""
+    """An update that the policy let leave under ticket 1 cannot be completed under ticket 2, or after the next one is
+    formed.
+    """
     policy_of("")
     way = way_out()
     way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))

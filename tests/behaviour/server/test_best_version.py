@@ -67,8 +67,8 @@ def saved(server: atoll.Server) -> int:
 
 
 @pytest.mark.covers("X41")
-def test_the_best_version_is_the_one_that_was_measured(tmp_path: Path, nursery: Nursery) -> None:
-    """The best version is the version that the best metric measured."""
+def test_the_best_version_is_the_measured_one(tmp_path: Path, nursery: Nursery) -> None:
+    """The best version is the one on which sites measured the best metric, not the one that this round made."""
     # A restarted server still knows it. `atoll export --best` exports it.
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:

@@ -74,7 +74,9 @@ def test_a_run_goes_on_to_the_same_bits_after_an_upgrade(version: int, tmp_path:
 
 @pytest.mark.parametrize("version", OLD)
 def test_the_old_journal_is_kept_before_it_is_migrated(version: int, tmp_path: Path, caplog) -> None:
-    """The copy has the old version and the old rows, is for its owner alone, and its path is in the log."""
+    """Before a journal is migrated, it is copied: with its old version and rows, for its owner alone. The log names the
+    copy.
+    """
     state = unpacked(version, tmp_path)
     before = rows(state / JOURNAL)
     with caplog.at_level(logging.INFO, "atoll.server"):

@@ -373,8 +373,8 @@ def test_the_usual_round_time_is_the_median() -> None:
     assert usual_round_s([]) is None
 
 
-def test_the_usual_round_time_has_no_waits_for_others_to_join() -> None:
-    """Round 1 does not count if a later one is known, nor does what a site waited before its own first update."""
+def test_the_usual_round_time_leaves_out_first_waits() -> None:
+    """The usual time of a round leaves out round 1, and what a site waited before its own first update."""
     waited = SiteRound(site="c", train_seconds=5.0, wait_seconds=3600.0)
     rounds = history([1.0, 1.0, 1.0])
     late = rounds[1].model_copy(update={"sites": [*rounds[1].sites, waited]})
