@@ -369,7 +369,7 @@ def test_no_site_is_amber_while_the_disk_is_full(tmp_path: Path, chrome: Browser
 
 
 def test_the_timeline_counts_only_updates_that_a_round_used(tmp_path: Path, chrome: Browser) -> None:
-    """The end of a round adds times only for updates that it used: not for refused ones, nor for tickets of gone sites."""
+    """A round's end adds times only for updates that it used: not for refused ones, nor for tickets of gone sites."""
     spans = (
         "const done = arguments[0], at = (s) => new Date(1e12 + s * 1000).toISOString();"
         "const site = (what, s, more) => ({ what, site: 'a', at: at(s), ...more });"

@@ -248,7 +248,7 @@ def test_an_unreachable_mlflow_is_reported_soon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_refuses_a_database_that_mlflow_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """If MLflow's tracking address is a database that only the full MLflow can open, the start is refused and says so."""
+    """If MLflow's tracking address is a database that only the full MLflow can open, the server does not start."""
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setattr(tracker_threads, "_is_installed", lambda module: module != "sqlalchemy")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
