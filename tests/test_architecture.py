@@ -150,7 +150,7 @@ LINES: dict[str, int] = {
     "reducers": 259,
     "rounds": 1239,
     "server": 2330,
-    "server/coordinator": 4870,
+    "server/coordinator": 4906,
     "server/http": 1534,
     "server/swarm": 733,
     "server/tasks": 1485,

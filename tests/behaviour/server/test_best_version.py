@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import atoll
 from atoll.errors import ConfigError, Gone, StateCorrupt, UsageError
-from atoll.server.coordinator import background_writes
+from atoll.server.coordinator import exports as export_files
 
 
 def best_server(folder: Path, **settings: Any) -> atoll.Server:
@@ -161,7 +161,7 @@ def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
 
 def test_the_last_metrics_are_written_before_the_end(tmp_path: Path) -> None:
     """The server ends only after it has written the metrics of the last round."""
-    held = held_up(background_writes.Exports, "append_metrics")
+    held = held_up(export_files.Exports, "append_metrics")
     with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
@@ -176,7 +176,7 @@ def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
     # The server does not end while it replaces the file of the first best version with the second one.
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
-        return target.name == background_writes.BEST_MODEL and target.exists()
+        return target.name == export_files.BEST_MODEL and target.exists()
 
     held = held_up(background_writes, "export_model", is_second)
     with best_server(tmp_path, **{"rounds.total": 2}) as server, held as may:
@@ -191,7 +191,7 @@ def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
 def test_metrics_are_written_in_the_order_of_rounds(tmp_path: Path) -> None:
     """The lines of the metrics file have the order of the rounds, even if the disk is slower than the rounds."""
     begun: list[int] = []
-    held = held_up(background_writes.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
+    held = held_up(export_files.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
     with best_server(tmp_path, **{"rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
         wait_until(lambda: server.status().fragments[0].version == 3, "three versions")

@@ -84,7 +84,7 @@ def test_the_time_left_follows_the_mean_round_time(
 
     If the open round takes longer than the mean, only the rounds after it count; if it is late, no time is told.
     """
-    from atoll.server.coordinator.roster import left_s
+    from atoll.server.coordinator.round_times import left_s
 
     assert left_s(commits_s, commits_left, now_s) == (left if left is None else pytest.approx(left))
 
@@ -93,7 +93,7 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
     """The time left is based on the most recent rounds: earlier rounds of an hour do not matter after rounds of a
     second.
     """
-    from atoll.server.coordinator.roster import ROUNDS, TimeLeft
+    from atoll.server.coordinator.round_times import ROUNDS, TimeLeft
 
     with plain_server(tmp_path, START, rounds=100) as server:
         run = server._require_served().run
@@ -109,7 +109,7 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
 def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
     """The first round, in which sites start, and the second give no time left."""
     # Two rounds of 5 s give 50 s for ten. With several fragments, this holds for the first rounds of each fragment.
-    from atoll.server.coordinator.roster import TimeLeft
+    from atoll.server.coordinator.round_times import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
         run = server._require_served().run

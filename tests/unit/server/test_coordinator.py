@@ -16,8 +16,9 @@ from atoll.rounds import events
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator import roster as roster_module
 from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.attendance import Attendance
 from atoll.server.coordinator.long_polls import FairEvent
-from atoll.server.coordinator.roster import STILL, Attendance, Presence
+from atoll.server.coordinator.roster import STILL, Presence
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 

@@ -38,7 +38,7 @@ from atoll.format_text import number_of
 from atoll.posix import mode_in, no_sync, own_folder, read_named, replace_file
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
-from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model, made
+from atoll.server.coordinator.exports import BEST_MODEL, BEST_NOTE, export_model, made
 from atoll.server.tasks.task_queue import TaskPayload
 from atoll.server.tasks.workflow_controller import Controller, ProgressSigns, progress_of, why_gone
 from atoll.tensors.lazy_tensors import LazyState
