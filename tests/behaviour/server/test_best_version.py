@@ -143,7 +143,7 @@ def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
 
     On a slow disk, the next versions would otherwise displace the best one before it is a file.
     """
-    with best_server(tmp_path) as server, held_up(background_writes, "export_model") as may:
+    with best_server(tmp_path) as server, held_up(export_files, "export_model") as may:
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
         def is_closed() -> bool:
@@ -178,7 +178,7 @@ def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
         return target.name == export_files.BEST_MODEL and target.exists()
 
-    held = held_up(background_writes, "export_model", is_second)
+    held = held_up(export_files, "export_model", is_second)
     with best_server(tmp_path, **{"rounds.total": 2}) as server, held as may:
         run_rounds(server, tmp_path, 0.1, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
