@@ -528,8 +528,8 @@ def test_a_trickling_part_is_broken_off(tmp_path: Path, way: str) -> None:
 # -- objects
 
 
-def open_object(url: str, nbytes: int = 128, **more: Any) -> tuple[int, dict[str, Any]]:
-    body = {"head_bytes": 64, "nbytes": nbytes, "part_bytes": 65536, "expires_s": 3600.0}
+def open_object(url: str, nbytes: int = 128, key: str | None = None, **more: Any) -> tuple[int, dict[str, Any]]:
+    body = {"head_bytes": 64, "nbytes": nbytes, "part_bytes": 65536, "expires_s": 3600.0, "key": key}
     return post(url, "/v1/objects", body, **more)
 
 
@@ -568,6 +568,19 @@ def test_small_objects_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         first = opened[0][1]
         assert send(server.url, "DELETE", f"/v1/objects/{first['object']}", None, "", first["secret"])[0] == 204
         assert open_object(server.url)[0] == 200
+
+
+def test_attempts_to_open_one_object_take_one_place(tmp_path: Path) -> None:
+    """If the answers that an object is open are lost, the publisher's attempts leave one object, not one each."""
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        assert open_object(server.url, key="b" * 32)[0] == 200
+        first, *others = [open_object(server.url, key="a" * 32) for _ in range(20)]
+        assert {status for status, _ in (first, *others)} == {200}
+        gone = f"/v1/objects/{first[1]['object']}"
+        assert send(server.url, "DELETE", gone, None, "", first[1]["secret"])[0] == 410
+        names = {path.stem for path in (tmp_path / "state" / "objects").iterdir()}
+        assert len(names) == 2
+        assert others[-1][1]["object"] in names
 
 
 def test_a_lease_makes_no_room_for_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
