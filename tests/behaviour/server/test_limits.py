@@ -623,6 +623,21 @@ def test_one_caller_gets_a_quarter_of_the_streams(tmp_path: Path) -> None:
         assert follow("b") == 200
 
 
+def test_a_lease_does_not_allow_more_streams(tmp_path: Path) -> None:
+    """Without credentials, streams count for their address: leases, old and new ones, bring no further ones."""
+    limit = {"limits.event_streams": 8}
+    with plain_server(tmp_path, nn.Linear(2, 2), **limit) as server, contextlib.ExitStack() as stack:
+
+        def follow(site: str) -> int:
+            headers = {"Accept": "text/event-stream", "Atoll-Lease": joined(server.url, site)}
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            stack.callback(connection.close)
+            connection.request("GET", "/v1/events", headers=headers)
+            return connection.getresponse().status
+
+        assert [follow(site) for site in "abca"] == [200, 200, 429, 429]
+
+
 # -- messages
 
 
