@@ -457,10 +457,9 @@ def test_half_a_request_ends_its_connection(
         with raw:
             raw.sendall(HEADS[kind])
             if kind in ("unusual method", "lower case"):
-                for _ in range(3):
-                    time.sleep(0.05)
-                    with contextlib.suppress(OSError):
-                        raw.sendall(b"x")
+                with contextlib.suppress(OSError):
+                    begun_s = time.monotonic()
+                    trickle(raw, lambda: time.monotonic() - begun_s > 20)
             assert ended(raw)
 
 
@@ -480,7 +479,9 @@ def test_an_idle_connection_stays_open_after_requests_of_every_kind(
                 connection.request(method, path, body, {"Content-Type": "application/json"})
                 connection.getresponse().read()
                 local = connection.sock.getsockname()
-                time.sleep(0.3)
+                with socket.create_connection(("127.0.0.1", server.port), timeout=30) as later:
+                    later.sendall(b"GET /healthz HTTP/1.1\r\n")
+                    assert ended(later)  # so the limit has passed for all that came before, too
                 connection.request("GET", "/healthz")
                 assert connection.getresponse().read() == b"ok\n"
                 assert connection.sock.getsockname() == local
@@ -591,15 +592,15 @@ def test_a_lease_makes_no_room_for_objects(tmp_path: Path, monkeypatch: pytest.M
         assert [open_object(server.url, lease=lease)[0] for lease in leases] == [200, 200, 429]
 
 
-def test_a_trickling_object_is_removed(tmp_path: Path) -> None:
+def test_a_trickling_object_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of which hardly a byte arrives is removed, also if each of many requests brings a little."""
+    monkeypatch.setattr(routes, "LEAST_BYTES_PER_S", 10**7)  # requests of 64 bytes do not reach it
     with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.5}) as server:
         opened = open_object(server.url)[1]
         path, part = f"/v1/objects/{opened['object']}/parts/0", bytes(64)
         body = part + blake3(part).digest()
 
         def is_gone() -> bool:
-            time.sleep(0.2)  # 5 × 64 bytes a second are fewer than 1024
             return send(server.url, "PUT", path, body, "", opened["secret"])[0] == 410
 
         wait_until(is_gone, "its end", 20)
