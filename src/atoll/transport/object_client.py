@@ -315,11 +315,21 @@ def publish(
 
 
 def send(
-    draft: UnpublishedObject, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
+    draft: UnpublishedObject,
+    server: str,
+    *,
+    expires_s: float,
+    idle_timeout_s: float,
+    abort: Abort | None = None,
+    key: str | None = None,
 ) -> TensorRef:
     """Upload a draft (an object that is written to disk) to a server, and return its reference.
 
     The errors are those of `publish`.
+
+    Args:
+        draft, server, expires_s, idle_timeout_s, abort: as for `publish`.
+        key: an id of this upload, for repeated attempts: the server drops what an earlier one has left there.
     """
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
@@ -330,6 +340,7 @@ def send(
             part_bytes=manifest.cuts.part_bytes,
             inline=draft.inline,
             expires_s=expires_s,
+            key=key,
         )
         opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)

@@ -78,7 +78,7 @@ class RunRoutes:
             Gone: the server has no such event yet, or no longer has the ones that follow it.
         """
         if EVENT_STREAM in request.headers.get("Accept", ""):
-            return await self._streams.send(request, self._served.run, query, CALLER.get().key)
+            return await self._streams.send(request, self._served.run, query, CALLER.get().payer)
         return await self._served.run.events.get_events(query)
 
     async def get_settings(self) -> status_messages.SettingsInEffect:
