@@ -519,6 +519,7 @@ def play(seed: int | Scenario) -> Told:
             raise
         finally:
             history.loop.close()
+            history.disks.end()
     return history.told
 
 
