@@ -136,10 +136,11 @@ class Disks:
 
     Attributes:
         power: whether each commit is synced (`disk.durability = "power"`).
+        loses: whether a power loss is to come, so that what was synced has to be kept.
     """
 
-    def __init__(self, *, power: bool) -> None:
-        self.power = power
+    def __init__(self, *, power: bool, loses: bool = True) -> None:
+        self.power, self.loses = power, loses
         self._databases: dict[str, Database] = {}
         self._synced: dict[str, bytes] = {}
 
@@ -148,7 +149,7 @@ class Disks:
         database = self._databases.get(str(path))
         if database is None:
             database = self._databases[str(path)] = _FREE.pop() if _FREE else Database()
-            database.synced, database.is_careful = b"", not self.power
+            database.synced, database.is_careful = b"", self.loses and not self.power
         return Opened(database)
 
     def end(self) -> None:
@@ -165,6 +166,8 @@ class Disks:
 
     def fsync(self, fd: int) -> None:
         """Remember what a file has."""
+        if not self.loses:
+            return
         path = os.readlink(f"/proc/self/fd/{fd}")
         if os.path.isfile(path):
             self._synced[path] = Path(path).read_bytes()

@@ -25,6 +25,11 @@ class Fault:
     site: str = ""
     number: float = 0.0
 
+    @property
+    def loses_power(self) -> bool:
+        """Whether a server that is killed at an instruction is so by a loss of power."""
+        return self.number > 0.7
+
 
 KINDS = ("barrier", "quorum", "async", "buffered", "fragments")
 SITE_FAULTS = ("kill site", "kill site at", "power loss of site", "freeze", "rival", "cut off", "leave")
@@ -106,6 +111,11 @@ class Scenario:
     @property
     def is_async(self) -> bool:
         return self.kind in ("async", "buffered")
+
+    @property
+    def loses_power(self) -> bool:
+        """Whether the server's machine may lose power."""
+        return any(f.what == "power loss" or (f.what == "kill server at" and f.loses_power) for f in self.faults)
 
     @property
     def quorum(self) -> int:

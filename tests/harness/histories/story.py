@@ -26,6 +26,7 @@ from unittest import mock
 
 from atoll import runtime
 from atoll.aggregation import make_version
+from atoll.aggregation.plan import AggregationPlan, PlanValues
 from atoll.errors import AtollError
 from atoll.protocol import admin_messages, messages, run_events
 from atoll.rounds.machine import STOPPED
@@ -38,6 +39,7 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.store import audit_log, journal
+from atoll.tensors.fragments import Split
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
 from atoll.worker.session import session
@@ -96,7 +98,7 @@ class History:
         slow = random.Random(f"threads {scenario.seed}")
         self.loop = VirtualLoop(lambda: slow.expovariate(50.0))
         self.network = Network(self.loop, random.Random(f"network {scenario.seed}"), replace(scenario.wire), self.serve)
-        self.disks = Disks(power=scenario.power)
+        self.disks = Disks(power=scenario.power, loses=scenario.loses_power)
         self.model = scenario.model()
         self.sites = {name: Site(self, name) for name in scenario.sites}
         self.checks = Checks(
@@ -295,7 +297,7 @@ class History:
             self._full = 1 + int(fault.number * 5)
         elif fault.what == "kill server at":
             self._crash_at = SERVER_POINTS[int(fault.number * 1000) % len(SERVER_POINTS)]
-            self._crash_in, self._power_next = 1 + int(fault.number * 60) % 2, fault.number > 0.7
+            self._crash_in, self._power_next = 1 + int(fault.number * 60) % 2, fault.loses_power
         elif self.served is not None:
             is_power_loss = fault.what == "power loss"
             self._before = self.served.run.state if self.scenario.power or not is_power_loss else None
@@ -456,6 +458,18 @@ class History:
 # -- play
 
 
+_plans: dict[str, AggregationPlan] = {}
+_plan_of_values = AggregationPlan.of_values
+
+
+def shared_plan(values: PlanValues, split: Split, threads: int = 0) -> AggregationPlan:
+    """Return the plan that all histories with these values share."""
+    key = repr((values, split.schema.digest, split.places, threads))
+    if key not in _plans:
+        _plans[key] = _plan_of_values(values, split, threads)
+    return _plans[key]
+
+
 @contextlib.contextmanager
 def virtual_world(history: History) -> Iterator[None]:
     """Let the server and the workers use the history's clock, network and disk."""
@@ -480,6 +494,7 @@ def virtual_world(history: History) -> Iterator[None]:
             (run_core, "ThreadPoolExecutor", InlineExecutor),
             (persistors, "ThreadPoolExecutor", InlineExecutor),
             (make_version, "run_jobs", run_jobs),
+            (AggregationPlan, "of_values", shared_plan),
             (session, "threading", GreenThreading),
             (session, "Latch", GreenEvent),
             (session, "OWN_RANDOM", random.Random(f"pauses {history.scenario.seed}")),
