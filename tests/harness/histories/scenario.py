@@ -57,7 +57,7 @@ class Scenario:
         chance = random.Random(f"scenario {seed}")
         kind = chance.choice(KINDS)
         sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
-        heals_at_s = chance.uniform(3.0, 14.0)
+        heals_at_s = chance.uniform(2.5, 10.0)
         wire = Faults(
             delay_s=chance.choice((0.01, 0.05, 0.4)),
             lost=chance.choice((0.0, 0.0, 0.02, 0.1)),

@@ -122,6 +122,11 @@ class History:
         self._before: State | None = None
         self._wake = asyncio.Event()
 
+    @property
+    def is_healed(self) -> bool:
+        """Whether faults have stopped."""
+        return self.loop.now_s >= self.scenario.heals_at_s
+
     def tell(self, text: str) -> None:
         self.told.trace.append(f"{self.loop.now_s:9.3f} {text}")
 
@@ -157,6 +162,8 @@ class History:
         self.checks.now_s = self.loop.now_s
         self.checks.on_event(served.run, event)
         if isinstance(event, run_events.RoundEnded):
+            if self.is_healed:
+                self._wake.set()
             self.counts["versions" if event.summary.version is not None else "sat out"] += 1
             sites = ",".join(each.site for each in event.summary.sites)
             self.tell(f"version {event.summary.version} of fragment {event.fragment} from {sites}")
@@ -384,6 +391,7 @@ class History:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(at_s - self.loop.now_s):
                     await self._wake.wait()
+        self._wake.clear()
         self._require_sound()
 
     @property
