@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import sqlite3
 import tempfile
@@ -29,7 +30,7 @@ from atoll.aggregation import make_version
 from atoll.aggregation.plan import AggregationPlan, PlanValues
 from atoll.errors import AtollError
 from atoll.protocol import admin_messages, messages, run_events
-from atoll.rounds.machine import STOPPED
+from atoll.rounds.machine import STATE_BEGINS, STOPPED
 from atoll.rounds.state import State
 from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator import persistor as persistors
@@ -109,8 +110,12 @@ class History:
             most_behind=scenario.settings.get("async.max_staleness"),
             timeout_s=TIMEOUT_S,
             lr=LR,
+            algorithm=scenario.settings["algorithm.name"],
+            may_begin_anew=scenario.may_begin_anew,
             momentum=MOMENTUM,
         )
+        if scenario.may_begin_anew:
+            self.checks.may_expire.add(STATE_BEGINS)
         self.processes: list[Process] = []
         self.served: ServedRun | None = None
         self.failure: BaseException | None = None
@@ -207,6 +212,7 @@ class History:
 
     def _check_answer(self, served: ServedRun, request: Request, arrived_s: float, status: int, data: bytes) -> None:
         site, method, path, headers, _ = request
+        self.checks.began_anew(served.run)
         lease = headers.get("Atoll-Lease", "")
         if status >= 400:
             self.counts[f"status {status}"] += 1
@@ -515,6 +521,7 @@ def virtual_world(history: History) -> Iterator[None]:
             (part_transfer, "wait", wait_for_all),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.dict(os.environ, {"ATOLL_NEW_STATE": "1"}))  # only SCAFFOLD's sites read it
         NETWORK.append(history.network)
         stack.callback(NETWORK.pop)
         yield
