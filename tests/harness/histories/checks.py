@@ -195,9 +195,9 @@ class Checks:
     # -- as the run goes on
 
     def began_anew(self, run: RunCore) -> None:
-        """Note whether the algorithm's state has begun at zero again, which only some faults excuse."""
+        """Note whether SCAFFOLD's state has begun at zero again, which only some faults excuse."""
         generation = run.store.run_log.generation
-        if generation.number:
+        if generation.number and self.algorithm == "scaffold":
             require(self.may_begin_anew, f"the state of {self.algorithm} begins anew: {generation.reason}")
             self.begun_anew.add(generation.version)
 
