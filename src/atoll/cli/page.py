@@ -12,18 +12,21 @@ import typer
 from atoll.cli.status import live_status
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import still
-from atoll.cli.which_run import NAMED, named_run, run_names
+from atoll.cli.which_run import NAMED, named_run, newest_run, run_names
+from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.store.caller_tokens import stored_tokens
 
 
 def command(
     runs: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Argument(
-            help=f"The run: its {NAMED}; then runs to compare it with.", metavar="RUN…", autocompletion=run_names
+            help=f"The run: its {NAMED}; then runs to compare it with. Default: the newest run here.",
+            metavar="[RUN]…",
+            autocompletion=run_names,
         ),
-    ],
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
@@ -34,11 +37,13 @@ def command(
     Nothing in the directory changes. The address has a token: pass it on only to readers of the run.
 
     Raises:
-        UsageError: the directory contains no run.
+        UsageError: there is no such run, or none is named and there is none here.
         StoreError: this user has no permission to read the directory.
         StateCorrupt: the journal is damaged.
     """
-    found = [each for each in map(named_run, runs) if each is not None]
+    found = [each for each in (map(named_run, runs) if runs else [newest_run()]) if each is not None]
+    if not found:
+        raise UsageError("No run is named, and there is none here.", "Name it: atoll page RUN.")
     state_dir = found[0]
     status, _ = stored_status(state_dir)
 
