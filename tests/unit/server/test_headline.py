@@ -310,6 +310,12 @@ def test_the_headline_reports_a_paused_run() -> None:
     assert (said.act, said.held_up, said.command) == (False, True, "atoll resume --dir /s")
 
 
+def test_the_first_round_tells_nothing_of_the_others() -> None:
+    """In the first round, sites load data and compile: its time does not say how long the rounds after it take."""
+    text = headline_of(running(paused=True, history=history([0.5]))).text
+    assert "The end waits for that, then for 16 more rounds. Loss 0.5" in text
+
+
 def test_the_headline_escapes_hostile_names() -> None:
     said = headline_of(running(fragment={"waiting_for": [], "reason": "waits for <script>\x1b[2J\u202e"}))
     assert "<script>\\x1b[2J\\u202e" in said.text
