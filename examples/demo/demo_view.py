@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from atoll.protocol import status_messages
 
-SIGNS_OF_LIFE_S = 10.0
+SIGNS_OF_LIFE_S = 1.5
 """How often plain lines say how far a round is."""
 
 
