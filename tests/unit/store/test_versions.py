@@ -344,6 +344,22 @@ def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Ca
         assert store.tickets.get(2).state == "open"
 
 
+@pytest.mark.covers("F26")
+@pytest.mark.parametrize(
+    ("durability", "expected"), [("power", ["version", "state", "slots", "updates"]), ("process", [])]
+)
+def test_names_of_kept_updates_are_synced(
+    tmp_path: Path, synced: list[str], durability: str, expected: list[str]
+) -> None:
+    """With durability `power`, the folder of kept updates is synced before the version counts that they made."""
+    with new_run(tmp_path, durability=durability, keep_updates=1) as store:
+        tickets = run_round(store, 0, commit=False)
+        synced.clear()
+        write_version(store, 1, tickets)
+        assert synced == expected
+        assert len(list((tmp_path / "updates").iterdir())) == 2
+
+
 def test_an_export_is_a_separate_file(store: Store, tmp_path: Path) -> None:
     """An export is a separate file, which later versions do not change. If another export replaces it, an open reader
     keeps the old file.
