@@ -38,8 +38,8 @@ TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals come at once, and requests over a rate do not wait."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.0)
-    monkeypatch.setattr("atoll.server.http.gate.REQUEST_WAIT_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REQUEST_WAIT_S", 0.0)
 
 
 def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, str]:
@@ -123,7 +123,7 @@ def test_wrong_tokens_of_an_address_are_slowed(
 
 def test_the_answer_to_many_wrong_tokens_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal of one wrong token too many comes after a pause, and ends the connection."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.3)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.3)
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.wrong_credentials": 1}) as server:
         asked(server.url, "/v1/run", "wrong")
@@ -488,12 +488,10 @@ HEADS = {
 @pytest.mark.covers("F24", "F38")
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "tls"])
-def test_half_a_request_ends_its_connection(
+def test_an_incomplete_request_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, secure: bool
 ) -> None:
-    """A connection whose next request does not get complete in time is closed, whatever came before, also if a byte of
-    it comes now and then.
-    """
+    """A connection is closed if a request on it is not complete in time, even if its bytes keep coming slowly."""
     import ssl
 
     monkeypatch.setattr(request_body, "HEAD_S", 0.3)
