@@ -29,7 +29,7 @@ from torch import nn
 
 import atoll
 from atoll.protocol import messages, routes
-from atoll.server.http.gate import CallerRates
+from atoll.server.http.caller_limits import CallerRates
 from atoll.transport import listener, request_body
 
 TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
