@@ -317,7 +317,7 @@ def test_filtered_rounds_are_named(tmp_path: Path) -> None:
 
 def test_tensors_of_a_swarm_are_named_as_unchecked(tmp_path: Path, atoll_command: Any) -> None:
     """A swarm's server has no tensors: `atoll verify` compares its journal, and says what it did not check."""
-    settings = {"swarm.enabled": True, "rounds.sites": 2, "network.heartbeat_timeout_s": 30.0}
+    settings = {"swarm.enabled": True, "rounds.sites": 2}
     with plain_server(tmp_path, torch.nn.Linear(2, 2), **settings):
         pass
     done = atoll_command("verify", "state")
