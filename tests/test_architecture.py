@@ -149,7 +149,7 @@ LINES: dict[str, int] = {
     "recipes": 874,
     "reducers": 259,
     "rounds": 1239,
-    "server": 2332,
+    "server": 2336,
     "server/coordinator": 4907,
     "server/http": 1540,
     "server/swarm": 733,

@@ -440,8 +440,12 @@ def verify_state(state_dir: Path, tell: Callable[[str], object] = lambda text: N
     of_journal = len(found.changed)
     with permitted(state_dir):
         check = _Check(state_dir, rows, found)
-        if check.settings["swarm.enabled"] or not check.settings["disk.in_files"]:
-            found.unchecked.append("versions and updates: the server of this run has none in files")
+        if (in_swarm := check.settings["swarm.enabled"]) or not check.settings["disk.in_files"]:
+            why = "in a swarm, the sites have them, and the server only their digests"
+            found.unchecked.append(
+                "tensors of versions and updates, and whether the rounds' results are right: "
+                + (why if in_swarm else "the server of this run keeps none in files")
+            )
             return found
         tell("versions and updates")
         check.files()

@@ -250,7 +250,7 @@ class SmallBuffer(SSLProtocol):
 
     def widen(self) -> None:
         """Read with the full buffer from now on: the peer has shown a credential."""
-        self.max_size = self.FULL_SIZE  # type: ignore[misc]  # typeshed has it as a class's; asyncio reads the object's
+        vars(self)["max_size"] = self.FULL_SIZE  # typeshed has it as the class's, but asyncio reads the object's
 
     def _on_handshake_complete(self, handshake_exc: BaseException | None) -> None:
         """Send the alert of a failed handshake, which asyncio drops: it tells the peer why it was refused."""

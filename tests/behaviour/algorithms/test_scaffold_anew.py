@@ -26,6 +26,7 @@ from scaffold_world import One, one_round, sgd, train
 
 import atoll
 from atoll.algorithms import Algorithm, ChangeReader, Correction, ElementReader, LocalContext, LocalRule
+from atoll.server.verify_state import verify_state
 from atoll.testing.run import wait_until
 
 TARGETS = {"a": 1.0, "b": -3.0, "c": 5.0}
@@ -141,7 +142,7 @@ def restore_to(
 def test_going_back_to_a_version_resets_the_controls(world: World) -> None:
     """When an administrator takes the run back to an earlier version, SCAFFOLD's controls start at zero again."""
     # Version 2 is the base of round 3 again. The versions 3 and 4 are lost, so round 5 makes version 7.
-    world.set(**{"disk.keep_versions": 9})
+    world.set(**{"disk.keep_versions": 9, "disk.keep_updates": 9})
     with world:
         take_rounds(world, 4)
         roll_back(world, 2)
@@ -150,6 +151,11 @@ def test_going_back_to_a_version_resets_the_controls(world: World) -> None:
         (text,) = told(world)
     assert "The run went back to version 2, as its admin asked" in text
     require_paper(seen, 3, 5)
+    found = verify_state(world.folder / "state")  # the first round afterwards is computed from controls of zero, too
+    assert (found.changed, [(each.version, each.result) for each in found.rounds]) == (
+        [],
+        [(version, "same") for version in (1, 2, 5, 6, 7)],
+    )
 
 
 @pytest.mark.covers("S2", "F42")

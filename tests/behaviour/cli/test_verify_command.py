@@ -16,15 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import Nursery
+from harness.processes import Nursery, wait_until
 from kit import ForkedServer, ForkedSite, copy_folder
 from kit.damage import flip_bit
 from kit.halfway import ask_journal
 from kit.models import SITES
 from kit.processes import command
+from kit.servers import plain_server
+from kit.wire import WireSite
 from kit.world import World
 
 from atoll.errors import StateCorrupt, StoreError
+from atoll.filters import NormClip
 from atoll.json_files import chain_hash
 from atoll.server.verify_state import Verified, verify_state
 from atoll.store import journal_tables
@@ -297,6 +300,32 @@ def test_code_of_a_run_is_not_loaded(tmp_path: Path) -> None:
     assert set(results(found).values()) == {"not computed"}
     assert all("atoll.reducers.means:WeightedMean" in each.why for each in found.rounds[1:])
     assert found.changed == []
+
+
+def test_filtered_rounds_are_named(tmp_path: Path) -> None:
+    """Filters of the server's program are code: the rounds that they took part in are named as not computed."""
+    with plain_server(tmp_path, torch.nn.Linear(2, 2), filters=[NormClip(1.0)], **KEPT) as server:
+        site = WireSite(server.url)
+        site.train().submit()
+        wait_until(lambda: server.status().fragments[0].version == 1, "version 1")
+    found = verify_state(tmp_path / "state")
+    assert [(each.version, each.result, each.why) for each in found.rounds] == [
+        (1, "not computed", "the run has code of its own, which is never loaded here: filters at the server")
+    ]
+    assert found.changed == []
+
+
+def test_tensors_of_a_swarm_are_named_as_unchecked(tmp_path: Path, atoll_command: Any) -> None:
+    """A swarm's server has no tensors: `atoll verify` compares its journal, and says what it did not check."""
+    settings = {"swarm.enabled": True, "rounds.sites": 2}
+    with plain_server(tmp_path, torch.nn.Linear(2, 2), **settings):
+        pass
+    done = atoll_command("verify", "state")
+    assert (
+        "not checked: tensors of versions and updates, and whether the rounds' results are right: in a swarm, the sites"
+        " have them, and the server only their digests" in done.stdout
+    )
+    assert done.returncode == 0
 
 
 def test_updates_are_deleted_without_the_setting(tmp_path: Path) -> None:

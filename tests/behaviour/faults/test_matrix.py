@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
+from behaviours import collect
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ROW = re.compile(r"^\| (F\d+) \| .+ \| .+ \| `([\w./]+)::(\w+)` \|$", re.MULTILINE)
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-from behaviours import collect  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from harness.processes import Nursery
 from kit.credentials import Trusted, trusted
 from kit.processes import Outcome, command
 
-from atoll.errors import AuthError, ConfigError, Conflict, ServerUnreachable, UsageError
+from atoll.errors import AtollError, AuthError, ConfigError, Conflict, ServerUnreachable, UsageError
 from atoll.protocol.invitation import Invitation
 from atoll.testing.run import free_port
 
@@ -148,7 +148,7 @@ def policy_typo(site: Site) -> Outcome:
     ],
 )
 def test_bad_input_has_a_message_and_an_exit_code(
-    site: Site, happens: Callable[[Site], Outcome], error: type[Exception], said: str
+    site: Site, happens: Callable[[Site], Outcome], error: type[AtollError], said: str
 ) -> None:
     """Each wrong input ends a command with one line, which has cause and remedy, and with the exit code of its error.
 
@@ -159,6 +159,6 @@ def test_bad_input_has_a_message_and_an_exit_code(
     site.at.set_clock(0.0)
     shown = " ".join(outcome.stderr.split())
     assert said in shown
-    assert outcome.returncode == error.exit_code, outcome.stderr  # type: ignore[attr-defined]
+    assert outcome.returncode == error.exit_code, outcome.stderr
     assert "Traceback" not in shown
     assert site.enrol(other).returncode == 0

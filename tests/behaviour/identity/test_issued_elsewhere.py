@@ -29,9 +29,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
 
 
-def issue(folder: Path, authority: trustme.CA, name: str = "berlin", **options: object) -> tuple[Path, Path]:
+def issue(folder: Path, authority: trustme.CA, name: str = "berlin", **options: datetime) -> tuple[Path, Path]:
     """Files with a certificate with this common name, with its chain, and with its key of mode 0600."""
-    issued = authority.issue_cert("host.example", common_name=name, **options)  # type: ignore[arg-type]
+    issued = authority.issue_cert("host.example", common_name=name, **options)
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     certificate.write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
     key.touch(mode=0o600)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,6 +29,7 @@ from torch import nn
 
 import atoll
 from atoll.protocol import messages, routes
+from atoll.server.http.caller_limits import CallerRates
 from atoll.transport import listener, request_body
 
 TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
@@ -271,6 +274,21 @@ def test_new_names_of_metrics_are_limited(tmp_path: Path) -> None:
         roster["a"] = forgotten  # the site still has to leave
 
 
+def test_names_of_a_refused_update_do_not_count(tmp_path: Path) -> None:
+    """The names of metrics of an update that is refused, because it has a NaN, use up none of the site's 256."""
+    with World(tmp_path, {"w": nn.Linear(1, 1).weight.detach()}, "a", rounds=0) as world:
+        world.pull(number=1)
+        world.submit("a", float("nan"), metrics={f"x{n}": 1.0 for n in range(256)})
+        wait_until(
+            lambda: "update refused" in [each["what"] for each in get(world.url, "/v1/events")[1]["events"]], "it"
+        )
+        world.pull(number=1)
+        world.submit("a", 0.0, metrics={f"y{n}": 1.0 for n in range(256)})
+        world.wait(1)
+        assert set(world.status.history[-1].metrics) == {f"y{n}" for n in range(256)}
+        assert not [text for text in world.status.warnings if "different metrics" in text]
+
+
 # -- connections
 
 
@@ -324,6 +342,37 @@ def test_a_new_connection_replaces_the_oldest_without_a_credential(
         stack.callback(late.close)
         assert healthy(late, **bearer)
         assert healthy(site, **bearer)
+
+
+def test_a_request_that_waits_for_its_rate_has_shown_its_credential(
+    guarded: atoll.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a request with a right token waits for its rate, new connections of its address do not end its connection;
+    one with a wrong token is ended.
+    """
+    monkeypatch.setattr(listener, "TIME_TO_SHOW_S", 0.0)
+    begun, go, admit = threading.Event(), threading.Event(), CallerRates.admit
+
+    async def wait(rates: CallerRates, *given: Any) -> None:
+        if given[0].has_token:
+            begun.set()
+            await asyncio.get_running_loop().run_in_executor(None, go.wait, 30)
+        await admit(rates, *given)
+
+    monkeypatch.setattr(CallerRates, "admit", wait)
+    with contextlib.ExitStack() as stack:
+        stack.callback(go.set)
+        site, wrong = (http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=30) for _ in range(2))
+        for each, token in ((site, TOKEN), (wrong, "wrong")):
+            stack.callback(each.close)
+            each.request("GET", "/v1/run", headers={"Authorization": f"Bearer {token}"})
+        assert begun.wait(30)
+        assert wrong.getresponse().read()
+        for _ in range(6):
+            stack.enter_context(socket.create_connection(("127.0.0.1", guarded.port)))
+        assert ended(wrong.sock)
+        go.set()
+        assert site.getresponse().status == 200
 
 
 def test_a_connection_has_time_to_show_a_credential(guarded: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:

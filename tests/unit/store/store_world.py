@@ -5,8 +5,11 @@ Content is a letter repeated, so that a byte of a wrong version is seen at once.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -227,3 +230,29 @@ def kill_during(directory: Path, failpoints: str, action: str) -> None:
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+FSYNCS = {"x86_64": (74, 75), "aarch64": (82, 83)}
+"""Kind of machine → the numbers of the system calls fsync and fdatasync."""
+
+
+def fail_fsync() -> None:
+    """From now on, the kernel answers each fsync of this thread with EIO, also those of SQLite (seccomp)."""
+    fsync, fdatasync = FSYNCS[os.uname().machine]
+    refused, allowed = (0x06, 0, 0, 0x50000 + errno.EIO), (0x06, 0, 0, 0x7FFF0000)
+    code = ((0x20, 0, 0, 0), (0x15, 1, 0, fsync), (0x15, 0, 1, fdatasync), refused, allowed)
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
+    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def output_of(directory: Path, action: str) -> str:
+    """Do `action` (a program over `store_world` and `directory`) in a process, and return what it prints."""
+    program = f"from store_world import *; directory = Path({str(directory)!r})\n{action}"
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

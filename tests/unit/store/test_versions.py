@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 from store_world import (
+    FSYNCS,
     HEADER,
     SHAPES,
     WITH_DELTA,
@@ -28,6 +29,7 @@ from store_world import (
     kill_during,
     lose,
     new_run,
+    output_of,
     read,
     reopen,
     run_round,
@@ -344,6 +346,44 @@ def test_durability_power_syncs_first(tmp_path: Path, synced: list[str], arm: Ca
         with pytest.raises(SyncFailed):
             submit(store, 2, "a", 1)
         assert store.tickets.get(2).state == "open"
+
+
+@pytest.mark.covers("F26")
+@pytest.mark.skipif(os.uname().machine not in FSYNCS, reason="the numbers of system calls are not known")
+def test_a_kernel_that_fails_each_fsync_gets_no_success(tmp_path: Path) -> None:
+    """If the kernel answers fsync with EIO, of files and of the journal, no update is accepted, and nothing goes on."""
+    program = """
+from atoll.errors import SyncFailed
+store = new_run(directory, durability="power")
+store.run_log.open_round(0, 0, ("a",))
+fail_fsync()
+for action in (lambda: submit(store, 1, "a", 0), lambda: store.run_log.put_member("c", 9)):
+    try:
+        action()
+        print("success")
+    except SyncFailed as error:
+        print(error.message.partition(" of ")[0])
+"""
+    assert output_of(tmp_path, program).splitlines() == ["fsync", "fsync"]
+    with begin(tmp_path, durability="power")[0] as store:
+        assert store.tickets.get(1).state == "open"
+        assert {member.site for member in store.run_log.members()} == {"a", "b"}
+
+
+@pytest.mark.covers("F26")
+@pytest.mark.parametrize(
+    ("durability", "expected"), [("power", ["version", "state", "slots", "updates"]), ("process", [])]
+)
+def test_names_of_kept_updates_are_synced(
+    tmp_path: Path, synced: list[str], durability: str, expected: list[str]
+) -> None:
+    """With durability `power`, the folder of kept updates is synced before the version counts that they made."""
+    with new_run(tmp_path, durability=durability, keep_updates=1) as store:
+        tickets = run_round(store, 0, commit=False)
+        synced.clear()
+        write_version(store, 1, tickets)
+        assert synced == expected
+        assert len(list((tmp_path / "updates").iterdir())) == 2
 
 
 def test_an_export_is_a_separate_file(store: Store, tmp_path: Path) -> None:
