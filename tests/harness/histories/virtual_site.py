@@ -220,6 +220,8 @@ class Site:
         base = as_arrays(tensors, tensors)
         self.trained += 1
         wrong = self.chance.choice(("nan", "weight", "steps")) if self.chance.random() < 0.06 else ""
+        if wrong == "steps" and self.history.scenario.kind != "fednova":  # nothing else divides by them
+            wrong = "nan"
         for value in tensors.values():
             value += self.chance.randint(-16, 16) / 8 + self.trained / 1024
             if wrong == "nan":
