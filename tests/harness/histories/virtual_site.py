@@ -220,8 +220,9 @@ class Site:
         base = as_arrays(tensors, tensors)
         self.trained += 1
         wrong = self.chance.choice(("nan", "weight", "steps")) if self.chance.random() < 0.06 else ""
-        if wrong == "steps" and self.history.scenario.kind != "fednova":  # nothing else divides by them
-            wrong = "nan"
+        kind = self.history.scenario.kind
+        if (wrong == "steps" and kind != "fednova") or (wrong == "weight" and kind == "scaffold"):
+            wrong = "nan"  # only FedNova divides by steps, and SCAFFOLD's server takes the site's first weight
         for value in tensors.values():
             value += self.chance.randint(-16, 16) / 8 + self.trained / 1024
             if wrong == "nan":
