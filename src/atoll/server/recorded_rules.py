@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 from atoll.aggregation.plan import Plan, cpu_capability, torch_build
@@ -26,6 +26,9 @@ from atoll.tensors.fragments import Split
 _GROUPS = ("algorithm", "aggregation", "async", "diloco", "rounds", "swarm")
 _CODE_FOR_SITES = ("rounds.config_function",)
 """Code that changes what sites are told, and not how their updates are reduced."""
+
+
+version = functools.cache(metadata.version)
 
 
 class CodeNeeded(Exception):
@@ -55,7 +58,6 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
             store.audit.append("rules", **rules)
 
 
-@functools.cache
 def made_by() -> dict[str, str]:
     """Return what decides the bits of a version beside its settings: Atoll with its defaults, torch, and the CPU."""
     return {"atoll": version("atoll"), "torch": torch_build(), "cpu": cpu_capability()}

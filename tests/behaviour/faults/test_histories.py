@@ -146,21 +146,15 @@ def control_not_rescaled(monkeypatch):
     monkeypatch.setattr(Share, "carry", lambda self, facts: 1.0)
 
 
-def state_before_it_counts(monkeypatch):
-    """A site takes the state after an update for its own as soon as the update is formed, whether or not it counts."""
-    belongs_to = TwoPhaseFile.belongs_to
-
-    def counts(self, ticket, version, update=""):
-        belongs_to(self, ticket, version, update)
-        self._write(self.note.pending_counted())
-
-    monkeypatch.setattr(TwoPhaseFile, "belongs_to", counts)
+def state_left_behind(monkeypatch):
+    """A site's state does not follow the updates that have counted."""
+    monkeypatch.setattr(TwoPhaseFile, "adopt_if_counted", lambda self, outcome_of: None)
 
 
 PLANTED = {
     steps_ignored: "is not the mean of its updates",
     control_not_rescaled: "is not the mean of its updates: atoll.control",
-    state_before_it_counts: "with the control variate|begins anew",
+    state_left_behind: "with the control variate|begins anew",
     no_dedupe: "counts already|was trained from|already has the update",
     acknowledge_before_journal: "a receipt for ticket",
     lost_restore: "after the restart|lacks acknowledged|has forgotten ticket",

@@ -14,6 +14,8 @@ from harness.histories.network import Faults
 LR, MOMENTUM = 0.7, 0.9
 """Of the outer optimizer: with momentum and unequal weights, a lost, doubled or reordered update changes the result."""
 HEARTBEAT_S, TIMEOUT_S = 2.0, 5.0
+MOST_WEIGHT, MOST_STEPS = 1000.0, 100
+"""Of an update that the server accepts."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Scenario:
             "algorithm.outer_optimizer.momentum": MOMENTUM,
             "algorithm.outer_optimizer.nesterov": False,
             "aggregation.upload_codec.name": "none",
-            "aggregation.max_weight": 1000.0,
+            "aggregation.max_weight": MOST_WEIGHT,
+            "aggregation.max_steps": MOST_STEPS,
             "network.heartbeat_interval_s": HEARTBEAT_S,
             "network.heartbeat_timeout_s": TIMEOUT_S,
             "network.part_bytes": 2**16,

@@ -20,7 +20,7 @@ from atoll.worker.training.round_backends import ServerBackend
 from atoll.worker.training.submitted_groups import given_groups
 from harness.histories.checks import Checks, Formed, Values, Violation, as_arrays
 from harness.histories.disk import copy, lose_power_at_site
-from harness.histories.scenario import TIMEOUT_S, Scenario
+from harness.histories.scenario import MOST_STEPS, MOST_WEIGHT, TIMEOUT_S, Scenario
 from harness.histories.virtual_loop import Killed, Process, VirtualLoop, current_green, sleep
 
 ADDRESS = "http://127.0.0.1:8476"
@@ -219,18 +219,23 @@ class Site:
         sleep(most_s * self.chance.random())
         base = as_arrays(tensors, tensors)
         self.trained += 1
-        sound = self.chance.random() > 0.06
+        wrong = self.chance.choice(("nan", "weight", "steps")) if self.chance.random() < 0.06 else ""
+        kind = self.history.scenario.kind
+        if (wrong == "steps" and kind != "fednova") or (wrong == "weight" and kind == "scaffold"):
+            wrong = "nan"  # only FedNova divides by steps, and SCAFFOLD's server takes the site's first weight
         for value in tensors.values():
             value += self.chance.randint(-16, 16) / 8 + self.trained / 1024
-            if not sound:
+            if wrong == "nan":
                 value[0] = float("nan")
         weight, steps = self.chance.choice((1.0, 2.0, 3.5)), self.chance.randint(1, 5)
         if self.control:  # SCAFFOLD's shares are those of the sites' first updates
             weight = self.own_weight
+        weight = 2 * MOST_WEIGHT if wrong == "weight" else weight
+        steps = 2 * MOST_STEPS if wrong == "steps" else steps
         after = as_arrays(tensors, tensors)
         values = {name: base[name] - after[name] for name in base}
         green = current_green()
         assert green is not None
         assert isinstance(green.process, SiteProcess)
-        green.process.forming = Formed(self.name, values, weight, steps, sound, self.control)
+        green.process.forming = Formed(self.name, values, weight, steps, not wrong, self.control)
         return Report(weight=weight, steps=steps)
