@@ -179,13 +179,25 @@ class Result:
                 self._stored = None  # closes the file
             return self._loaded[0]
 
-    def _tree(self) -> Any:
+    @property
+    def lazy(self) -> Any:
+        """The payload with a `LazyTensor` on disk in place of each tensor and array. Ask for it before `payload`.
+
+        Raises:
+            RunFailed: the site answered with an error, or did not answer.
+        """
+        with self._loading:
+            return self._loaded[0] if self._loaded else self._tree(lazily=True)
+
+    def _tree(self, *, lazily: bool = False) -> Any:
         if self.error:
             raise RunFailed(
                 f"Site {self.site} failed at task {self.task!r}: {self.error}",
                 "See the site's log. To go on without it, skip results with ok = False.",
             )
-        return read_plain(self._text or "") if self._stored is None else self._stored.tree()
+        if self._stored is None:
+            return read_plain(self._text or "")
+        return self._stored.contents.tree(self._stored.lazy.__getitem__) if lazily else self._stored.tree()
 
     def __repr__(self) -> str:
         return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
@@ -270,6 +282,7 @@ class Controller:
         min_responses: int | None = None,
         timeout_s: float | None = None,
         progress_timeout_s: float = 0.0,
+        on_result: Callable[[Result], None] | None = None,
     ) -> list[Result]:
         """Send a task to several sites, and wait until every site has answered with a payload or an error.
 
@@ -286,6 +299,7 @@ class Controller:
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
                 waiting for a site. The site's result is then an error. 0: never.
+            on_result: called with each result as it comes, on the server's event loop: it must not block.
 
         Returns:
             A result for each site that answered, sorted by site name.
@@ -297,7 +311,7 @@ class Controller:
                 `rounds.sites` sites have joined or `timeout_s` is over.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
-        return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))
+        return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s), on_result)
 
     def send(
         self,
@@ -330,8 +344,8 @@ class Controller:
         payloads = await self._writer.filtered(task, [site], packed, None)
         if not payloads.own and not payloads.failed:
             payloads.shared = self._writer.written(task, packed)
-        (answer,) = await self._collect(task, [site], payloads, limits)
-        return Result(task, answer)
+        (result,) = await self._collect(task, [site], payloads, limits)
+        return result
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's event loop, and return its result.
@@ -363,7 +377,14 @@ class Controller:
 
     # -- inside
 
-    def _send(self, task: str, payload: Any, sites: Sequence[str] | None, limits: AnswerLimits) -> list[Result]:
+    def _send(
+        self,
+        task: str,
+        payload: Any,
+        sites: Sequence[str] | None,
+        limits: AnswerLimits,
+        on_result: Callable[[Result], None] | None = None,
+    ) -> list[Result]:
         _require_name(task)
         needed, timeout_s = limits.min_responses or 0, limits.timeout_s
         if sites is None:
@@ -380,9 +401,9 @@ class Controller:
             )
         payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
         del payload
-        answers = self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s)))
+        results = self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s), on_result))
         self._filters.warn_of_strangers(self.run.roster)
-        return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
+        return sorted(results, key=lambda result: result.site)
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
         """Wait until each of these sites has joined at least once, `rounds.sites` sites have joined, or time is over.
@@ -423,9 +444,14 @@ class Controller:
             )
 
     async def _collect(
-        self, name: str, sites: Sequence[str], payloads: TaskPayloads, limits: AnswerLimits
-    ) -> list[Answer]:
-        queue, min_responses = self.queue, limits.min_responses
+        self,
+        name: str,
+        sites: Sequence[str],
+        payloads: TaskPayloads,
+        limits: AnswerLimits,
+        on_result: Callable[[Result], None] | None = None,
+    ) -> list[Result]:
+        queue, min_responses, results = self.queue, limits.min_responses, dict[str, Result]()
         streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 
@@ -434,6 +460,10 @@ class Controller:
                 lost, why = limits.exceeded(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
+            for site in task.answers.keys() - results.keys():
+                results[site] = Result(name, task.answers[site])
+                if on_result is not None:
+                    on_result(results[site])
             enough = min_responses is not None and task.good >= min_responses
             return not task.missing or (enough and not set(task.missing) & set(self.run.alive()))
 
@@ -446,7 +476,7 @@ class Controller:
                     f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",
                 )
-            return list(task.answers.values())
+            return list(results.values())
         except BaseException:
             for answer in task.answers.values():
                 answer.close()
