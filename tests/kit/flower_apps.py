@@ -108,7 +108,8 @@ class Saved(FedAvg):
 
 def server_fn(context: Context):
     strategy = Saved(min_available_clients=2, initial_parameters=ndarrays_to_parameters([np.zeros(3)]))
-    return ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=context.run_config["num-server-rounds"]))
+    config = ServerConfig(num_rounds=context.run_config["num-server-rounds"])
+    return ServerAppComponents(strategy=strategy, config=config)
 
 
 app = ServerApp(server_fn=server_fn)

@@ -234,7 +234,7 @@ def test_the_configuration_of_an_app_is_changed_by_pairs(tmp_path: Path) -> None
     pairs = read_pairs(["rounds=5  model.name='a b=c'", str(tmp_path / "more.toml")], "--run-config")
     assert app.configured(pairs) == {"rounds": 5, "model.name": "mlp"}
     assert read_pairs(["x=true y='a b=c'"], "--run-config") == {"x": True, "y": "a b=c"}
-    with pytest.raises(ConfigError, match="no key 'round'.*Did you mean 'rounds'"):
+    with pytest.raises(ConfigError, match=r"no key 'round'.*Did you mean 'rounds'"):
         app.configured({"round": 5})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_pairs(["rounds=five"], "--run-config")

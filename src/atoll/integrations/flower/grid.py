@@ -72,7 +72,7 @@ class TaskGrid(Grid):
             if about.dst_node_id not in site_of:
                 raise UsageError(
                     f"A message is for node {about.dst_node_id}, which has never joined.",
-                    f"Use numbers from grid.get_node_ids(). Sites that have joined: {listed(sorted(site_of.values()))}.",
+                    f"Use numbers from grid.get_node_ids(). Joined: {listed(sorted(site_of.values())) or 'none'}.",
                 )
             key = id(message.content), about.message_type, about.group_id, about.ttl
             groups.setdefault(key, []).append(message)

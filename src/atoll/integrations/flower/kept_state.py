@@ -1,4 +1,4 @@
-"""What a ClientApp keeps at its site between messages (`context.state`), on disk, so that a killed site goes on with it.
+"""What a ClientApp keeps at its site between messages (`context.state`), on disk: a killed site goes on with it.
 
 The file has the state before the newest message and after it. A site that was killed before its reply arrived gets that
 message again, and begins it with the state before: no message changes the state twice.
@@ -13,6 +13,7 @@ from typing import Any
 from flwr.app import RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from atoll.errors import AtollError, StoreError
 from atoll.integrations.flower.records import from_payload, to_payload
@@ -66,7 +67,11 @@ class KeptState:
         if not self._before and not self._after:
             return
         packed = pack([self._task, self._before, self._after])
-        tensors = {str(number): tensor.contiguous() for number, tensor in enumerate(packed.tensors)}
+        tensors = {
+            str(number): tensor.contiguous()
+            for number, tensor in enumerate(packed.tensors)
+            if isinstance(tensor, Tensor)  # records have no streams
+        }
         try:
             replace_file(self._file, [save(tensors, {_SKELETON: json.dumps(packed.skeleton)})])
         except OSError as error:

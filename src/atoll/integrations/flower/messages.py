@@ -22,6 +22,10 @@ RUN_ID = 1
 """Number of the run for Flower: an Atoll server has one run."""
 
 
+_MESSAGE: Any = Message
+"""Its argument `metadata` is for Flower's own use."""
+
+
 def node_id_of(site: str) -> int:
     """Return the number by which an app knows a site: always the same for a name, 63 bits."""
     return int.from_bytes(hashlib.blake2b(site.encode(), digest_size=8).digest()) >> 1
@@ -67,7 +71,8 @@ def from_task(task: str, payload: Any, node_id: int) -> Message:
             ttl=float(payload["ttl"]),
             message_type=str(payload["message_type"]),
         )
-        return Message(content=from_payload(payload["records"]), metadata=metadata)
+        message: Message = _MESSAGE(content=from_payload(payload["records"]), metadata=metadata)
+        return message
     except (KeyError, TypeError, ValueError) as error:
         raise BadRequest(
             f"The task holds no message of a Flower app: {error}.", "Start the server with an app, too: --flower APP."

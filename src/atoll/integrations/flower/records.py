@@ -48,9 +48,10 @@ class HeldArray(Array):
             self.dtype, self.shape = str(held.dtype), tuple(held.shape)
         self.stype = NUMPY
 
-    @property
-    def data(self) -> bytes:
-        """The array as `numpy.save` writes it."""
+    def __getattr__(self, name: str) -> Any:
+        """Return the array as `numpy.save` writes it, which Flower's own arrays have as `data`."""
+        if name != "data":
+            raise AttributeError(name)
         with io.BytesIO() as file:
             np.save(file, self.held, allow_pickle=False)
             return file.getvalue()
@@ -116,10 +117,8 @@ def _plain(value: Any) -> Any:
     """Return a value of a record as Python's own type: apps put NumPy's into records, too."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
+    kinds: tuple[type[Any], ...] = (bool, int, float, str, bytes)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), value)
 
 
 def from_payload(payload: Any) -> RecordDict:

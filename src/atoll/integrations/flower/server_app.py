@@ -1,4 +1,6 @@
-"""A workflow that runs the ServerApp of a Flower app. In a run file:
+"""A workflow that runs the ServerApp of a Flower app.
+
+In a run file:
 
 [[workflow.steps]]
 kind = "flower"
