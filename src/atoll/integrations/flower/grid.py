@@ -64,24 +64,24 @@ class TaskGrid(Grid):
             UsageError: a message is for a number that no site has.
         """
         self._raise_failure()
-        sent = list(messages)
         site_of = {fm.node_id_of(site): site for site in self._controller.run.roster}
         groups: dict[tuple[int, str, str, float], list[Message]] = {}
-        for message in sent:
+        ids = list[str]()
+        for message in messages:
             about = message.metadata
             if about.dst_node_id not in site_of:
                 raise UsageError(
                     f"A message is for node {about.dst_node_id}, which has never joined.",
                     f"Use numbers from grid.get_node_ids(). Joined: {listed(sorted(site_of.values())) or 'none'}.",
                 )
+            ids.append(uuid.uuid4().hex)
             key = id(message.content), about.message_type, about.group_id, about.ttl
-            groups.setdefault(key, []).append(message)
-        ids = [uuid.uuid4().hex for _ in sent]
-        with self._news:
-            self._pending |= dict(zip(ids, fm.with_ids(sent, ids), strict=True))
+            groups.setdefault(key, []).append(fm.identified(message, ids[-1]))
         for group in groups.values():
-            to = {site_of[each.metadata.dst_node_id]: each for each in group}
-            threading.Thread(target=self._send, args=(to,), name="atoll-flower", daemon=True).start()
+            to = {site_of[each.metadata.dst_node_id]: fm.without_content(each) for each in group}
+            with self._news:
+                self._pending |= {each.metadata.message_id: each for each in to.values()}
+            threading.Thread(target=self._send, args=(to, [group[0]]), name="atoll-flower", daemon=True).start()
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
@@ -93,6 +93,7 @@ class TaskGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages, and wait for the replies, for at most `timeout` seconds."""
         ids = self.push_messages(messages)
+        del messages  # frees the memory of their records
         deadline_s = None if timeout is None else time.monotonic() + timeout
         with self._news:
             self._news.wait_for(
@@ -101,14 +102,14 @@ class TaskGrid(Grid):
             )
         return self.pull_messages(ids)
 
-    def _send(self, to: dict[str, Message]) -> None:
+    def _send(self, to: dict[str, Message], content: list[Message]) -> None:
         """Send one content to several sites, and hear their replies.
 
         Args:
-            to: site → its message.
+            to: site → its message, without the content.
+            content: the message whose content is sent; it is taken out of the list, so that its memory can be freed.
         """
-        first = next(iter(to.values()))
-        about = first.metadata
+        about = content[0].metadata
 
         def heard(result: Any) -> None:
             message = to[result.site]
@@ -116,16 +117,19 @@ class TaskGrid(Grid):
 
         try:
             self._controller.broadcast(
-                about.message_type, fm.to_task(first), sites=list(to), timeout_s=about.ttl, on_result=heard
+                about.message_type,
+                fm.to_task(content.pop()),
+                sites=list(to),
+                timeout_s=about.ttl,
+                on_result=heard,
             )
         except BaseException as error:  # also the one that ends a workflow's thread
             with self._news:
                 self._failure = self._failure or error
-                self._news.notify_all()
-        for message in to.values():
-            with self._news:  # its time is over
+        with self._news:  # those without a reply have come to the end of their time
+            for message in to.values():
                 self._pending.pop(message.metadata.message_id, None)
-                self._news.notify_all()
+            self._news.notify_all()
 
     def _replied(self, message: Message, result: Any) -> Message:
         message_id = uuid.uuid4().hex

@@ -7,7 +7,6 @@ so the site itself makes the message's id and number of the destination.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import Error, Message, RecordDict
@@ -100,8 +99,8 @@ def from_answer(message: Message, payload: Any, message_id: str) -> Message:
     try:
         if "error" in payload:
             code, reason = payload["error"]
-            return _identified(Message(Error(int(code), str(reason)), reply_to=message), message_id)
-        return _identified(Message(from_payload(payload["records"]), reply_to=message), message_id)
+            return identified(Message(Error(int(code), str(reason)), reply_to=message), message_id)
+        return identified(Message(from_payload(payload["records"]), reply_to=message), message_id)
     except (KeyError, TypeError, ValueError) as error:
         raise BadRequest(
             f"The answer holds no reply of a Flower app: {error}.", "Start the site with the app: --flower APP."
@@ -110,17 +109,19 @@ def from_answer(message: Message, payload: Any, message_id: str) -> Message:
 
 def failed(message: Message, reason: str, message_id: str) -> Message:
     """Return the reply to a message for which the ClientApp raised, or that its site cannot answer."""
-    return _identified(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message), message_id)
+    return identified(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message), message_id)
 
 
-def _identified(message: Message, message_id: str) -> Message:
+def identified(message: Message, message_id: str) -> Message:
+    """Give a message its id, and return it."""
     message.metadata.__dict__["_message_id"] = message_id  # Flower has no setter: its server assigns the ids
     return message
 
 
-def with_ids(messages: Iterable[Message], ids: Iterable[str]) -> list[Message]:
-    """Give messages their ids, and return them."""
-    return [_identified(message, each) for message, each in zip(messages, ids, strict=False)]
+def without_content(message: Message) -> Message:
+    """Return a message that a reply can refer to, without its records."""
+    envelope: Message = _MESSAGE(content=RecordDict(), metadata=message.metadata)
+    return envelope
 
 
 def empty() -> RecordDict:

@@ -10,11 +10,13 @@ its bytes, with dtype, shape and name of the serialization.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
 from atoll.tensors.lazy_tensors import LazyTensor
@@ -30,6 +32,7 @@ NUMPY = "numpy.ndarray"
 """Flower's name for the serialization by `numpy.save`."""
 NUMBERS = "biufc"
 """Kinds of NumPy dtypes that travel as tensors."""
+warnings.filterwarnings("ignore", "The given buffer is not writable")  # nothing writes into a message that is sent
 _REMEDY = "Use the same version of Atoll at the server and at all sites."
 
 
@@ -91,7 +94,7 @@ def _record(name: str, record: object) -> list[Any]:
 def _sent(array: Array) -> Any:
     if array.stype == NUMPY:
         values = array.held if isinstance(array, HeldArray) else _loaded(array.data)
-        if values.dtype.kind in NUMBERS:
+        if isinstance(values, Tensor) or values.dtype.kind in NUMBERS:
             return values
     return {
         "dtype": array.dtype,
@@ -101,16 +104,19 @@ def _sent(array: Array) -> Any:
     }
 
 
-def _loaded(data: bytes) -> NDArray:
-    """Return the array that `numpy.save` has written, over the same memory, so a large model is not there twice."""
+def _loaded(data: bytes) -> NDArray | Tensor:
+    """Return the array that `numpy.save` has written, if possible over the same memory: a large model is not copied."""
     with io.BytesIO(data) as file:
         version = np.lib.format.read_magic(file)
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read_header(file)
         if dtype.hasobject:
             raise UsageError("An array has Python objects as elements.", "Send numbers, strings or bytes.")
-        flat: NDArray = np.frombuffer(data, dtype, offset=file.tell())
-    return flat.reshape(shape[::-1]).T if is_fortran else flat.reshape(shape)
+        of_torch = getattr(torch, dtype.name, None) if dtype.isnative else None
+        if isinstance(of_torch, torch.dtype) and 0 not in shape and not is_fortran:
+            return torch.frombuffer(data, dtype=of_torch, offset=file.tell()).view(shape)
+        file.seek(0)
+        return cast(NDArray, np.load(file, allow_pickle=False))
 
 
 def _plain(value: Any) -> Any:
@@ -144,6 +150,8 @@ def _arrays(items: Any) -> ArrayRecord:
 
 
 def _array(value: Any) -> Array:
+    if isinstance(value, Tensor):
+        return HeldArray(value.numpy())
     if isinstance(value, np.ndarray | LazyTensor):
         return HeldArray(value)
     data = value["data"].resolve().numpy() if isinstance(value["data"], LazyTensor) else value["data"]

@@ -311,7 +311,24 @@ class Controller:
                 `rounds.sites` sites have joined or `timeout_s` is over.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
-        return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s), on_result)
+        limits = AnswerLimits(min_responses, timeout_s, progress_timeout_s)
+        chosen, timeout_s = self._chosen(task, sites, limits)
+        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
+        del payload  # frees its memory during the wait
+        results: list[Result] = []
+
+        def heard(result: Result) -> None:
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
+
+        try:  # not as the coroutine's result: its future would keep the results, and their files, until gc runs
+            self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s), heard))
+        except BaseException:
+            results.clear()
+            raise
+        self._filters.warn_of_strangers(self.run.roster)
+        return sorted(results, key=lambda result: result.site)
 
     def send(
         self,
@@ -344,8 +361,9 @@ class Controller:
         payloads = await self._writer.filtered(task, [site], packed, None)
         if not payloads.own and not payloads.failed:
             payloads.shared = self._writer.written(task, packed)
-        (result,) = await self._collect(task, [site], payloads, limits)
-        return result
+        results: list[Result] = []
+        await self._collect(task, [site], payloads, limits, results.append)
+        return results[0]
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's event loop, and return its result.
@@ -377,14 +395,8 @@ class Controller:
 
     # -- inside
 
-    def _send(
-        self,
-        task: str,
-        payload: Any,
-        sites: Sequence[str] | None,
-        limits: AnswerLimits,
-        on_result: Callable[[Result], None] | None = None,
-    ) -> list[Result]:
+    def _chosen(self, task: str, sites: Sequence[str] | None, limits: AnswerLimits) -> tuple[list[str], float | None]:
+        """Return the sites that a task goes to, and the seconds that are left for their answers."""
         _require_name(task)
         needed, timeout_s = limits.min_responses or 0, limits.timeout_s
         if sites is None:
@@ -399,11 +411,7 @@ class Controller:
                 f"min_responses is {needed}, but task {task!r} is sent to only {number_of(len(chosen), 'site')}.",
                 "Lower min_responses, or send the task to more sites.",
             )
-        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
-        del payload
-        results = self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s), on_result))
-        self._filters.warn_of_strangers(self.run.roster)
-        return sorted(results, key=lambda result: result.site)
+        return chosen, timeout_s
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
         """Wait until each of these sites has joined at least once, `rounds.sites` sites have joined, or time is over.
@@ -449,9 +457,9 @@ class Controller:
         sites: Sequence[str],
         payloads: TaskPayloads,
         limits: AnswerLimits,
-        on_result: Callable[[Result], None] | None = None,
-    ) -> list[Result]:
-        queue, min_responses, results = self.queue, limits.min_responses, dict[str, Result]()
+        on_result: Callable[[Result], None],
+    ) -> None:
+        queue, min_responses, heard = self.queue, limits.min_responses, set[str]()
         streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 
@@ -460,10 +468,9 @@ class Controller:
                 lost, why = limits.exceeded(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
-            for site in task.answers.keys() - results.keys():
-                results[site] = Result(name, task.answers[site])
-                if on_result is not None:
-                    on_result(results[site])
+            for site in task.answers.keys() - heard:
+                heard.add(site)
+                on_result(Result(name, task.answers[site]))
             enough = min_responses is not None and task.good >= min_responses
             return not task.missing or (enough and not set(task.missing) & set(self.run.alive()))
 
@@ -476,7 +483,6 @@ class Controller:
                     f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",
                 )
-            return list(results.values())
         except BaseException:
             for answer in task.answers.values():
                 answer.close()
