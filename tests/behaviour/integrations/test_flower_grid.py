@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from kit.workflows import run_workflow
 
 from atoll.errors import BadRequest, ConfigError, StoreError, UsageError
-from atoll.integrations.flower import messages as fm
+from atoll.integrations.flower import message_tasks as fm
 from atoll.integrations.flower.app_folder import AppFolder, read_pairs
 from atoll.integrations.flower.grid import TaskGrid
 from atoll.integrations.flower.kept_state import FILE, KeptState

@@ -11,10 +11,10 @@ from flwr.app import Context, Error
 from flwr.app import Message as FlowerMessage
 from flwr.common.constant import ErrorCode
 
-import atoll
-from atoll.integrations.flower import messages as fm
+from atoll.integrations.flower import message_tasks as fm
 from atoll.integrations.flower.app_folder import AppFolder, Config
 from atoll.integrations.flower.kept_state import KeptState
+from atoll.worker.tasks.answer_tasks import tasks
 
 LOG = logging.getLogger("atoll")
 
@@ -36,7 +36,7 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
     app = AppFolder.read(folder)
     config = app.configured(run_config)
     client_app = app.component("clientapp")
-    with atoll.tasks() as worker:
+    with tasks() as worker:
         node_id = fm.node_id_of(worker.site)
         fm.identify(node_id)
         context = Context(fm.RUN_ID, node_id, node_config, fm.empty(), config)

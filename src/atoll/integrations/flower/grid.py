@@ -15,7 +15,7 @@ from flwr.supercore.run import Run
 
 from atoll.errors import AtollError, UsageError
 from atoll.format_text import listed
-from atoll.integrations.flower import messages as fm
+from atoll.integrations.flower import message_tasks as fm
 
 LOG = logging.getLogger("atoll.server")
 

@@ -56,7 +56,7 @@ class HeldArray(Array):
         if name != "data":
             raise AttributeError(name)
         with io.BytesIO() as file:
-            np.save(file, self.held, allow_pickle=False)
+            np.save(file, self.held)
             return file.getvalue()
 
     @property
@@ -116,7 +116,7 @@ def _loaded(data: bytes) -> NDArray | Tensor:
         if isinstance(of_torch, torch.dtype) and 0 not in shape and not is_fortran:
             return torch.frombuffer(data, dtype=of_torch, offset=file.tell()).view(shape)
         file.seek(0)
-        return cast(NDArray, np.load(file, allow_pickle=False))
+        return cast(NDArray, np.load(file))
 
 
 def _plain(value: Any) -> Any:

@@ -19,7 +19,7 @@ from flwr.app import Context
 from flwr.common.constant import SUPERLINK_NODE_ID
 
 from atoll.errors import ConfigError
-from atoll.integrations.flower import messages as fm
+from atoll.integrations.flower import message_tasks as fm
 from atoll.integrations.flower.app_folder import AppFolder
 from atoll.integrations.flower.grid import TaskGrid
 
