@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
     {"server", "worker/exchange"},
     {"worker/tasks"},
     {"worker/training"},
-    {"integrations", "simulate"},
+    {"integrations", "integrations/flower", "simulate"},
     {"recipes", "functional", "objects"},
     {"cli", "testing"},
 ]
@@ -95,6 +95,7 @@ LOADERS: dict[str, set[str]] = {
         "__init__.py",
         "cli/main.py",
         "integrations/__init__.py",
+        "integrations/flower/app_folder.py",  # the app that this user's own command or run file names
         "integrations/lightning_callback.py",
     },
     "runpy.run_path": {"simulate/script.py"},
@@ -132,11 +133,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1641,
+    ".": 1643,
     "aggregation": 1339,
     "algorithms": 2015,
-    "blobs": 474,
-    "cli": 4324,
+    "blobs": 467,
+    "cli": 4366,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -144,8 +145,9 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
-    "outer_optimizers": 439,
-    "protocol": 2550,
+    "integrations/flower": 521,
+    "outer_optimizers": 429,
+    "protocol": 2545,
     "recipes": 874,
     "reducers": 259,
     "rounds": 1239,
@@ -153,7 +155,7 @@ LINES: dict[str, int] = {
     "server/coordinator": 4907,
     "server/http": 1540,
     "server/swarm": 733,
-    "server/tasks": 1485,
+    "server/tasks": 1508,
     "simulate": 2279,
     "store": 4301,
     "tensors": 2237,
@@ -163,8 +165,8 @@ LINES: dict[str, int] = {
     "worker": 270,
     "worker/exchange": 2562,
     "worker/peer": 962,
-    "worker/session": 928,
-    "worker/tasks": 637,
+    "worker/session": 924,
+    "worker/tasks": 639,
     "worker/training": 2258,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""

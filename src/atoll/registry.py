@@ -106,6 +106,7 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "workflows": {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
+        "flower": "atoll.integrations.flower.server_app:serve",
     },
 }
 """kind → name → "module:attribute". To add a built-in extension, write its own file and one line here."""
@@ -218,6 +219,7 @@ def package_of(kind: str, name: str) -> str:
 
 OPTIONS = {
     "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
+    "flower": ("app", "run_config"),
 }
 """Name of a workflow → the arguments that a run file may set. So Atoll can check the file without an import."""
 

@@ -12,6 +12,7 @@ import typer
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
+from atoll.cli.flower import Flower, RunConfig, of_flower_app
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
 from atoll.cli.text import FIRST_S, after_run, still
 from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
@@ -38,6 +39,8 @@ def command(
             autocompletion=lambda: _examples(),
         ),
     ] = None,
+    flower: Flower = None,
+    run_config: RunConfig = None,
     sites: Annotated[
         str | None,
         typer.Option(help="Number of sites, or their names: a,b,c. Default: rounds.sites.", show_default=False),
@@ -89,12 +92,14 @@ def command(
         if run_file is not None and run_file.suffix != ".toml":  # all words after `--` are the script's
             run_file, arguments = None, [str(run_file), *(arguments or ())]
         run_file = _example(example, run_file)
-    elif run_file is None:
+    elif run_file is None and flower is None:
         near = "Did you mean: atoll run run.toml?" if Path(RUN_FILE).is_file() else "`atoll new` writes one."
         raise UsageError("No run file was given.", f"{near} To see a run at once: atoll run --example digits")
     given = site_names(sites) if sites else []
     count = [f"rounds.sites={len(given)}"] if given else []
     settings = read_settings(run_file, [*(sets or ()), *count], rounds=rounds)
+    if flower is not None:
+        settings, arguments = of_flower_app(settings, flower, run_config or [])
     names = given or site_names(str(settings.rounds.sites))
     require_names(settings)
     engine = _engine(engine or "process", needs_server=kill_server or open_page)
@@ -104,7 +109,7 @@ def command(
     inputs = Inputs.of(settings, script, words, names)
     inputs = replace(inputs, settings=inputs.settings | {"--engine": engine})
     stem = RUNS / slug(settings.run.name)
-    chosen = Chosen(settings, script, words, names, engine, run_file.parent, stem, inputs)
+    chosen = Chosen(settings, script, words, names, engine, run_file.parent if run_file else Path(), stem, inputs)
     shown = Shown(open_page, quiet, verbose, json)
     twin = None
     if kill_server and not (twin := finished_twin(stem, inputs)):

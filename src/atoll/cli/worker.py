@@ -29,6 +29,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
+from atoll.cli.flower import Flower, RunConfig, flower_worker
 from atoll.cli.text import (
     FIRST_S,
     SILENT_S,
@@ -68,8 +69,14 @@ NOT_RESTARTED = {
 
 def command(
     script: Annotated[
-        list[str], typer.Argument(help="The command to run, after `--`: python train.py …", metavar="-- COMMAND")
-    ],
+        list[str] | None, typer.Argument(help="The command to run, after `--`: python train.py …", metavar="-- COMMAND")
+    ] = None,
+    flower: Flower = None,
+    run_config: RunConfig = None,
+    node_config: Annotated[
+        list[str] | None,
+        typer.Option(help="What a Flower app is told of this site: partition-id=0 num-partitions=2.", metavar="PAIRS"),
+    ] = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -110,6 +117,10 @@ def command(
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     choose_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
+    if flower is not None:
+        script = flower_worker(flower, run_config or [], node_config or [])
+    elif not script:
+        raise UsageError("No command was given.", "Give it after `--`: atoll worker -- python train.py")
     address = server_address(server, enrolled=True)
     environment = os.environ | {"ATOLL_SERVER": address}
     site = site or os.environ.get("ATOLL_SITE") or enrolled_site(address)

@@ -480,14 +480,14 @@ def _moved_table(key: str, table: Any, move: Relocate) -> Any:
     """
     if not isinstance(table, Mapping):
         return table
-    target, versions = table.get("path"), table.get("versions")
+    target, versions, app = table.get("path"), table.get("versions"), table.get("app")
     if isinstance(target, str) and registry.is_file(target):
         name = {"name": target} if key == "workflow.steps" else {}
         table = {**name, **table, "path": _code(target, move)}
     if isinstance(versions, list):
         files = [str(move(each)) if str(each).endswith(".safetensors") else each for each in versions]
         table = {**table, "versions": files}
-    return table
+    return {**table, "app": str(move(app))} if isinstance(app, str) else table
 
 
 BARE = re.compile(r"[A-Za-z0-9_-]+")

@@ -180,13 +180,25 @@ class Result:
                 self._stored = None  # closes the file
             return self._loaded[0]
 
-    def _tree(self) -> Any:
+    @property
+    def lazy(self) -> Any:
+        """The payload with a `LazyTensor` on disk in place of each tensor and array. Ask for it before `payload`.
+
+        Raises:
+            RunFailed: the site answered with an error, or did not answer.
+        """
+        with self._loading:
+            return self._loaded[0] if self._loaded else self._tree(lazily=True)
+
+    def _tree(self, *, lazily: bool = False) -> Any:
         if self.error:
             raise RunFailed(
                 f"Site {self.site} failed at task {self.task!r}: {self.error}",
                 "See the site's log. To go on without it, skip results with ok = False.",
             )
-        return read_plain(self._text or "") if self._stored is None else self._stored.tree()
+        if self._stored is None:
+            return read_plain(self._text or "")
+        return self._stored.contents.tree(self._stored.lazy.__getitem__) if lazily else self._stored.tree()
 
     def __repr__(self) -> str:
         return f"Result(site={self.site!r}, task={self.task!r}{f', error={self.error!r}' if self.error else ''})"
@@ -271,6 +283,7 @@ class Controller:
         min_responses: int | None = None,
         timeout_s: float | None = None,
         progress_timeout_s: float = 0.0,
+        on_result: Callable[[Result], None] | None = None,
     ) -> list[Result]:
         """Send a task to several sites, and wait until every site has answered with a payload or an error.
 
@@ -287,6 +300,7 @@ class Controller:
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
                 waiting for a site. The site's result is then an error. 0: never.
+            on_result: called with each result as it comes, on the server's event loop: it must not block.
 
         Returns:
             A result for each site that answered, sorted by site name.
@@ -298,7 +312,24 @@ class Controller:
                 `rounds.sites` sites have joined or `timeout_s` is over.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
-        return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))
+        limits = AnswerLimits(min_responses, timeout_s, progress_timeout_s)
+        chosen, timeout_s = self._chosen(task, sites, limits)
+        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
+        del payload  # frees its memory during the wait
+        results: list[Result] = []
+
+        def heard(result: Result) -> None:
+            results.append(result)
+            if on_result is not None:
+                on_result(result)
+
+        try:  # not as the coroutine's result: its future would keep the results, and their files, until gc runs
+            self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s), heard))
+        except BaseException:
+            results.clear()
+            raise
+        self._filters.warn_of_strangers(self.run.roster)
+        return sorted(results, key=lambda result: result.site)
 
     def send(
         self,
@@ -331,8 +362,9 @@ class Controller:
         payloads = await self._writer.filtered(task, [site], packed, None)
         if not payloads.own and not payloads.failed:
             payloads.shared = self._writer.written(task, packed)
-        (answer,) = await self._collect(task, [site], payloads, limits)
-        return Result(task, answer)
+        results: list[Result] = []
+        await self._collect(task, [site], payloads, limits, results.append)
+        return results[0]
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's event loop, and return its result.
@@ -364,7 +396,8 @@ class Controller:
 
     # -- inside
 
-    def _send(self, task: str, payload: Any, sites: Sequence[str] | None, limits: AnswerLimits) -> list[Result]:
+    def _chosen(self, task: str, sites: Sequence[str] | None, limits: AnswerLimits) -> tuple[list[str], float | None]:
+        """Return the sites that a task goes to, and the seconds that are left for their answers."""
         _require_name(task)
         needed, timeout_s = limits.min_responses or 0, limits.timeout_s
         if sites is None:
@@ -379,11 +412,7 @@ class Controller:
                 f"min_responses is {needed}, but task {task!r} is sent to only {number_of(len(chosen), 'site')}.",
                 "Lower min_responses, or send the task to more sites.",
             )
-        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
-        del payload
-        answers = self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s)))
-        self._filters.warn_of_strangers(self.run.roster)
-        return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
+        return chosen, timeout_s
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
         """Wait until each of these sites has joined at least once, `rounds.sites` sites have joined, or time is over.
@@ -424,9 +453,14 @@ class Controller:
             )
 
     async def _collect(
-        self, name: str, sites: Sequence[str], payloads: TaskPayloads, limits: AnswerLimits
-    ) -> list[Answer]:
-        queue, min_responses = self.queue, limits.min_responses
+        self,
+        name: str,
+        sites: Sequence[str],
+        payloads: TaskPayloads,
+        limits: AnswerLimits,
+        on_result: Callable[[Result], None],
+    ) -> None:
+        queue, min_responses, heard = self.queue, limits.min_responses, set[str]()
         streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 
@@ -435,6 +469,9 @@ class Controller:
                 lost, why = limits.exceeded(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
+            for site in task.answers.keys() - heard:
+                heard.add(site)
+                on_result(Result(name, task.answers[site]))
             enough = min_responses is not None and task.good >= min_responses
             return not task.missing or (enough and not set(task.missing) & set(self.run.alive()))
 
@@ -447,7 +484,6 @@ class Controller:
                     f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",
                 )
-            return list(task.answers.values())
         except BaseException:
             for answer in task.answers.values():
                 answer.close()

@@ -361,6 +361,11 @@ class TaskWorker:
         """The site's name in the run."""
         return self._site
 
+    @property
+    def run_id(self) -> str:
+        """Id of the run: another state directory at the server, another id. Empty without a server."""
+        return self._session.info.run if self._session is not None else ""
+
     @public_api
     def __enter__(self) -> Self:
         self._require_joined()

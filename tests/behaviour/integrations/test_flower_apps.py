@@ -1,0 +1,76 @@
+"""Flower apps, unchanged, on Atoll: their ServerApp at the server, their ClientApp at real sites."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness.processes import Nursery
+from kit.flower_apps import LEGACY_CLIENT, LEGACY_SERVER, write_app
+from kit.processes import Outcome, command, url_of
+
+pytest.importorskip("flwr")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def run_app(nursery: Nursery, folder: Path, *words: str, **environment: str) -> Outcome:
+    """`atoll run --flower` with two sites in a folder, to its end."""
+    found = command(nursery, folder, "run", "--flower", "adds", "--sites", "2", *words, **environment)
+    assert found.returncode == 0, found.stderr
+    return found
+
+
+def test_a_flower_app_runs_unchanged(tmp_path: Path, nursery: Nursery) -> None:
+    """An app of messages trains with its own strategy: arrays, metrics, both configurations and its state arrive."""
+    write_app(tmp_path)
+    run_app(nursery, tmp_path, "--run-config", "num-server-rounds=3 label='a b'")
+    # site k adds k and weighs k: (1 · 1 + 2 · 2) / 3 = 5/3 a round, 5 in three
+    final = np.load(tmp_path / "final.npz")
+    np.testing.assert_allclose(final["arr_0"], np.full((2, 3), 5.0), rtol=1e-12)
+    np.testing.assert_allclose(final["arr_1"], np.full(4, 5.0, np.float32), rtol=1e-6)
+    assert final["arr_1"].dtype == np.float32
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert [metrics["train"][str(number)]["seen"] for number in (1, 2, 3)] == [1, 2, 3]
+    assert [metrics["evaluate"][str(number)]["value"] for number in (1, 2, 3)] == pytest.approx([5 / 3, 10 / 3, 5])
+
+
+def test_a_legacy_app_sees_the_failure_of_a_client(tmp_path: Path, nursery: Nursery) -> None:
+    """In an app of NumPyClients, a client that raises is one failure of its round, and the run goes on."""
+    write_app(tmp_path, LEGACY_SERVER, LEGACY_CLIENT)
+    run_app(nursery, tmp_path)
+    rounds = [json.loads(line) for line in (tmp_path / "fit.jsonl").read_text().splitlines()]
+    # round 1: (1 + 2) / 2 = 1.5; round 2: client 2 raises, so 1.5 + 1
+    assert rounds == [{"round": 1, "sites": [1, 2], "failures": 0}, {"round": 2, "sites": [1], "failures": 1}]
+    assert [float(line) for line in (tmp_path / "loss.jsonl").read_text().splitlines()] == [1.5, 2.5]
+
+
+@pytest.mark.parametrize("at", ["within", "flower.kept=kill@3"], ids=["within-the-app", "before-the-reply"])
+def test_a_killed_site_counts_each_message_once(tmp_path: Path, nursery: Nursery, at: str) -> None:
+    """A site that is killed at a message gets it again, and begins it with the state of before."""
+    write_app(tmp_path)
+    (tmp_path / "run.toml").write_text('rounds.sites = 2\n[[workflow.steps]]\nkind = "flower"\napp = "adds"\n')
+    server = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=tmp_path)
+    if at == "within":
+        (tmp_path / "kill-2-2").touch()
+    words = ["worker", "--flower", "adds", "--restarts", "1", "--site"]
+    url = url_of(server)
+    sites = [
+        nursery.start(
+            "atoll",
+            *words,
+            f"site-{number}",
+            "--node-config",
+            f"partition-id={number - 1}",
+            cwd=tmp_path,
+            env={"ATOLL_SERVER": url, "ATOLL_DIR": str(tmp_path / "files")},
+            failpoints=at if number == 2 and at != "within" else "",
+        )
+        for number in (1, 2)
+    ]
+    assert [each.wait(90) for each in (*sites, server)] == [0, 0, 0], sites[1].output() + server.output()
+    assert "restart 1 of 1" in sites[1].output()
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert [metrics["train"][str(number)]["seen"] for number in (1, 2)] == [1, 2]
+    np.testing.assert_allclose(np.load(tmp_path / "final.npz")["arr_0"], np.full((2, 3), 10 / 3))
