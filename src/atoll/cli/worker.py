@@ -29,6 +29,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
+from atoll.cli.flare import flare_command
 from atoll.cli.text import (
     FIRST_S,
     SILENT_S,
@@ -103,6 +104,9 @@ def command(
             show_default=False,
         ),
     ] = None,
+    flare: Annotated[
+        bool, typer.Option("--flare", help="The command is a script on NVFlare's Client API, which runs unchanged.")
+    ] = False,
     log_json: LogJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -110,6 +114,7 @@ def command(
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     print_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
+    script = flare_command(script) if flare else script
     address = server_address(server, enrolled=True)
     environment = os.environ | {"ATOLL_SERVER": address}
     site = site or os.environ.get("ATOLL_SITE") or enrolled_site(address)
