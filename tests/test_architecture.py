@@ -97,14 +97,16 @@ LOADERS: dict[str, set[str]] = {
         "integrations/__init__.py",
         "integrations/lightning_callback.py",
     },
-    "runpy.run_path": {"simulate/script.py"},
-    **{name: set() for name in ("importlib.util.spec_from_file_location", "runpy.run_module", "__import__")},
+    "runpy.run_path": {"simulate/script.py", "integrations/nvflare/__main__.py"},
+    "runpy.run_module": {"integrations/nvflare/__main__.py"},
+    **{name: set() for name in ("importlib.util.spec_from_file_location", "__import__")},
 }
 """Call → the files, besides registry.py, that may contain it. It makes a name that may be imported, or imports one."""
 
 LIGHT: dict[str, set[str]] = {
     "atoll": {"torch", "aiohttp", "pydantic"},
     "atoll.integrations.lightning": {"lightning", "pytorch_lightning", "aiohttp"},
+    "atoll.integrations.nvflare": {"torch", "aiohttp", "nvflare"},
     "atoll.cli.main": {"torch", "aiohttp", "matplotlib"},
     "atoll.recipes": {"torch", "aiohttp"},
     "atoll.algorithms.resolve": {"torch"},
@@ -307,9 +309,11 @@ def forbidden_imports(package: Path) -> list[str]:
 
 
 def shared_file_names(package: Path) -> list[str]:
-    """File names that two files of the package have; `base` and `__init__` may be shared."""
+    """File names that two files of the package have; `base`, `__init__` and `__main__` may be shared."""
     names = Counter(path.name for path, _ in sources(package))
-    return sorted(name for name, count in names.items() if count > 1 and name not in ("base.py", "__init__.py"))
+    return sorted(
+        name for name, count in names.items() if count > 1 and name not in ("base.py", "__init__.py", "__main__.py")
+    )
 
 
 def import_edges(package: Path) -> dict[str, set[str]]:
