@@ -60,8 +60,8 @@ def installed(folder: Path, *path: Path) -> tuple[int, list[str], str, float]:
 
 
 @pytest.mark.slow
-def test_uv_installs_with_lines_that_say_how_far(tmp_path: Path) -> None:
-    """It is used if it is there. The lines say what is installed, how large it is and how far it is."""
+def test_uv_installs_and_shows_its_progress(tmp_path: Path) -> None:
+    """If uv is there, `make` installs with it. The lines say what is installed, its size, and the progress."""
     uv = program(tmp_path / "bin" / "uv", UV)
     code, lines, errors, longest_s = installed(tmp_path, uv.parent)
     assert (code, errors) == (0, "")
@@ -90,8 +90,8 @@ def test_pip_passes_on_its_failure_with_all_lines(tmp_path: Path) -> None:
     assert longest_s < MOST_SILENT_S
 
 
-def test_an_environment_that_cannot_be_made_is_removed(tmp_path: Path) -> None:
-    """So that the next `make` begins anew, and does not take half an environment for a whole one."""
+def test_an_incomplete_environment_is_removed(tmp_path: Path) -> None:
+    """If `make` cannot complete an environment, it removes it, so that the next `make` begins anew."""
     uv = program(tmp_path / "bin" / "uv", "#!/bin/sh\nmkdir -p .venv/bin; echo no space left; exit 7\n")
     code, lines, errors, _ = installed(tmp_path, uv.parent)
     assert code == 7

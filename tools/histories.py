@@ -29,7 +29,7 @@ from harness.histories.story import Told, play  # noqa: E402
 
 LOG_LEVEL = logging.CRITICAL + 1
 SAY_EVERY_S = 30.0
-COLLECT_EVERY = 20
+COLLECT_EVERY = 100
 """Histories between two collections of garbage, which would otherwise take a tenth of the time."""
 
 

@@ -15,7 +15,11 @@ import argparse
 import ast
 import functools
 import gc
+import io
+import logging
+import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
@@ -30,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -323,25 +328,61 @@ def in_heart(mutant: Mutant) -> bool:
     return mutant.file.removeprefix("src/atoll/").startswith(HEART)
 
 
-def run_histories(root: Path, mutants: Sequence[Mutant], count: int, jobs: int) -> int:
-    """Play histories with each mutant until an invariant breaks. Print the table; 0 where each mutant was noticed."""
+def run_histories(root: Path, mutants: Sequence[Mutant], count: int, jobs: int, minutes: float) -> int:
+    """Play histories with each mutant until an invariant breaks. Print the table; 0 where each mutant was noticed.
 
-    def found_by(mutant: Mutant) -> str:
-        env = os.environ | {"PYTHONPATH": ""}
+    The order is random, so that what was tried when the time is over is a fair sample.
+    """
+    _import_packages(root)
+    context, end_s = multiprocessing.get_context("fork"), time.monotonic() + 60.0 * minutes
+
+    def found_by(mutant: Mutant) -> str | None:
+        if time.monotonic() > end_s:
+            return None
         with copies.one(mutant) as copy:
-            env["PYTHONPATH"] = str(copy / "src")
-            command = [sys.executable, "tools/histories.py", "--from", "0", "--count", str(count)]
-            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, check=False)
-        first = next((line for line in done.stdout.splitlines() if line.startswith("seed ")), "")
-        found = first or (f"ended with {done.returncode}: {done.stderr[-300:]}" if done.returncode else "")
+            theirs, mine = context.Pipe()
+            child = context.Process(target=_play_in, args=(copy, count, theirs))
+            child.start()
+            theirs.close()
+            found = mine.recv() if mine.poll(LIMIT_S) else f"a history did not end within {LIMIT_S:g} s"
+            child.kill()
+            child.join()
         print(f"| {mutant.id} | {mutant.meaning} | {found or '**nothing**'} |", flush=True)
         return found
 
     print("| id | with the fault | noticed by |\n|---|---|---|", flush=True)
+    order = random.Random(0).sample(list(mutants), len(mutants))
     with Copies(root, jobs) as copies, ThreadPoolExecutor(jobs) as pool:
-        noticed = sum(map(bool, pool.map(found_by, mutants)))
-    print(f"\nHistories alone notice {noticed} of {len(mutants)} faults within {count}.")
+        tried = [found for found in pool.map(found_by, order) if found is not None]
+    noticed = sum(map(bool, tried))
+    print(f"\nHistories alone notice {noticed} of {len(tried)} faults within {count}; {len(mutants)} are in the heart.")
     return 0 if noticed == len(mutants) else 1
+
+
+def _import_packages(root: Path) -> None:
+    """Import what histories use, and forget Atoll's own modules: a forked process then imports those with a fault."""
+    sys.path[:0] = [str(root / folder) for folder in ("src", "tests", "tools")]
+    import histories
+
+    histories.torch.set_num_threads(1)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("atoll", "harness", "histories")]:
+        del sys.modules[name]
+    del sys.path[:3]
+
+
+def _play_in(root: Path, count: int, sender: Connection) -> None:
+    """Play histories in a copy of the tree, and send what is wrong with the first that fails; empty: with none."""
+    sys.path[:0] = [str(root / folder) for folder in ("src", "tests", "tools", "spec")]
+    sys.stdout = sys.stderr = io.StringIO()
+    try:
+        import histories
+
+        logging.getLogger("atoll").setLevel(histories.LOG_LEVEL)
+        histories.main(["--from", "0", "--count", str(count)])
+        lines = sys.stdout.getvalue().splitlines()
+        sender.send(next((line for line in lines if line.startswith("seed ")), ""))
+    except BaseException as error:
+        sender.send(f"ended with {error!r}")
 
 
 def main() -> int:
@@ -349,6 +390,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="run no test")
     parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="these mutants alone")
     parser.add_argument("--histories", type=int, metavar="COUNT", help="play histories in place of the tests")
+    parser.add_argument("--minutes", type=float, default=600.0, help="with --histories, begin no mutant later")
     parser.add_argument("--jobs", type=int, default=2, help="at a time (2)")
     parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="of the checkout")
     arguments = parser.parse_args()
@@ -371,7 +413,7 @@ def main() -> int:
         return 0
     if arguments.histories:
         chosen = [mutant for mutant in mutants if arguments.only or in_heart(mutant)]
-        return run_histories(root, chosen, arguments.histories, max(1, arguments.jobs))
+        return run_histories(root, chosen, arguments.histories, max(1, arguments.jobs), arguments.minutes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return run_all(root, mutants, max(1, arguments.jobs))
 

@@ -53,12 +53,8 @@ def _() -> Verdict:
 
 @trait("page", "compare runs")
 def _() -> Verdict:
-    on_page = bool(
-        re.search(r"compare[^\"<]{0,30}run|other run", page().text + "".join(page().files.values()), re.IGNORECASE)
-    )
-    return verdict(
-        on_page, f"on the page: {on_page}; atoll compare: {'compare' in commands()}", half="compare" in commands()
-    )
+    tests = by_tests("compares_runs", "side by side")
+    return tests if tests.state != "not" else Verdict("half" if "compare" in commands() else "not", "atoll compare")
 
 
 @trait("page", "a timeline of who waits for whom")
@@ -83,15 +79,20 @@ def _() -> Verdict:
 
 @trait("page", "a link to a site or a round")
 def _() -> Verdict:
-    return by_tests("deep_link", "links")
+    return by_tests("links_open", "links")
 
 
 @trait("page", "read-only; what changes things needs a credential")
 def _() -> Verdict:
+    from atoll.protocol.identity_messages import Enrol
     from atoll.protocol.openapi import OPERATIONS
 
     changing = [each for each in OPERATIONS if each.method not in ("GET", "HEAD")]
-    open_ones = [each.name for each in changing if {"stranger", "reader"} & set(map(str, each.callers))]
+    open_ones = [
+        each.name
+        for each in changing
+        if {"stranger", "reader"} & set(map(str, each.callers)) and each.request is not Enrol  # its invitation is one
+    ]
     scripts = [
         name for name, text in page().files.items() if re.search(r"method: *[\"'](?:POST|PUT|DELETE|PATCH)", text)
     ]

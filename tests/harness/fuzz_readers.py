@@ -25,7 +25,8 @@ from pydantic import BaseModel
 from safetensors.torch import save
 
 import atoll
-from atoll.blobs.object_file import pack_object, read_plain
+from atoll.blobs.object_file import pack_object
+from atoll.blobs.ways_to_send import read_plain
 from atoll.config.site_policy import read_policy
 from atoll.json_files import NoteDamaged, note_from, seal
 from atoll.protocol import messages, run_events

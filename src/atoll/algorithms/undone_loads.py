@@ -1,7 +1,7 @@
 """Signs in the steps after a load of other weights that a copy, which was not loaded, undoes it.
 
 `Load` compares the first step with the second: it may lead back to the weights before the load. Or it compares a whole
-round with the last one. `Companion` finds other weights towards which each step draws the model's. `EarlierWeights`
+round with the last one. `Anchor` finds other weights towards which each step draws the model's. `EarlierWeights`
 knows for certain if a script puts weights of earlier rounds back: before the first step, they are those bit for bit.
 """
 
@@ -254,8 +254,8 @@ def _digests_of_tensors_like(weights: Weights) -> set[int]:
     )
 
 
-class Companion:
-    """Watches tensors that may be other weights, towards which each step draws the model's.
+class Anchor:
+    """Tells whether each step draws the model's weights towards tensors of the optimizer, which may be other weights.
 
     In a schedule-free optimizer, z equals the weights at most at the first step. A step is Δw = a·(z − w) + b·Δz there,
     with a > 0. An average of the weights does not count: its own steps lead towards these.

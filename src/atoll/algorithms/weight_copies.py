@@ -57,7 +57,7 @@ from atoll.algorithms.copies_in_optimizers import (
     wrappers_of,
 )
 from atoll.algorithms.every_step import before_every_step
-from atoll.algorithms.undone_loads import DRAWN_STEPS, Changes, Companion, EarlierWeights, Load
+from atoll.algorithms.undone_loads import DRAWN_STEPS, Anchor, Changes, EarlierWeights, Load
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import PLAIN, Tensors
 
@@ -96,11 +96,11 @@ class _Watched:
     Attributes:
         followed: place → numbers of the steps after which its tensors were equal to the weights, which had moved.
         left: places of tensors that existed at the last load, and were not loaded.
-        companions: place → what is known of tensors that may be other weights.
+        anchors: place → what is known of tensors that may be other weights.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.companions: dict[str, Companion] = {}
+        self.anchors: dict[str, Anchor] = {}
         self._optimizer = weakref.ref(optimizer)
         self.followed: dict[str, list[int]] = {}
         self.left: set[str] = set()
@@ -123,9 +123,9 @@ class _Where(NamedTuple):
         return self.name in self.watched.followed
 
     @property
-    def is_companion(self) -> bool:
+    def is_anchor(self) -> bool:
         """Whether the tensors are other weights, towards which the last steps drew the model's."""
-        known = self.watched.companions.get(self.name)
+        known = self.watched.anchors.get(self.name)
         return known is not None and known.steps >= DRAWN_STEPS
 
     @property
@@ -273,8 +273,8 @@ class WeightCopies:
             if load.changed or not self._load.is_of(self._weights):
                 self._load = load
                 for each in self._watched:
-                    for companion in each.companions.values():
-                        companion.forget_last()
+                    for anchor in each.anchors.values():
+                        anchor.forget_last()
                     each.left = {place.name for place in found.keys() - copies.keys() if place.watched is each}
                     each.left = each.left if load.changed else set()  # there is nothing to undo
             self._look_in_backward(model)
@@ -364,9 +364,9 @@ class WeightCopies:
             found = self._found_in_some(SAMPLED_PARAMETERS) if any(map(are_equal, found.values())) else {}
         for place, pairs in found.items():
             if is_whole:
-                companion = place.watched.companions.setdefault(place.name, Companion())
+                anchor = place.watched.anchors.setdefault(place.name, Anchor())
                 copy, weights = (gathered(points_of([each[side] for each in pairs])) for side in (1, 0))
-                companion.note(copy, weights, self._steps_begun + is_end)
+                anchor.note(copy, weights, self._steps_begun + is_end)
             if are_equal(pairs) and self._load.has_moved(pairs):
                 place.note_equal(step)
                 if place.name in place.watched.left:
@@ -435,7 +435,7 @@ def _require_loadable(places: Iterable[_Where]) -> None:
         UsageError: one has, or is other weights that the optimizer trains. No value would be right for it.
     """
     for place in sorted(places, key=lambda each: each.name):
-        if is_average(place.name) or not (place.has_followed or place.is_companion):
+        if is_average(place.name) or not (place.has_followed or place.is_anchor):
             continue
         how = (
             "followed them in an earlier step" if place.has_followed else "has drawn them towards it for several steps"

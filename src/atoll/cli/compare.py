@@ -62,7 +62,8 @@ def command(
         if not json:
             print(f"the plot is in {plot}")
     words = " ".join(map(quoted, named))
-    next_step(f"atoll compare {words} --plot compare.png" if plot is None else f"atoll status {quoted(named[-1])}")
+    plotted = f"atoll compare {words} --plot compare.png; " if plot is None else ""
+    next_step(f"{plotted}in a browser: atoll page {words} --open")
 
 
 def _newest() -> list[Path]:

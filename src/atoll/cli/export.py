@@ -135,7 +135,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
         UsageError: the directory contains no run, or there is no file of its best version.
         StateCorrupt: the journal or the file of the best version is damaged.
     """
-    from atoll.server.coordinator.background_writes import BEST_MODEL
+    from atoll.server.coordinator.exports import BEST_MODEL
 
     best, path = stored_status(state_dir)[0].best, state_dir / "exports" / BEST_MODEL
     if best is not None and _is_file_of(best):

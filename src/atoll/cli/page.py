@@ -10,29 +10,41 @@ from typing import Annotated
 import typer
 
 from atoll.cli.status import live_status
-from atoll.cli.stored_status import state_directory, stored_status
+from atoll.cli.stored_status import stored_status
 from atoll.cli.text import still
+from atoll.cli.which_run import NAMED, named_run, newest_run, run_names
+from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.store.caller_tokens import stored_tokens
 
 
 def command(
-    state_dir: Annotated[
-        Path, typer.Argument(help="State directory of a server, running or stopped.", metavar="STATE_DIR")
-    ],
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help=f"The run: its {NAMED}; then runs to compare it with. Default: the newest run here.",
+            metavar="[RUN]…",
+            autocompletion=run_names,
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Show the page of a run: of one that runs from its server, of any other from its state directory.
 
+    Of several runs, it is the first one's as stored, and compares their metrics.
+
     Nothing in the directory changes. The address has a token: pass it on only to readers of the run.
 
     Raises:
-        UsageError: the directory contains no run.
+        UsageError: there is no such run, or none is named and there is none here.
         StoreError: this user has no permission to read the directory.
         StateCorrupt: the journal is damaged.
     """
-    state_dir = state_directory(state_dir)
+    found = [each for each in (map(named_run, runs) if runs else [newest_run()]) if each is not None]
+    if not found:
+        raise UsageError("No run is named, and there is none here.", "Name it: atoll page RUN.")
+    state_dir = found[0]
     status, _ = stored_status(state_dir)
 
     def show(address: str) -> None:
@@ -40,7 +52,7 @@ def command(
         if open_:
             webbrowser.open(address)
 
-    if live_status(status, state_dir) is not None:
+    if len(found) == 1 and live_status(status, state_dir) is not None:
         print(f"The run {visible(status.name)} is served at {visible(status.address)}; its page:")
         token = stored_tokens(state_dir).get("reader", "")
         show(f"{status.address}/#token={token}")
@@ -60,4 +72,4 @@ def command(
         loads.enter_context(still("still loading"))
         from atoll.server.http.stored_page import serve_stored
 
-        serve_stored(state_dir, lambda: stored_status(state_dir)[0], port, ready)
+        serve_stored(found, lambda each: stored_status(each)[0], port, ready)

@@ -24,6 +24,7 @@ from atoll.cli.text import (
     against_data_parallel,
     awaited,
     best_line,
+    choose_json,
     choose_level,
     codecs,
     duration,
@@ -40,7 +41,6 @@ from atoll.cli.text import (
     streaming,
     telling_what_is_awaited,
 )
-from atoll.cli.text import log_json as print_json
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import AtollError, ConfigError
 from atoll.format_text import listed
@@ -68,7 +68,7 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     """Serve a run. Its settings come from a run file and from options; options take precedence."""
-    print_json(log_json)
+    choose_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
     try:
         settings = read_settings(

@@ -177,7 +177,7 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
         is_over = state in ("finished", "stopped")
         then = f"atoll export model.safetensors {named}" if is_over else start_command(state_dir)
         if not json:
-            status = status.model_copy(update={"workers": list(map(_then, status.workers))})
+            status = status.model_copy(update={"workers": list(map(_at_that_time, status.workers))})
     if sys.stdout.isatty() and not json:
         _on_terminal(status, source, None)
     else:
@@ -185,7 +185,8 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
     next_step(then)
 
 
-def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
+def _at_that_time(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
+    """Return a worker of a stored status with the state that it had: whether it is still alive is not known."""
     return worker.model_copy(update={"state": "alive then"}) if worker.state == "alive" else worker
 
 

@@ -408,7 +408,7 @@ def still(text: str, first_s: float | None = None) -> AbstractContextManager[Non
     return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"), first_s)
 
 
-def log_json(wanted: bool) -> None:
+def choose_json(wanted: bool) -> None:
     """Let this command, and the processes that it starts, print each line as a JSON object."""
     if wanted:
         os.environ[LOG_JSON] = "1"

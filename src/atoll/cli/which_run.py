@@ -157,11 +157,9 @@ def no_such_run(named: Path) -> UsageError:
     """Return the error for a name that leads to no run. It tells of the start that failed, or names near runs."""
     for folder in _places(named):
         if (folder / INPUTS_FILE).exists():
-            why = noted_failure(folder)
-            how = f" failed before it began: {why}" if why else " was never started: its server has not begun"
-            return UsageError(
-                f"The run in {folder}{how}.".replace("..", "."), f"To start it: atoll run {quoted(folder)}"
-            )
+            why = noted_failure(folder).rstrip(".")
+            how = f"failed before it began: {why}" if why else "was never started: its server has not begun"
+            return UsageError(f"The run in {folder} {how}.", f"To start it: atoll run {quoted(folder)}")
     known = [each.name for each in reversed(run_folders())]
     near = difflib.get_close_matches(named.name, known, n=MOST_NEAR)
     shown = f"Did you mean {' or '.join(near)}?" if near else f"The newest runs here: {', '.join(known[:MOST_NEAR])}."

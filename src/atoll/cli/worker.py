@@ -38,13 +38,13 @@ from atoll.cli.text import (
     Ticker,
     Verbose,
     aligned,
+    choose_json,
     choose_level,
     log_level,
     next_step,
     print_line,
     telling_what_is_awaited,
 )
-from atoll.cli.text import log_json as print_json
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration, numbers, size, visible
 from atoll.posix import OWN_FOLDER, folder_error, remove_left_behind
@@ -112,7 +112,7 @@ def command(
     verbose: Verbose = False,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
-    print_json(log_json)
+    choose_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
     script = flare_command(script) if flare else script
     address = server_address(server, enrolled=True)

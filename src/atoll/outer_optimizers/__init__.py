@@ -13,7 +13,7 @@ from atoll import registry
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.chunk_exactness import granularity_of
 from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
-from atoll.outer_optimizers.torch_optimizer import EachTensor, Granularity, OuterRule
+from atoll.outer_optimizers.torch_optimizer import EachTensor, Granularity, OuterRule, not_compiled
 from atoll.outer_optimizers.yogi import Yogi
 from atoll.registry import Name
 
@@ -46,6 +46,8 @@ def build_outer(
     factory = registry.find("outer", target) if isinstance(target, Name) else target
     if not callable(factory):
         raise ConfigError(f"algorithm.outer_optimizer {label!r} is of type {type(factory).__name__}, not callable.")
+    if isinstance(factory, type) and getattr(torch.optim, factory.__name__, None) is factory:
+        factory = not_compiled(factory)
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -274,8 +275,24 @@ def _frozen(state: Mapping[str, Any]) -> OuterState:
     return frozen
 
 
+@functools.cache
+def not_compiled(kind: type[Optimizer]) -> type[Optimizer]:
+    """Return an optimizer of `torch.optim` without the decorators for `torch.compile`; the numbers are the same.
+
+    The first call of a decorated method imports the compiler, which takes two seconds of every start of a server.
+    """
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    same_name = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**same_name, "step": step, "add_param_group": _add_param_group})
+
+
+_add_param_group = inspect.unwrap(Optimizer.add_param_group)
+
+
 class EachTensor(Optimizer, ABC):
     """Base class of optimizers that step each tensor alone. Subclasses implement `_step`."""
+
+    add_param_group = _add_param_group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

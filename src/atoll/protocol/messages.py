@@ -808,6 +808,9 @@ class ObjectOpen(Message):
     part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Maximum bytes of one part; a multiple of 64.")
     inline: bool = Field(False, description="Whether the manifest contains the object's bytes.")
     expires_s: float = Field(gt=0, description="Seconds to keep the object; the server may shorten this.")
+    key: Hex16 | None = Field(
+        None, description="The same in each attempt: the object of an attempt whose answer was lost is removed."
+    )
 
 
 class ObjectOpened(Message):

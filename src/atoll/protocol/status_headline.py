@@ -268,7 +268,8 @@ def _end(status: Status, waits_for: str) -> str:
     if not status.fragments or not status.model_bytes:
         return ""
     if waits_for:
-        slowest, usual_s = _slowest(status), usual_round_s(status.history)
+        slowest, is_steady = _slowest(status), any(each.round > 1 for each in status.history)
+        usual_s = usual_round_s(status.history) if is_steady else None  # in round 1, sites load data and compile
         more = status.rounds - slowest.round + (slowest.phase not in ("open", "closing"))
         each = f" of about {duration(usual_s)}" if usual_s else ""
         then = "" if status.stopping or more < 1 else f", then for {number_of(more, 'more round')}{each}"

@@ -30,7 +30,7 @@ from atoll.server.coordinator.site_credentials import SiteCredentials
 from atoll.server.coordinator.site_operations import SiteOperations
 from atoll.server.coordinator.stalls import Stalls
 from atoll.server.coordinator.ticket_operations import TicketOperations
-from atoll.server.coordinator.trackers import Trackers, makers_of
+from atoll.server.coordinator.tracker_threads import Trackers, makers_of
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.update_operations import UpdateOperations
 from atoll.server.http.webhook import Webhook

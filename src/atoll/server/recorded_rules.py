@@ -9,6 +9,7 @@ part.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -54,6 +55,7 @@ def record_rules(plan: Plan, store: Store, *, has_filters: bool) -> None:
             store.audit.append("rules", **rules)
 
 
+@functools.cache
 def made_by() -> dict[str, str]:
     """Return what decides the bits of a version beside its settings: Atoll with its defaults, torch, and the CPU."""
     return {"atoll": version("atoll"), "torch": torch_build(), "cpu": cpu_capability()}

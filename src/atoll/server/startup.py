@@ -26,11 +26,11 @@ from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import usable
 from atoll.rounds.early_stopping import MetricProgress
-from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
+from atoll.server.coordinator.exports import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.first_shapes import NewShapes
 from atoll.server.coordinator.ledger import snapshot_of
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.coordinator.trackers import makers_of
+from atoll.server.coordinator.tracker_threads import makers_of
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.server.saved_state import SavedState
 from atoll.store.file_slots import VERSION

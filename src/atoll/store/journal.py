@@ -42,6 +42,8 @@ BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
 """SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
+LOG_BYTES = 8 * 2**20
+"""Once copied, the file of the write-ahead log shrinks to this size: a large transaction takes its space only once."""
 LOG_CHANGES = 1000
 """The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a
 commit survives does not depend on it: a `synced` one writes the whole log to the disk."""
@@ -135,6 +137,7 @@ class Journal:
             self._migrate(version)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        self._db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         if version == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         # without a table's name, it would also read all rows that are checked later

@@ -10,6 +10,8 @@ program changes a value, the row no longer matches its checksum.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import sqlite3
@@ -98,14 +100,15 @@ def named_row(table: str, keys: Mapping[str, object]) -> str:
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
     """Return the first table or index that differs from its definition in `SCHEMA`, as text; None if none differs."""
-    with_schema = sqlite3.connect(":memory:")
-    try:
-        with_schema.executescript(SCHEMA)
-        wanted = _definitions(with_schema)
-    finally:
-        with_schema.close()
     found = _definitions(db)
-    return next((name for name, text in wanted.items() if found.get(name) != text), None)
+    return next((name for name, text in _wanted_definitions().items() if found.get(name) != text), None)
+
+
+@functools.cache
+def _wanted_definitions() -> dict[str, str]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as with_schema:
+        with_schema.executescript(SCHEMA)
+        return _definitions(with_schema)
 
 
 def _definitions(db: sqlite3.Connection) -> dict[str, str]:

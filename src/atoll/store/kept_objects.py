@@ -68,6 +68,7 @@ class Entry:
         payer: the site, or else the address, that has opened the object, and that its bytes count for.
         owner: the site that has opened the object with a credential of its own: no other may change or remove it. Empty
             if none has.
+        key: what its publisher calls the object in every attempt to publish it; None: it tries once.
         removed: event that is set when the object is removed.
     """
 
@@ -83,6 +84,7 @@ class Entry:
     counts: bool = True
     owner: str = ""
     payer: str = ""
+    key: str | None = None
     removed: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -134,15 +136,18 @@ class ObjectStore:
     # -- calls of a publisher
 
     def open(
-        self, cuts: Cuts, *, inline: bool, expires_s: float, owner: str = "", payer: str = ""
+        self, cuts: Cuts, *, inline: bool, expires_s: float, owner: str = "", payer: str = "", key: str | None = None
     ) -> tuple[Entry, str]:
         """Create an empty object. Its publisher sends the parts later.
+
+        It replaces the object with the same key that the publisher has opened in an earlier attempt, whose answer was
+        lost. Else each attempt would leave an object that counts as arriving until the idle timeout.
 
         Args:
             cuts: sizes of the object and its parts.
             inline: whether the object's bytes are sent within its manifest.
             expires_s: requested lifetime in seconds, reduced to `max_expires_s` if it is longer.
-            owner, payer: as in `Entry`.
+            owner, payer, key: as in `Entry`.
 
         Returns:
             The object and its secret. The store keeps only a hash of the secret.
@@ -153,6 +158,9 @@ class ObjectStore:
             DiskFull: the disk is full.
         """
         self.sweep()
+        for earlier in [each for each in self._objects.values() if key and (each.key, each.payer) == (key, payer)]:
+            if not earlier.own:
+                self.drop(earlier)
         self._require_room_of(payer, cuts)
         if cuts.nbytes > self._max_bytes:
             raise BadRequest(
@@ -174,7 +182,7 @@ class ObjectStore:
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
         entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, file=Descriptor(fd), owner=owner)
-        entry.until_s, entry.payer = time.monotonic() + self._idle_timeout_s, payer
+        entry.until_s, entry.payer, entry.key = time.monotonic() + self._idle_timeout_s, payer, key
         self._objects[entry.object] = entry
         return entry, secret
 

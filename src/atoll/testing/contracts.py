@@ -42,7 +42,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from atoll.blobs.object_file import Contents, Cut, Stored, write_object
+from atoll.blobs.object_file import Contents, Stored, write_object
+from atoll.blobs.ways_to_send import Cut
 from atoll.codecs import Codec
 from atoll.errors import UsageError
 from atoll.outer_optimizers import OuterRule, build_outer

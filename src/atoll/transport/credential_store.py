@@ -245,6 +245,12 @@ def chosen() -> SiteCredential | None:
     return SiteCredential(Path(folder)) if folder else None
 
 
+def _own_notes(server: str = "") -> list[CredentialNote]:
+    """Return the note of the chosen credential, at whatever server; without one, those of `notes_at`."""
+    own = chosen()
+    return [own.note] if own is not None else notes_at(server)
+
+
 def credential_at(server: str, site: str | None) -> SiteCredential | None:
     """Return the credential of a site at a server.
 
@@ -295,8 +301,7 @@ def site_at(server: str) -> str | None:
     Raises:
         UsageError: there are several.
     """
-    own = chosen()
-    names = [own.note.site] if own is not None else [note.site for note in notes_at(server)]
+    names = [note.site for note in _own_notes(server)]
     if len(names) > 1:
         raise UsageError(
             f"This machine has credentials of {len(names)} sites at {server}: {listed(names)}.",
@@ -311,8 +316,7 @@ def enrolled_server() -> str | None:
     Raises:
         UsageError: there are several.
     """
-    own = chosen()
-    servers = [own.note.server] if own is not None else list(dict.fromkeys(note.server for note in notes_at()))
+    servers = list(dict.fromkeys(note.server for note in _own_notes()))
     if len(servers) > 1:
         raise UsageError(
             f"This machine has credentials at {len(servers)} servers: {listed(servers)}.",
@@ -328,8 +332,7 @@ def why_none(server: str, site: str | None) -> str:
         server: address, as `Http.server` has it.
         site: name of the site; None: not known.
     """
-    own = chosen()
-    notes = [own.note] if own is not None else notes_at()
+    notes = _own_notes()
     if not notes:
         return ""
     at = [note.site for note in notes if note.server == server]

@@ -85,7 +85,7 @@ class Proxy:
         return authority_of(self.server_host, self.server_port)
 
     @property
-    def _past_it(self) -> str:
+    def _bypass(self) -> str:
         return f"to connect directly, set NO_PROXY={self.server_host}"
 
     def connect(self, timeout_s: float | None) -> socket.socket:
@@ -100,7 +100,7 @@ class Proxy:
         try:
             sock = socket.create_connection((self.host, self.port), timeout_s)
         except OSError as error:
-            raise self.away(error) from error
+            raise self.unreachable(error) from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.open_tunnel(sock)
@@ -109,11 +109,11 @@ class Proxy:
             raise
         return sock
 
-    def away(self, error: OSError) -> ProxyFailed:
+    def unreachable(self, error: OSError) -> ProxyFailed:
         """Return the error to raise if the proxy itself cannot be reached."""
         return ProxyFailed(
             _sentence(f"{self} does not answer ({_reason(error)})."),
-            f"Check {self.variable} and that the proxy runs; {self._past_it}.",
+            f"Check {self.variable} and that the proxy runs; {self._bypass}.",
         )
 
     def open_tunnel(self, sock: socket.socket) -> None:
@@ -160,14 +160,14 @@ class Proxy:
             remedy = f"Set {self.variable}={address}, with %XX for special characters."
         elif status >= 500:
             text = f"{self} does not reach {self._server} ({told})."
-            remedy = f"Check the server's address, and that the server runs and lets the proxy in; {self._past_it}."
+            remedy = f"Check the server's address, and that the server runs and lets the proxy in; {self._bypass}."
         else:
             text = f"{self} refuses to lead to {self._server} ({told})."
-            remedy = f"Let the proxy allow this host and port; {self._past_it}."
+            remedy = f"Let the proxy allow this host and port; {self._bypass}."
         return ProxyFailed(_sentence(text), remedy, is_final=status < 500)
 
     def _check(self) -> str:
-        return f"Check that {self.variable} names an HTTP proxy that leads to this host and port; {self._past_it}."
+        return f"Check that {self.variable} names an HTTP proxy that leads to this host and port; {self._bypass}."
 
 
 def proxy_of(host: str, port: int, *, secure: bool, environ: Mapping[str, str]) -> Proxy | None:

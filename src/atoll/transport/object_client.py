@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from atoll.blobs.manifest import Manifest
-from atoll.blobs.object_file import ChunkSizes, Contents, Cut, Stored, cut_of, pack_object
+from atoll.blobs.object_file import Contents, Stored, pack_object
+from atoll.blobs.ways_to_send import ChunkSizes, Cut, cut_of
 from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
 from atoll.config.settings import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.errors import (
@@ -314,11 +315,21 @@ def publish(
 
 
 def send(
-    draft: UnpublishedObject, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
+    draft: UnpublishedObject,
+    server: str,
+    *,
+    expires_s: float,
+    idle_timeout_s: float,
+    abort: Abort | None = None,
+    key: str | None = None,
 ) -> TensorRef:
     """Upload a draft (an object that is written to disk) to a server, and return its reference.
 
     The errors are those of `publish`.
+
+    Args:
+        draft, server, expires_s, idle_timeout_s, abort: as for `publish`.
+        key: an id of this upload, for repeated attempts: the server drops what an earlier one has left there.
     """
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
@@ -329,6 +340,7 @@ def send(
             part_bytes=manifest.cuts.part_bytes,
             inline=draft.inline,
             expires_s=expires_s,
+            key=key,
         )
         opened = http.post(routes.OBJECTS, opening, messages.ObjectOpened, timeout_s=idle_timeout_s)
         http.secret, path = opened.secret, routes.OBJECT.format(object=opened.object)

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from atoll.blobs.manifest import Manifest
-from atoll.blobs.object_file import Cut, write_object
+from atoll.blobs.object_file import write_object
+from atoll.blobs.ways_to_send import Cut
 from atoll.errors import (
     AtollError,
     AuthError,

@@ -205,7 +205,7 @@ class PartConnection:
         except OSError as error:
             if proxy is None or self.is_cut:
                 raise
-            raise proxy.away(error) from error
+            raise proxy.unreachable(error) from error
         try:
             if proxy is not None:
                 proxy.open_tunnel(sock)

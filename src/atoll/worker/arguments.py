@@ -21,6 +21,8 @@ from atoll.worker.log_lines import LOG
 
 GIVE_UP_S = 86400.0
 """Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
+_SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
+_LABELS: TypeAdapter[dict[str, str]] = TypeAdapter(messages.Labels)
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 """A lone surrogate: half of a character, which UTF-8 cannot encode."""
 
@@ -52,7 +54,7 @@ def require_site(site: str) -> str:
         ConfigError: the name is empty, is too long, or has a character that is not allowed.
     """
     try:
-        return TypeAdapter(messages.Site).validate_python(site)
+        return _SITE.validate_python(site)
     except ValidationError:
         raise ConfigError(
             f"{site!r} is not a site name.", "Use 1 to 64 letters, digits, dots, hyphens and underscores."
@@ -66,7 +68,7 @@ def require_labels(labels: object) -> dict[str, str]:
         UsageError: they are not a dict of short texts.
     """
     try:
-        return TypeAdapter(messages.Labels).validate_python({} if labels is None else labels, strict=True)
+        return _LABELS.validate_python({} if labels is None else labels, strict=True)
     except ValidationError as error:
         found = error.errors()[0]
         raise UsageError(

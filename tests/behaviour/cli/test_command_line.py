@@ -100,6 +100,7 @@ WRONG = [
     ("audit", "There is no run in 'atoll-run'."),
     ("audit a --dir b", "Both RUN, 'a', and --dir are given."),
     ("compare", "No run is named, and there is none in the folder runs."),
+    ("page", "No run is named, and there is none here. Name it: atoll page RUN."),
     ("run runs/nope-1", "There is no run in 'runs/nope-1'."),
     ("run --example digits --sites a,b,a", "--sites is 'a,b,a', which names a twice."),
     ("server --num-workers 3", "atoll server has no option --num-workers. Use --set rounds.sites=VALUE."),

@@ -280,7 +280,7 @@ CELLS: dict[tuple[str, str], tuple[int, str]] = {
 
 @pytest.mark.parametrize(("state", "words"), CELLS, ids=lambda each: str(each).replace(" ", "-"))
 def test_each_command_fits_the_runs_state(nursery: Nursery, killed: Path, state: str, words: str) -> None:
-    """What a command says and names next is possible in that state; a refused one changes nothing."""
+    """In each state of a run, a command says only what is possible there. A refused command changes nothing."""
     where = "state"
     if state in ("nowhere", "never started", "failed early"):
         (killed / "state").rename(killed / "elsewhere")

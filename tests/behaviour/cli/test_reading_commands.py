@@ -254,14 +254,14 @@ def test_each_command_has_a_line_in_the_tables() -> None:
 
 
 @pytest.mark.parametrize("words", NEXT.values(), ids=NEXT)
-def test_each_command_names_the_next_on_a_terminal(
+def test_a_reading_command_ends_with_the_next_one(
     halfway: Halfway,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: tuple[str, ...],
 ) -> None:
-    """Its last line, on standard output or on standard error, has a command to copy."""
+    """On a terminal, the last line of a reading command is a command to copy."""
     monkeypatch.chdir(copy_folder(halfway.later, tmp_path / "run"))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     main.app([*words], standalone_mode=False)

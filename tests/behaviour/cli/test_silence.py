@@ -86,7 +86,7 @@ def test_a_command_that_loads_slowly_says_so_first(
 
 @pytest.mark.slow
 def test_a_worker_says_that_its_script_has_not_joined(nursery: Nursery, tmp_path: Path, canned: Any) -> None:
-    """Until it joins or ends, a script prints nothing of itself."""
+    """While a script neither joins nor ends, `atoll worker` says that it has not joined."""
     words = ["worker", "--server", canned.url, "--", sys.executable, "-c", "import signal; signal.pause()"]
     worker = nursery.start("atoll", *words, cwd=tmp_path)
     wait_until(lambda: count(worker, "has not joined yet; it takes seconds to load PyTorch (") >= 2, "two lines", 60)
@@ -150,7 +150,9 @@ def test_quiet_and_verbose_exclude_each_other(atoll_command: Any) -> None:
 
 
 def test_quiet_and_verbose_reach_the_script(atoll_command: Any, canned: Any) -> None:
-    """`atoll worker -q` says nothing, its script prints Atoll's warnings alone; with `-v`, debug lines, too."""
+    """`-q` and `-v` of `atoll worker` set the log level of its script, too. With `-q`, the command itself prints
+    nothing.
+    """
     levels = "import atoll.format_text as f; print(f.log_level())"
     for flags, level, lines in ((("-q",), 30, 0), ((), 20, 1), (("-v",), 10, 1)):
         outcome = atoll_command("worker", *flags, "--server", canned.url, "--", sys.executable, "-c", levels)

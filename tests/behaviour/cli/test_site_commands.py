@@ -18,9 +18,10 @@ from atoll.transport.certificates import new_key
 INVITED = re.compile(r"Site (\S+) can enrol once, within 24 h 0 min\. .*\n\n    atoll enrol (atoll1_\S+)\n", re.DOTALL)
 
 
-def test_invites_lists_and_revokes_with_and_without_a_server(nursery: Nursery, tmp_path: Path) -> None:
-    """The commands ask the server of a run, or work on the journal if none runs. What was invited without a server can
-    enrol at its next start, and what was revoked without it is refused.
+def test_site_commands_work_with_and_without_a_server(nursery: Nursery, tmp_path: Path) -> None:
+    """`atoll invite`, `sites` and `revoke` ask the server of a run, or work on the journal if no server runs.
+
+    A site that was invited without a server can enrol once the server has started, and a revoked one is refused then.
     """
 
     def ask(*words: str) -> str:

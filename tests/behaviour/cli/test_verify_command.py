@@ -332,7 +332,7 @@ def test_a_kill_between_keeping_and_commit_loses_nothing(nursery: Nursery, tmp_p
 
 
 def test_verify_reads_while_a_server_runs(nursery: Nursery, tmp_path: Path) -> None:
-    """While rounds go on, `atoll verify` finds nothing wrong: what is deleted meanwhile is left out."""
+    """While a server makes versions and deletes old ones, `atoll verify` reports no fault."""
     model = {"w": torch.zeros(2**16)}
     with World(tmp_path, model, "ab", rounds=30, **KEPT) as world:
         for number in range(1, 31):

@@ -463,7 +463,9 @@ def test_an_unfinished_run_can_continue_after_an_evaluation(nursery: Nursery, tm
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_evaluation_says_what_it_waits_for(nursery: Nursery, tmp_path: Path, number: int, code: int) -> None:
-    """From its first second on, also while PyTorch is loaded and while no site comes; a signal ends it with a line."""
+    """`atoll evaluate` says what it waits for, from its first second on. After a signal, its last line says that it was
+    stopped.
+    """
     trained(nursery, tmp_path, 1)
     server = nursery.start("atoll", "evaluate", "run.toml", "--port=0", cwd=tmp_path)
     wait_until(lambda: "waits for sites: 0 of 2 take part (" in server.output(), "the line about the sites", 60)

@@ -18,11 +18,13 @@ from harness.histories import story
 from harness.histories.checks import Violation
 from harness.histories.story import play
 
+from atoll.reducers.means import NormalisedMean, Share, WeightedMean
 from atoll.rounds import machine
 from atoll.rounds.state import Rules
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.store.versions import Versions
 from atoll.worker.exchange import exchange
+from atoll.worker.exchange.local_state import TwoPhaseFile
 
 ROOT = Path(__file__).parents[3]
 PLAYED = range(24)
@@ -134,7 +136,31 @@ def wall_clock(monkeypatch):
     monkeypatch.setattr(story.History, "clock", lambda self: self.loop.now_s + 86400.0 * (self.loop.now_s > 2.5))
 
 
+def steps_ignored(monkeypatch):
+    """FedNova's mean is that of FedAvg: a site with more steps moves the model further."""
+    monkeypatch.setattr(NormalisedMean, "weigh", WeightedMean.weigh)
+
+
+def control_not_rescaled(monkeypatch):
+    """SCAFFOLD's sum at the server keeps its scale as the weight of all sites becomes known."""
+    monkeypatch.setattr(Share, "carry", lambda self, facts: 1.0)
+
+
+def state_before_it_counts(monkeypatch):
+    """A site takes the state after an update for its own as soon as the update is formed, whether or not it counts."""
+    belongs_to = TwoPhaseFile.belongs_to
+
+    def counts(self, ticket, version, update=""):
+        belongs_to(self, ticket, version, update)
+        self._write(self.note.pending_counted())
+
+    monkeypatch.setattr(TwoPhaseFile, "belongs_to", counts)
+
+
 PLANTED = {
+    steps_ignored: "is not the mean of its updates",
+    control_not_rescaled: "is not the mean of its updates: atoll.control",
+    state_before_it_counts: "with the control variate|begins anew",
     no_dedupe: "counts already|was trained from|already has the update",
     acknowledge_before_journal: "a receipt for ticket",
     lost_restore: "after the restart|lacks acknowledged|has forgotten ticket",

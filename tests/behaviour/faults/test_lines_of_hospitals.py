@@ -32,10 +32,9 @@ def test_an_update_is_sent_once_though_its_acknowledgement_is_lost(tmp_path: Pat
 
 @pytest.mark.covers("F14", "F15", "F22")
 def test_a_run_passes_a_relay_that_drops_its_connections(tmp_path: Path) -> None:
-    """A relay drops every connection after 3 s, of which it passes nothing on for 1.5 s (MediSwarm, issue 466).
+    """A run goes on without a death through a relay that drops each connection after 3 s, stalled for the last 1.5 s.
 
-    The run goes on to its result without a death. Only parts that were on their way are sent and fetched again: at
-    most one for each connection and each drop.
+    Only parts under way are sent again: at most one a connection and drop (MediSwarm, issue 466).
     """
     nbytes = 36 * PART_BYTES
     outcome = run_over_a_line(

@@ -150,8 +150,9 @@ def policy_typo(site: Site) -> Outcome:
 def test_bad_input_has_a_message_and_an_exit_code(
     site: Site, happens: Callable[[Site], Outcome], error: type[Exception], said: str
 ) -> None:
-    """Each ends with one line that says what is wrong and what to do, and with the exit code of its error. An
-    invitation of another site works as before.
+    """Each wrong input ends a command with one line, which has cause and remedy, and with the exit code of its error.
+
+    An invitation of another site still works afterwards.
     """
     other = site.at.invite("other")
     outcome = happens(site)

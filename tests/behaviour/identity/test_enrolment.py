@@ -55,7 +55,10 @@ def reach(server: EnrollingServer, site: str | None = "hospital-a") -> AtollErro
 
 
 def test_server_with_another_authority_learns_no_secret(tmp_path: Path) -> None:
-    """A server whose authority has not the invitation's fingerprint gets nothing, also with the right one behind it."""
+    """A server gets no secret if its certificate is from another authority than the invitation names.
+
+    This holds even if the server also sends the certificate of the right authority.
+    """
     right = new_authority("a run")
     with EnrollingServer(tmp_path / "server") as server:
         server.extra = right.certificate
@@ -230,10 +233,10 @@ def test_kept_connection_is_not_used_with_an_old_certificate(tmp_path: Path) -> 
         assert before == again != after
 
 
-def test_certificate_from_a_server_with_a_certificate_of_another_authority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a fingerprint, others vouch for the server, and the site gets a certificate all the same."""
+def test_server_of_a_known_authority_gives_a_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An invitation without a fingerprint works if a known authority vouches for the server: the site gets a
+    certificate.
+    """
     with EnrollingServer(tmp_path / "server") as server:
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "server" / "ca.pem"))
         invitation = server.invitation()

@@ -39,8 +39,10 @@ def issue(folder: Path, authority: trustme.CA, name: str = "berlin", **options: 
     return certificate, key
 
 
-def test_site_with_a_certificate_of_its_own_authority_takes_part(nursery: Nursery, tmp_path: Path) -> None:
-    """`atoll enrol --certificate` stores it; the site then takes part in a run with `trust.authority`, to the end."""
+def test_site_with_a_certificate_of_another_authority_takes_part(nursery: Nursery, tmp_path: Path) -> None:
+    """A site with a certificate of another authority enrols with `atoll enrol --certificate`, and takes part to the
+    end.
+    """
     top = trustme.CA()
     outside = top.create_child_ca()
     certificate, key = issue(tmp_path, outside, "a")
@@ -127,7 +129,7 @@ def test_unfit_certificate_is_not_stored(
 
 
 def test_certificate_needs_a_server_with_tls(nursery: Nursery, tmp_path: Path) -> None:
-    """Without TLS no certificate is shown; without an address it would not be known to whom."""
+    """A certificate can be stored only for the address of a server with TLS, because it is shown only there."""
     certificate, key = issue(tmp_path, trustme.CA())
     with pytest.raises(UsageError, match="has no TLS"):
         store_issued("http://127.0.0.1:8512", certificate, key)

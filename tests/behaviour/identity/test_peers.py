@@ -151,7 +151,9 @@ def parts_of(content: bytes) -> list[bytes]:
 
 
 def test_certificate_of_a_new_enrolment_is_accepted(tmp_path: Path) -> None:
-    """After a site has enrolled again, its earlier certificates have ended; a new one has not, nor that of others."""
+    """After a site has enrolled again, its new certificate is valid and its earlier ones are not. Other sites' stay
+    valid.
+    """
     with EnrollingServer(tmp_path / "server") as server:
         a, b, c = (enrolled(server, site) for site in "abc")
         with peer_of("b", b) as other:

@@ -140,7 +140,7 @@ def refusal(server: atoll.Server, site: str) -> AtollError:
 
 
 def test_refused_sites_are_told_why(tmp_path: Path) -> None:
-    """Messages of a revoked site, of an invitation that was used, of one for another run, and of a wrong name."""
+    """Each refusal names its reason: a used invitation, one of another run, a wrong name, a revoked site."""
     with serve(tmp_path / "one", **{"trust.required": True}) as server, serve(tmp_path / "two") as other:
         trusted = Trusted(tmp_path / "one", server)
         invitation = trusted.invite("hospital-a")

@@ -346,7 +346,9 @@ def test_a_late_site_of_an_async_run_is_amber(tmp_path: Path, chrome: Browser) -
 
 
 def test_a_refused_update_is_drawn_as_refused(tmp_path: Path, chrome: Browser) -> None:
-    """It is no time of waiting. Bytes that the server has not counted are unknown, not 0."""
+    """The timeline shows a refused update as refused, not as waiting. Bytes that the server did not count are unknown,
+    not 0.
+    """
     with prepared("nan", tmp_path) as world:
         chrome.open(world.url)
         chrome.wait("#row-clinic-cedar", "its updates are refused")
@@ -367,7 +369,7 @@ def test_no_site_is_amber_while_the_disk_is_full(tmp_path: Path, chrome: Browser
 
 
 def test_the_timeline_counts_only_updates_that_a_round_used(tmp_path: Path, chrome: Browser) -> None:
-    """A round's end says nothing of a refused update before, nor of a ticket that a silent or gone site has left."""
+    """A round's end adds times only for updates that it used: not for refused ones, nor for tickets of gone sites."""
     spans = (
         "const done = arguments[0], at = (s) => new Date(1e12 + s * 1000).toISOString();"
         "const site = (what, s, more) => ({ what, site: 'a', at: at(s), ...more });"
@@ -435,7 +437,9 @@ def test_an_event_of_another_day_has_its_date(tmp_path: Path, chrome: Browser) -
 
 
 def test_the_page_explains_its_columns(tmp_path: Path, chrome: Browser) -> None:
-    """By pointing at a title, and in a list, which a phone can show, too; a table that goes on has a shadow there."""
+    """The page explains its columns where the pointer is, and in a list for phones. A shadow shows that a table goes
+    on.
+    """
     with World(tmp_path, START, "ab", rounds=3) as world:
         chrome.set_look(width=390, height=844)
         chrome.open(world.url)

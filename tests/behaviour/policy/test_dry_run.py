@@ -73,7 +73,10 @@ def test_dry_run_writes_the_update_and_sends_none(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dry_run_of_diloco_ends_at_the_first_update(tmp_path: Path) -> None:
-    """One step of SGD at a rate of 1 from zero moves each weight by −1; the update, base − local, is +1."""
+    """A dry run of a DiLoCo script ends when its first update is formed, and shows what would be sent.
+
+    By hand: one step of SGD at a rate of 1 from zero moves each weight by −1; the update, base − local, is +1.
+    """
     settings = {"algorithm": "diloco", "algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
     model = torch.nn.Linear(2, 1, bias=False)
     torch.nn.init.zeros_(model.weight)

@@ -126,7 +126,9 @@ def test_what_no_filter_was_applied_to_is_refused(tmp_path: Path, policy_of: Wri
 
 
 def test_update_is_cleared_for_its_ticket_alone(policy_of: Writes) -> None:
-    """An update that was cleared for ticket 1 cannot be completed under ticket 2, nor after the next was formed."""
+    """An update that the policy let leave under ticket 1 cannot be completed under ticket 2, or after the next one is
+    formed.
+    """
     policy_of("")
     way = way_out()
     way.clear_update(DIGEST, ClearedUpdate("r", "a", 1, 0, 1, 64, 1.0, ()))
@@ -222,7 +224,7 @@ def test_task_that_may_not_be_answered_fails(tmp_path: Path, policy_of: Writes) 
 
 
 def test_published_objects_pass_the_filters(tmp_path: Path, policy_of: Writes) -> None:
-    """From this process and at a server, an object arrives clipped; one with another tensor is refused."""
+    """An object that a process or its server publishes is clipped; one with a forbidden tensor is refused."""
     policy = policy_of('[tensors]\nallow = ["w"]\nmax_norm = 1.0')
     with World(tmp_path, {"w": torch.zeros(2)}, "a", rounds=1) as world:
         for where in ({}, {"server": world.url}):
@@ -242,10 +244,10 @@ def test_no_object_leaves_where_none_may(tmp_path: Path, policy_of: Writes) -> N
 
 
 @pytest.mark.slow
-def test_workers_of_a_swarm_serve_what_the_policy_lets_leave(
+def test_the_policy_also_covers_a_swarms_downloads(
     tmp_path: Path, policy_of: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What others download of a site is in its log; the updates passed the filters."""
+    """In a swarm, a site's policy filters its updates and logs all bytes that other workers download from it."""
     monkeypatch.setenv("ATOLL_SWARM", "1")
     monkeypatch.setattr(routes, "LONG_POLL_S", 2.0)
     policy = policy_of("[tensors]\nmax_norm = 0.001")

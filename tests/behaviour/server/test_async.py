@@ -388,7 +388,7 @@ def test_loading_the_newest_model_keeps_the_open_round(world: World) -> None:
 
 def test_a_version_is_durable_even_if_not_exported(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A version is marked as safe on disk even if its export failed because newer versions had displaced it."""
-    from atoll.server.coordinator.background_writes import Exports
+    from atoll.server.coordinator.exports import Exports
 
     def overtaken(*_: Any) -> None:
         raise Gone("Version 1 is no longer kept.")

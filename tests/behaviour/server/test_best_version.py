@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 import atoll
 from atoll.errors import ConfigError, Gone, StateCorrupt, UsageError
-from atoll.server.coordinator import background_writes
+from atoll.server.coordinator import exports as export_files
 
 
 def best_server(folder: Path, **settings: Any) -> atoll.Server:
@@ -67,8 +67,8 @@ def saved(server: atoll.Server) -> int:
 
 
 @pytest.mark.covers("X41")
-def test_the_best_version_is_the_one_that_was_measured(tmp_path: Path, nursery: Nursery) -> None:
-    """The best version is the version that the best metric measured."""
+def test_the_best_version_is_the_measured_one(tmp_path: Path, nursery: Nursery) -> None:
+    """The best version is the one on which sites measured the best metric, not the one that this round made."""
     # A restarted server still knows it. `atoll export --best` exports it.
     exports = tmp_path / "saved"
     with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
@@ -143,7 +143,7 @@ def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
 
     On a slow disk, the next versions would otherwise displace the best one before it is a file.
     """
-    with best_server(tmp_path) as server, held_up(background_writes, "export_model") as may:
+    with best_server(tmp_path) as server, held_up(export_files, "export_model") as may:
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
         def is_closed() -> bool:
@@ -161,7 +161,7 @@ def test_makes_no_new_version_while_saving_the_best(tmp_path: Path) -> None:
 
 def test_the_last_metrics_are_written_before_the_end(tmp_path: Path) -> None:
     """The server ends only after it has written the metrics of the last round."""
-    held = held_up(background_writes.Exports, "append_metrics")
+    held = held_up(export_files.Exports, "append_metrics")
     with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
@@ -176,9 +176,9 @@ def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
     # The server does not end while it replaces the file of the first best version with the second one.
 
     def is_second(_: Any, __: Any, target: Path, *___: Any) -> bool:
-        return target.name == background_writes.BEST_MODEL and target.exists()
+        return target.name == export_files.BEST_MODEL and target.exists()
 
-    held = held_up(background_writes, "export_model", is_second)
+    held = held_up(export_files, "export_model", is_second)
     with best_server(tmp_path, **{"rounds.total": 2}) as server, held as may:
         run_rounds(server, tmp_path, 0.1, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
@@ -191,7 +191,7 @@ def test_the_best_version_is_saved_before_the_end(tmp_path: Path) -> None:
 def test_metrics_are_written_in_the_order_of_rounds(tmp_path: Path) -> None:
     """The lines of the metrics file have the order of the rounds, even if the disk is slower than the rounds."""
     begun: list[int] = []
-    held = held_up(background_writes.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
+    held = held_up(export_files.Exports, "append_metrics", lambda _, row, __: begun.append(row.round) is None)
     with best_server(tmp_path, **{"rounds.best_metric": None}) as server, held as may:
         run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
         wait_until(lambda: server.status().fragments[0].version == 3, "three versions")

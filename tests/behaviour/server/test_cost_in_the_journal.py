@@ -70,7 +70,7 @@ def test_questions_and_transactions_of_a_round(tmp_path: Path, counts: Counter[s
 
 
 def test_statements_of_a_simulated_worker_round(tmp_path: Path, counts: Counter[str]) -> None:
-    """A simulated site's part of a round takes at most 12.6 statements, besides those of the whole round."""
+    """Each simulated site adds at most 12.6 SQL statements to a round."""
 
     def run(name: str, sites: int) -> Counter[str]:
         counts.clear()

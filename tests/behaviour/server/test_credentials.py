@@ -80,7 +80,9 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     with contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("ATOLL_TOKEN", RUN_TOKEN)
-            at = stack.enter_context(trusted(folder, **{"rounds.sites": 3, "limits.wrong_credentials": 10_000}))
+            settings = {"rounds.sites": 3, "limits.wrong_credentials": 10_000}
+            settings["network.idle_timeout_s"] = 3600  # for so long, the site's object is there, though it stays empty
+            at = stack.enter_context(trusted(folder, **settings))
         elsewhere = stack.enter_context(trusted(other))
         elsewhere.enrol("a")
         yield Asked(at, elsewhere.certificates["a"])

@@ -122,7 +122,7 @@ class Counts(Extension):
 
 
 def test_an_extension_outlives_a_rollback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is made once and closed once, and hears each event once, in order, with the run's state of that time."""
+    """After a rollback, an extension goes on: it is made and closed once, and gets each event once, in order."""
     with counting(monkeypatch, tmp_path, FOLLOWS, rounds=2, **{"disk.keep_versions": 3}) as world:
         import counts_plugin
 
@@ -139,7 +139,9 @@ def test_an_extension_outlives_a_rollback(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_extensions_close_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that never closes delays the end of the server by `CLOSE_S` seconds, and keeps no other from closing."""
+    """An extension that never closes delays the server's end by `CLOSE_S` seconds, and does not keep the others from
+    closing.
+    """
     monkeypatch.setattr(extension, "CLOSE_S", 0.5)
     more = """
 class Hangs(Counts):

@@ -209,8 +209,9 @@ def test_a_file_may_lack_names_of_tied_tensors(tmp_path: Path, loop: str) -> Non
     ids=str,
 )
 def test_a_site_with_other_tied_tensors_is_refused(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
-    """If the run's file has a tied tensor twice, or only under its second name, a site whose model ties them is
-    refused.
+    """A site whose model ties two tensors is refused if the run's file does not tie them in the same way.
+
+    The file has the tensor under both names without a tie, or under its second name alone.
     """
     save_file({name: torch.zeros(5, 2) for name in names} | {"scale": torch.ones(1)}, tmp_path / "m.safetensors")
     with plain_server(tmp_path, str(tmp_path / "m.safetensors"), rounds=1) as server:

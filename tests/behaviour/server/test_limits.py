@@ -35,8 +35,8 @@ TOKEN, WRONG_TOKEN = "right", messages.WRONG_TOKEN
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refusals come at once, and requests over a rate do not wait."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.0)
-    monkeypatch.setattr("atoll.server.http.gate.REQUEST_WAIT_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.0)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REQUEST_WAIT_S", 0.0)
 
 
 def asked(url: str, path: str, token: str, method: str = "GET") -> tuple[int, str]:
@@ -120,7 +120,7 @@ def test_wrong_tokens_of_an_address_are_slowed(
 
 def test_the_answer_to_many_wrong_tokens_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal of one wrong token too many comes after a pause, and ends the connection."""
-    monkeypatch.setattr("atoll.server.http.gate.REFUSED_S", 0.3)
+    monkeypatch.setattr("atoll.server.http.caller_limits.REFUSED_S", 0.3)
     monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 2), **{"limits.wrong_credentials": 1}) as server:
         asked(server.url, "/v1/run", "wrong")
@@ -439,12 +439,10 @@ HEADS = {
 @pytest.mark.covers("F24", "F38")
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("secure", [False, True], ids=["http", "tls"])
-def test_half_a_request_ends_its_connection(
+def test_an_incomplete_request_ends_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, secure: bool
 ) -> None:
-    """A connection whose next request does not get complete in time is closed, whatever came before, also if a byte of
-    it comes now and then.
-    """
+    """A connection is closed if a request on it is not complete in time, even if its bytes keep coming slowly."""
     import ssl
 
     monkeypatch.setattr(request_body, "HEAD_S", 0.3)
@@ -457,10 +455,9 @@ def test_half_a_request_ends_its_connection(
         with raw:
             raw.sendall(HEADS[kind])
             if kind in ("unusual method", "lower case"):
-                for _ in range(3):
-                    time.sleep(0.05)
-                    with contextlib.suppress(OSError):
-                        raw.sendall(b"x")
+                with contextlib.suppress(OSError):
+                    begun_s = time.monotonic()
+                    trickle(raw, lambda: time.monotonic() - begun_s > 20)
             assert ended(raw)
 
 
@@ -480,7 +477,9 @@ def test_an_idle_connection_stays_open_after_requests_of_every_kind(
                 connection.request(method, path, body, {"Content-Type": "application/json"})
                 connection.getresponse().read()
                 local = connection.sock.getsockname()
-                time.sleep(0.3)
+                with socket.create_connection(("127.0.0.1", server.port), timeout=30) as later:
+                    later.sendall(b"GET /healthz HTTP/1.1\r\n")
+                    assert ended(later)  # so the limit has passed for all that came before, too
                 connection.request("GET", "/healthz")
                 assert connection.getresponse().read() == b"ok\n"
                 assert connection.sock.getsockname() == local
@@ -528,8 +527,8 @@ def test_a_trickling_part_is_broken_off(tmp_path: Path, way: str) -> None:
 # -- objects
 
 
-def open_object(url: str, nbytes: int = 128, **more: Any) -> tuple[int, dict[str, Any]]:
-    body = {"head_bytes": 64, "nbytes": nbytes, "part_bytes": 65536, "expires_s": 3600.0}
+def open_object(url: str, nbytes: int = 128, key: str | None = None, **more: Any) -> tuple[int, dict[str, Any]]:
+    body = {"head_bytes": 64, "nbytes": nbytes, "part_bytes": 65536, "expires_s": 3600.0, "key": key}
     return post(url, "/v1/objects", body, **more)
 
 
@@ -570,6 +569,19 @@ def test_small_objects_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert open_object(server.url)[0] == 200
 
 
+def test_attempts_to_open_one_object_take_one_place(tmp_path: Path) -> None:
+    """If the answers that an object is open are lost, the publisher's attempts leave one object, not one each."""
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        assert open_object(server.url, key="b" * 32)[0] == 200
+        first, *others = [open_object(server.url, key="a" * 32) for _ in range(20)]
+        assert {status for status, _ in (first, *others)} == {200}
+        gone = f"/v1/objects/{first[1]['object']}"
+        assert send(server.url, "DELETE", gone, None, "", first[1]["secret"])[0] == 410
+        names = {path.stem for path in (tmp_path / "state" / "objects").iterdir()}
+        assert len(names) == 2
+        assert others[-1][1]["object"] in names
+
+
 def test_a_lease_makes_no_room_for_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without credentials, objects count for their address: leases of other names bring no further ones."""
     monkeypatch.setattr("atoll.store.kept_objects.MOST_OBJECTS_OF_ONE", 2)
@@ -578,15 +590,15 @@ def test_a_lease_makes_no_room_for_objects(tmp_path: Path, monkeypatch: pytest.M
         assert [open_object(server.url, lease=lease)[0] for lease in leases] == [200, 200, 429]
 
 
-def test_a_trickling_object_is_removed(tmp_path: Path) -> None:
+def test_a_trickling_object_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object of which hardly a byte arrives is removed, also if each of many requests brings a little."""
+    monkeypatch.setattr(routes, "LEAST_BYTES_PER_S", 10**7)  # requests of 64 bytes do not reach it
     with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.5}) as server:
         opened = open_object(server.url)[1]
         path, part = f"/v1/objects/{opened['object']}/parts/0", bytes(64)
         body = part + blake3(part).digest()
 
         def is_gone() -> bool:
-            time.sleep(0.2)  # 5 × 64 bytes a second are fewer than 1024
             return send(server.url, "PUT", path, body, "", opened["secret"])[0] == 410
 
         wait_until(is_gone, "its end", 20)
@@ -608,6 +620,21 @@ def test_one_caller_gets_a_quarter_of_the_streams(tmp_path: Path) -> None:
 
         assert [follow("a") for _ in range(3)] == [200, 200, 429]
         assert follow("b") == 200
+
+
+def test_a_lease_does_not_allow_more_streams(tmp_path: Path) -> None:
+    """Without credentials, streams count for their address: leases, old and new ones, bring no further ones."""
+    limit = {"limits.event_streams": 8}
+    with plain_server(tmp_path, nn.Linear(2, 2), **limit) as server, contextlib.ExitStack() as stack:
+
+        def follow(site: str) -> int:
+            headers = {"Accept": "text/event-stream", "Atoll-Lease": joined(server.url, site)}
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            stack.callback(connection.close)
+            connection.request("GET", "/v1/events", headers=headers)
+            return connection.getresponse().status
+
+        assert [follow(site) for site in "abca"] == [200, 200, 429, 429]
 
 
 # -- messages

@@ -18,8 +18,8 @@ from kit.world import World
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
-from atoll.server.http.app import ServerPages
 from atoll.server.http.gate import open_gate
+from atoll.server.http.run_routes import RunRoutes
 from atoll.testing.run import wait_until
 
 START = {"w": torch.zeros(2)}
@@ -169,11 +169,11 @@ def test_readyz_refuses_after_a_failed_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["ending", "beginning again"])
 async def test_readyz_refuses_while_the_server_ends(tmp_path: Path, state: str) -> None:
     async with LocalRun(tmp_path, START, {"rounds.sites": 1}) as run:
-        pages = ServerPages(run.served, "1", open_gate(run.run.settings))
-        assert (await pages.get_readiness()).status == 200
+        handlers = RunRoutes(run.served, "1", open_gate(run.run.settings))
+        assert (await handlers.get_readiness()).status == 200
         if state == "ending":
             run.run.send_away()
         else:
             run.run.begins_again.set()
-        assert (await pages.get_readiness()).status == 503
+        assert (await handlers.get_readiness()).status == 503
         await asyncio.sleep(0)

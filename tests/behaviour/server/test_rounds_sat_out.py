@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit import ask_journal, flip_bit
 from kit.models import Weights
-from kit.servers import PLAIN_DILOCO, new_simulation, plain_server
+from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import logged
 from kit.world import World
 from safetensors.torch import load_file
@@ -392,32 +392,3 @@ def test_the_functional_interface_can_sit_out(tmp_path: Path) -> None:
         assert not atoll.functional.is_running()
         assert server.wait(60)
         assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
-
-
-SCRIPT = """
-import torch
-import atoll
-
-with atoll.join() as worker:
-    for fl_round in worker:
-        model = fl_round.state_dict()
-        idle = worker.site == "site-0001" or fl_round.number == 2
-        fl_round.submit({"w": model["w"] + 1.0}, weight=0 if idle else 1)
-"""
-
-
-@pytest.mark.slow
-def test_simulated_sites_can_sit_out_with_weight_0(tmp_path: Path) -> None:
-    """In a simulation of two sites, one never trains and the other sits out round 2."""
-    # Three rounds give two versions, each with + 1.
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    settings = {
-        "algorithm.name": "fedavg",
-        "rounds.total": 3,
-        "disk.state_dir": tmp_path / "s",
-        "disk.min_free_bytes": 0,
-    }
-    result = new_simulation(START, script=str(script), sites=2, processes=1, **settings).run()
-    assert (result.version, result.worker_rounds, result.failed) == (2, 2, {})
-    assert load_file(result.model)["w"].tolist() == [2.0, 2.0]

@@ -84,7 +84,7 @@ def test_the_time_left_follows_the_mean_round_time(
 
     If the open round takes longer than the mean, only the rounds after it count; if it is late, no time is told.
     """
-    from atoll.server.coordinator.roster import left_s
+    from atoll.server.coordinator.round_times import left_s
 
     assert left_s(commits_s, commits_left, now_s) == (left if left is None else pytest.approx(left))
 
@@ -93,7 +93,7 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
     """The time left is based on the most recent rounds: earlier rounds of an hour do not matter after rounds of a
     second.
     """
-    from atoll.server.coordinator.roster import ROUNDS, TimeLeft
+    from atoll.server.coordinator.round_times import ROUNDS, TimeLeft
 
     with plain_server(tmp_path, START, rounds=100) as server:
         run = server._require_served().run
@@ -109,7 +109,7 @@ def test_the_time_left_uses_only_recent_rounds(tmp_path: Path) -> None:
 def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
     """The first round, in which sites start, and the second give no time left."""
     # Two rounds of 5 s give 50 s for ten. With several fragments, this holds for the first rounds of each fragment.
-    from atoll.server.coordinator.roster import TimeLeft
+    from atoll.server.coordinator.round_times import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
         run = server._require_served().run
@@ -129,8 +129,11 @@ def test_the_first_round_gives_no_time_left(tmp_path: Path) -> None:
         assert streaming.of(run.state, 64.0) == 20.0
 
 
-async def test_a_slow_site_of_an_async_run_is_told_by_its_own_times(tmp_path: Path) -> None:
-    """The site b has taken 2 s for each update, and has its ticket for 12 s; a has no ticket, and b no other one."""
+async def test_a_slow_async_site_is_found_by_its_own_times(tmp_path: Path) -> None:
+    """In an asynchronous run, a site is late if its update takes much longer than its earlier ones.
+
+    By hand: b took 2 s for each of two updates, and has had its third ticket for 12 s. a has no open ticket.
+    """
     async with LocalRun(tmp_path, START, {"rounds": 9, "rounds.sites": 2, "async.enabled": True}) as run:
         sites = {name: await run.join(name) for name in "ab"}
         for _ in range(2):
@@ -522,8 +525,11 @@ def headline_text(status: Status) -> str:
     return status.headline.text
 
 
-def test_what_a_site_said_of_an_older_round_is_not_shown(tmp_path: Path) -> None:
-    """A site whose update has arrived waits for the others. In the next round, what it said of the last one is over."""
+def test_a_report_about_an_older_round_is_not_shown(tmp_path: Path) -> None:
+    """The status shows what a site last said only within the round that it was about.
+
+    After its update has arrived, the site is shown as waiting for the others.
+    """
     with World(tmp_path, START, "ab", rounds=9) as world:
 
         def doing() -> str:

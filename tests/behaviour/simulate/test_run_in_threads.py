@@ -137,10 +137,8 @@ def fails_at_first(model: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("engine", ["threads", "forks"])
-def test_an_evaluation_that_raises_is_said_with_its_version(
-    engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The run goes on to its end; what failed is in the log, and in the result, also after a later evaluation."""
+def test_a_failed_evaluation_names_its_version(engine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If an evaluation raises an error, the run goes on. The log and the result name the version and the error."""
     if engine == "threads":
         done = run(tmp_path, move, evaluate=fails_at_first)
     else:
@@ -154,7 +152,7 @@ def test_an_evaluation_that_raises_is_said_with_its_version(
 
 
 def test_another_config_function_is_another_run(tmp_path: Path) -> None:
-    """What it tells decides the result, so an interrupted run is not continued with another one."""
+    """An interrupted run is not continued with another `config` function, because its values decide the result."""
 
     def told(rate: float) -> Any:
         def config(number: int, site: str) -> dict[str, float]:

@@ -364,7 +364,7 @@ def test_only_chosen_workers_aggregate(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
-    """The seed decides which site aggregates a round: the site whose digest comes first for the version, but none twice
+    """A round is aggregated by the site whose digest of seed, version and name comes first, but never by one site twice
     in a row.
     """
     result, _ = left_by(tmp_path, **{"run.seed": 5, "rounds.total": 6})

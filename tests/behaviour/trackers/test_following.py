@@ -15,7 +15,7 @@ from kit.servers import new_simulation
 from kit.world import World
 
 from atoll.errors import ConfigError
-from atoll.server.coordinator import trackers
+from atoll.server.coordinator import tracker_threads
 from atoll.testing.run import free_port, wait_until
 
 START = {"w": torch.zeros(2)}
@@ -78,7 +78,7 @@ def test_a_package_can_add_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_slow_tracker_does_not_delay_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a tracker takes no events, the run still ends. At the next start, the tracker gets all of them."""
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracker_threads, "CLOSE_S", 0.2)
     with diary(monkeypatch, tmp_path) as world:
         import diary_plugin
 
@@ -108,8 +108,8 @@ def test_a_hanging_tracker_delays_no_round_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """Wherever it hangs: all rounds end, and the server ends `CLOSE_S` seconds later, with one line in the log."""
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
-    monkeypatch.setattr(trackers, "BEGIN_S", 0.3)
+    monkeypatch.setattr(tracker_threads, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracker_threads, "BEGIN_S", 0.3)
     code = DIARY.replace("        MAY_GO_ON.wait()\n", "").replace(*HANGS[case]).replace("ON.set()", "ON.clear()")
     with diary(monkeypatch, tmp_path, code) as world:
         import diary_plugin
@@ -122,7 +122,7 @@ def test_a_hanging_tracker_delays_no_round_nor_the_end(
 
 def test_the_end_waits_for_a_tracker_that_is_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the import of a tracker's package takes longer than the whole run, the tracker gets all of it nevertheless."""
-    monkeypatch.setattr(trackers, "CLOSE_S", 0.2)
+    monkeypatch.setattr(tracker_threads, "CLOSE_S", 0.2)
     code = DIARY.replace("RUNS.append((run, title))", "MAY_GO_ON.wait()").replace("ON.set()", "ON.clear()")
     with diary(monkeypatch, tmp_path, code) as world:
         import diary_plugin
@@ -137,7 +137,9 @@ def test_the_end_waits_for_a_tracker_that_is_beginning(tmp_path: Path, monkeypat
 
 def test_a_rollback_does_not_wait_for_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tracker hangs while the run goes back and on. It is not begun again, and then gets each event once."""
-    monkeypatch.setattr(trackers, "CLOSE_S", 60.0)  # a server that waited for it would be too late for `roll_back`
+    monkeypatch.setattr(
+        tracker_threads, "CLOSE_S", 60.0
+    )  # a server that waited for it would be too late for `roll_back`
     with diary(monkeypatch, tmp_path, rounds=3, **{"disk.keep_versions": 3}) as world:
         import diary_plugin
 
@@ -219,7 +221,7 @@ def test_a_tracker_that_fails_at_first_is_retried(tmp_path: Path, monkeypatch: p
     code = DIARY.replace(
         "RUNS.append((run, title))", "RUNS.append((run, title))\n        if len(RUNS) < 2: raise OSError"
     )
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
+    monkeypatch.setattr(tracker_threads, "RETRY_S", 0.01)
     with diary(monkeypatch, tmp_path, code) as world:
         world.rounds(1.0, 1, 2)
         world.finish()
@@ -246,9 +248,9 @@ def test_an_unreachable_mlflow_is_reported_soon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["option", "variable"])
 def test_refuses_a_database_that_mlflow_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """MLflow's client alone opens none; the start says what to install, and leaves no run behind."""
+    """If MLflow's tracking address is a database that only the full MLflow can open, the server does not start."""
     pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setattr(trackers, "_is_installed", lambda module: module != "sqlalchemy")
+    monkeypatch.setattr(tracker_threads, "_is_installed", lambda module: module != "sqlalchemy")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     options = {"uri": uri} if by == "option" else {}
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)

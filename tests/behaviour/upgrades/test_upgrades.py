@@ -74,7 +74,9 @@ def test_a_run_goes_on_to_the_same_bits_after_an_upgrade(version: int, tmp_path:
 
 @pytest.mark.parametrize("version", OLD)
 def test_the_old_journal_is_kept_before_it_is_migrated(version: int, tmp_path: Path, caplog) -> None:
-    """The copy has the old version and the old rows, is for its owner alone, and its path is in the log."""
+    """Before a journal is migrated, it is copied: with its old version and rows, for its owner alone. The log names the
+    copy.
+    """
     state = unpacked(version, tmp_path)
     before = rows(state / JOURNAL)
     with caplog.at_level(logging.INFO, "atoll.server"):
@@ -215,7 +217,7 @@ def test_an_older_worker_reads_every_answer(version: int, tmp_path: Path) -> Non
 @pytest.mark.covers("F32")
 @pytest.mark.parametrize("commit", COMMITS)
 def test_workers_of_a_recorded_commit_take_part(commit: str, tmp_path: Path) -> None:
-    """Real workers of an earlier commit train with today's server, to the bits of their own."""
+    """Workers of an earlier commit train with today's server, and the result has the bits recorded at that commit."""
     if shutil.which("git") is None or subprocess.run(["git", "cat-file", "-e", commit], cwd=HERE).returncode:
         pytest.skip("needs the history of the repository")
     src = checked_out(commit, tmp_path / "old")
@@ -299,8 +301,8 @@ def test_a_request_is_answered_in_the_protocol_of_its_sender() -> None:
 
 
 @pytest.mark.covers("F32")
-def test_a_worker_that_is_too_old_is_told_to_upgrade(tmp_path: Path, monkeypatch) -> None:
-    """A server that has given up protocol 1 says so at the first request, with what it serves and the remedy."""
+def test_a_worker_that_is_too_old_has_to_upgrade(tmp_path: Path, monkeypatch) -> None:
+    """A server that no longer serves a worker's protocol says so at the first request, and names the remedy."""
     with serve(old_run.build(), tmp_path / "state", old_run.SETTINGS) as server:
         monkeypatch.setattr(routes, "OLDEST_PROTOCOL", 2)
         monkeypatch.setattr("atoll.transport.http_client._PROTOCOL", {})  # as workers of protocol 1
@@ -313,7 +315,7 @@ def test_a_worker_that_is_too_old_is_told_to_upgrade(tmp_path: Path, monkeypatch
 @pytest.mark.covers("F32")
 @pytest.mark.parametrize(("protocol", "side"), [(0, "worker a"), (3, "the server")])
 def test_a_join_in_another_protocol_names_the_side_to_upgrade(protocol: int, side: str, tmp_path: Path) -> None:
-    """A site whose message has a protocol that the server does not serve is told which side to upgrade."""
+    """If a site joins with a protocol that the server does not serve, the error says which side to upgrade."""
     from atoll.transport.http_client import Http
 
     with serve(old_run.build(), tmp_path / "state", old_run.SETTINGS) as server:

@@ -305,7 +305,7 @@ def test_a_status_without_fragments_ends_a_site(lying: LyingServer, tmp_path: Pa
 
 
 def test_a_site_pauses_if_told_to_wait(lying: LyingServer, tmp_path: Path) -> None:
-    """If a server answers `wait` at once each time, the site pauses between its requests."""
+    """A site pauses between its requests even if the server answers each one at once with `wait`."""
     lying.lie = changed("/v1/tickets", status="wait", ticket=None)
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         assert worker.next_round(wait_s=2.0) is None

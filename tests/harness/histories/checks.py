@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from atoll.rounds.state import State
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow
 from atoll.tensors.layout import Layout
+from atoll.tensors.schema import extra_name
 
+CONTROL = extra_name("control", "")
 Values = Mapping[str, np.ndarray[Any, Any]]
 
 
@@ -25,31 +28,67 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Formed:
-    """An update that a site has formed: what it is in full precision, what it reports, and whether it may count."""
+    """An update that a site has formed: what it is in full precision, what it reports, and whether it may count.
+
+    With SCAFFOLD, `control` is the change of the site's control variate, by the names that it has in a version.
+    """
 
     site: str
     values: Values
     weight: float
     steps: int
     is_sound: bool = True
+    control: Values = field(default_factory=dict)
 
 
 @dataclass
 class Model:
-    """A fragment of the model after a version: the parameters and the momentum of the outer optimizer."""
+    """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
+
+    With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
+    """
 
     theta: dict[str, np.ndarray[Any, Any]]
     momentum: dict[str, np.ndarray[Any, Any]] | None = None
+    control: Values = field(default_factory=dict)
+    own: dict[str, tuple[float, Values]] = field(default_factory=dict)
 
-    def after(self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float) -> Model:
-        """θ ← θ − lr·m, m ← momentum·m + Σ p_i·u_i, with p_i the share of each weight, times its factor."""
+    def after(
+        self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
+    ) -> Model:
+        """θ ← θ − lr·m, m ← momentum·m + Σ p_i·u_i, with p_i the share of each weight, times its factor.
+
+        With `per_step` (FedNova), p_i is multiplied by Σ p_k·τ_k / τ_i, where τ are the steps of the updates.
+        """
         total = sum(formed.weight for formed, _ in updates)
+        shares = [formed.weight / total * factor for formed, factor in updates]
+        if per_step:
+            steps = sum(share * formed.steps for share, (formed, _) in zip(shares, updates, strict=True))
+            shares = [share * steps / formed.steps for share, (formed, _) in zip(shares, updates, strict=True)]
         theta, moments = {}, {}
         for name, value in self.theta.items():
-            step = sum(formed.values[name] * (formed.weight / total * factor) for formed, factor in updates)
+            step = sum(formed.values[name] * share for share, (formed, _) in zip(shares, updates, strict=True))
             moments[name] = step if self.momentum is None else momentum * self.momentum[name] + step
             theta[name] = value - lr * moments[name]
         return Model(theta, moments)
+
+    def control_after(self, updates: Sequence[Formed], total_weight: float, *, from_zero: bool) -> dict[str, Any]:
+        """c_i ← c_i + Δc_i for the sites of the updates; c = Σ w_i·c_i / W, whichever sites are in this round.
+
+        Args:
+            updates: the updates of the round.
+            total_weight: W, the weight of all sites.
+            from_zero: whether c and all c_i count as zero before this round.
+        """
+        own = {} if from_zero else dict(self.own)
+        for each in updates:
+            _, before = own.get(each.site, (0.0, dict.fromkeys(each.control, 0.0)))
+            own[each.site] = each.weight, {name: before[name] + delta for name, delta in each.control.items()}
+        known = sum(weight for weight, _ in own.values())
+        require(total_weight >= known - 1e-9, f"all sites weigh {total_weight}, but those with updates {known}")
+        names = updates[0].control
+        control = {name: sum(weight * c[name] for weight, c in own.values()) / total_weight for name in names}
+        return {"control": control, "own": own}
 
 
 @dataclass
@@ -62,6 +101,7 @@ class Checks:
         rounds: number of rounds of each fragment; 0: no end.
         is_async: whether updates may be older than the version before.
         most_behind: most versions that an update may be behind; None: no limit.
+        algorithm: name of the run's algorithm.
         timeout_s: seconds of silence after which a site may be declared dead.
 
     Attributes:
@@ -71,6 +111,8 @@ class Checks:
         counted: ticket → (fragment, version) that has its update.
         newest: fragment → the number of the newest version that was ever there.
         may_expire: reasons for which an acknowledged update may expire at any time.
+        may_begin_anew: whether the algorithm's state may begin at zero again.
+        begun_anew: versions at which it has.
         excused: why acknowledged updates may have expired since the last check; empty: they may not.
     """
 
@@ -82,6 +124,8 @@ class Checks:
     timeout_s: float
     lr: float
     momentum: float
+    algorithm: str = "fedavg"
+    may_begin_anew: bool = False
     now_s: float = 0.0
     formed: dict[tuple[str, str], Formed] = field(default_factory=dict)
     acknowledged: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -98,6 +142,7 @@ class Checks:
     paused: bool = False
     heard_s: dict[str, float] = field(default_factory=dict)
     versions: int = 0
+    begun_anew: set[int] = field(default_factory=set)
     _begun: set[int] = field(default_factory=set)
 
     # -- at a start of the server
@@ -118,7 +163,9 @@ class Checks:
             known = self.heads[fragment]
             if (fragment, round_.head) not in self.models:
                 require(round_.head == 0, f"version {round_.head} of fragment {fragment} was never made")
-                self.models[fragment, 0] = Model({n: v.astype(np.float64) for n, v in read(run, fragment, 0).items()})
+                first = {n: v.astype(np.float64) for n, v in read(run, fragment, 0).items()}
+                control = {name: first.pop(name) for name in list(first) if name.startswith(CONTROL)}
+                self.models[fragment, 0] = Model(first, control=control)
             if round_.head != known:
                 require(bool(self.excused), f"the server went back from version {known} to {round_.head}")
                 require(round_.head < known, f"version {round_.head} of fragment {fragment} came from nowhere")
@@ -146,6 +193,22 @@ class Checks:
             self.counted = {ticket: made for ticket, made in self.counted.items() if rows[ticket].state == "counted"}
 
     # -- as the run goes on
+
+    def began_anew(self, run: RunCore) -> None:
+        """Note whether SCAFFOLD's state has begun at zero again, which only some faults excuse."""
+        generation = run.store.run_log.generation
+        if generation.number and self.algorithm == "scaffold":
+            require(self.may_begin_anew, f"the state of {self.algorithm} begins anew: {generation.reason}")
+            self.begun_anew.add(generation.version)
+
+    def trains_with(self, site: str, version: int, control: Values) -> None:
+        """A site begins to train: its c_i is the sum of what its updates in this version have added, each once."""
+        zeros = 0.0, dict.fromkeys(control, 0.0)
+        _, expected = self.models[0, version].own.get(site, zeros)
+        fits = all(np.allclose(control[name], value, rtol=1e-5, atol=1e-5) for name, value in expected.items())
+        if not fits and version in self.begun_anew:
+            fits = not any(value.any() for value in control.values())
+        require(fits, f"{site} trains from version {version} with the control variate {control}, not {expected}")
 
     def asked(self, site: str, at_s: float) -> None:
         """A request of a site with a valid lease has arrived."""
@@ -212,7 +275,13 @@ class Checks:
         for row in rows:
             require(row.ticket not in self.counted, f"ticket {row.ticket} counts again in version {version}")
             self.counted[row.ticket] = fragment, version
-        self.models[fragment, version] = self.models[fragment, base].after(updates, self.lr, self.momentum)
+        before = self.models[fragment, base]
+        made = before.after(updates, self.lr, self.momentum, per_step=self.algorithm == "fednova")
+        if before.control:
+            total = json.loads(run.store.versions.get(fragment, version).summary_json)["total_weight"]
+            from_zero = run.store.run_log.generation.begins_at(base)
+            made = replace(made, **before.control_after([each for each, _ in updates], total, from_zero=from_zero))
+        self.models[fragment, version] = made
         self.heads[fragment] = self.newest[fragment] = version
         self.versions += 1
         self._require_values(run, fragment, version)
@@ -243,14 +312,13 @@ class Checks:
         return formed
 
     def _require_values(self, run: RunCore, fragment: int, version: int) -> None:
-        found, expected = read(run, fragment, version), self.models[fragment, version].theta
-        for name, value in expected.items():
-            fits = np.allclose(found[name], value, rtol=1e-5, atol=1e-5)
-            require(
-                fits,
-                f"version {version} of fragment {fragment} is not the mean of its updates: "
-                f"{name} is {found[name][:4]}, not {value[:4]}",
-            )
+        found, expected = read(run, fragment, version), self.models[fragment, version]
+        for name, value in [*expected.theta.items(), *expected.control.items()]:
+            if not np.all(np.abs(found[name] - value) <= 1e-5 + 1e-5 * np.abs(value)):  # a NaN is not, either
+                raise Violation(
+                    f"version {version} of fragment {fragment} is not the mean of its updates: "
+                    f"{name} is {found[name][:4]}, not {value[:4]}"
+                )
 
     @staticmethod
     def _agree(run: RunCore) -> None:

@@ -16,42 +16,119 @@ from pathlib import Path
 from typing import Any
 
 
-class MemoryDatabase(sqlite3.Connection):
-    """A journal in memory.
+ONCE = ("PRAGMA foreign_keys", "PRAGMA journal_mode", "PRAGMA temp_store", "PRAGMA wal_", "CREATE TEMP TRIGGER")
+"""Statements that set up a connection: carried out again, they would make SQLite compile all others anew."""
+
+
+class Database:
+    """A database in memory, and its one connection, which keeps its compiled statements.
+
+    Each server process opens it again, and each history empties it. Compiling its statements for each process would
+    take a third of a history's time.
 
     Attributes:
-        image: its content when it was closed; empty while it is open.
-        synced: its content after the last commit that survives a power loss.
+        synced: its content after the last commit that survives a power loss; empty: as it is now.
+        is_careful: whether commits are rarely synced, so that `synced` has to be kept.
+        done: the statements `ONCE` that its connection has carried out, and the functions that it has.
+        first_rows: table → its rows in a new journal.
     """
 
-    image = synced = b""
-    _is_full = True
+    def __init__(self) -> None:
+        self.synced, self.is_careful = b"", False
+        self.first_rows: dict[str, list[tuple[Any, ...]]] = {}
+        self._connect()
 
-    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        if sql.startswith("PRAGMA synchronous = "):
-            self._is_full = sql.endswith("FULL")
-        cursor = super().execute(sql, *values)
-        if sql == "COMMIT" and self._is_full:
-            self.note_synced()
-        return cursor
+    def _connect(self) -> None:
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=1000)
+        self.done = set[str]()
+
+    def go_back(self) -> None:
+        """Lose what was not synced. SQLite cannot do so under a connection that has compiled statements."""
+        self.connection.close()
+        self._connect()
+        self.connection.deserialize(self.synced)
 
     def note_synced(self) -> None:
-        self.synced = b""  # as it is now, until the next commit; only asked for where commits are rarely synced
+        if self.is_careful:
+            self.synced = self.connection.serialize()
 
-    def content(self) -> bytes:
-        return self.image or self.serialize()
+    def note_first(self) -> None:
+        """Remember the rows that a new journal has."""
+        tables = self.connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY rowid DESC")
+        for (table,) in tables.fetchall():
+            self.first_rows[table] = self.connection.execute(f"SELECT * FROM {table}").fetchall()
 
     def close(self) -> None:
-        if not self.image:
-            self.image = self.serialize()
-        super().close()
+        """End the process that has it open: its transaction is undone."""
+        if self.connection.in_transaction:
+            self.connection.execute("ROLLBACK")
+
+    def empty(self) -> None:
+        """Leave the rows that a new journal has."""
+        self.connection.execute("BEGIN")
+        for table, rows in self.first_rows.items():
+            self.connection.execute(f"DELETE FROM {table}")
+            for row in rows:
+                self.connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' for _ in row)})", row)
+        self.connection.execute("COMMIT")
 
 
-class CarefulDatabase(MemoryDatabase):
-    """A journal whose commits are usually not synced. It keeps the content after each synced one."""
+class Opened:
+    """What a server process has as its connection."""
 
-    def note_synced(self) -> None:
-        self.synced = self.serialize()
+    def __init__(self, database: Database) -> None:
+        self._database: Database | None = database
+        self._is_full = True
+        self.executemany = database.connection.executemany
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        if self._database is None:
+            raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+        return self._database.connection
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._connection.in_transaction
+
+    @property
+    def total_changes(self) -> int:
+        return self._connection.total_changes
+
+    def execute(self, sql: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        connection, database = self._connection, self._database
+        assert database is not None
+        if sql[0] in "CP":  # COMMIT, PRAGMA, CREATE
+            if sql.startswith("PRAGMA synchronous = "):
+                self._is_full = sql.endswith("FULL")
+            if sql in database.done:
+                return connection.cursor()
+            if sql.startswith(ONCE):
+                database.done.add(sql)
+        cursor = connection.execute(sql, values)
+        if sql == "COMMIT" and self._is_full:
+            database.note_synced()
+        return cursor
+
+    def executescript(self, sql: str) -> None:
+        self._connection.executescript(sql)
+        assert self._database is not None
+        self._database.note_first()
+
+    def create_function(self, name: str, *arguments: Any, **more: Any) -> None:
+        assert self._database is not None
+        if name not in self._database.done:
+            self._database.done.add(name)
+            self._connection.create_function(name, *arguments, **more)
+
+    def close(self) -> None:
+        database, self._database = self._database, None
+        if database is not None:
+            database.close()
+
+
+_FREE: list[Database] = []
+"""Databases of histories that have ended, empty."""
 
 
 class Disks:
@@ -59,22 +136,29 @@ class Disks:
 
     Attributes:
         power: whether each commit is synced (`disk.durability = "power"`).
+        loses: whether a power loss is to come, so that what was synced has to be kept.
     """
 
-    def __init__(self, *, power: bool) -> None:
-        self.power = power
-        self._databases: dict[str, MemoryDatabase] = {}
-        self._images: dict[str, bytes] = {}
+    def __init__(self, *, power: bool, loses: bool = True) -> None:
+        self.power, self.loses = power, loses
+        self._databases: dict[str, Database] = {}
         self._synced: dict[str, bytes] = {}
 
-    def connect(self, path: str | Path, *args: Any, **options: Any) -> sqlite3.Connection:
+    def connect(self, path: str | Path, *args: Any, **options: Any) -> Opened:
         """Open the database of a path, as `sqlite3.connect` does."""
-        kind = MemoryDatabase if self.power else CarefulDatabase
-        database = sqlite3.connect(":memory:", *args, factory=kind, **options)
-        if image := self._images.get(str(path)):
-            database.deserialize(image)
-        self._databases[str(path)] = database
-        return database
+        database = self._databases.get(str(path))
+        if database is None:
+            database = self._databases[str(path)] = _FREE.pop() if _FREE else Database()
+            database.synced, database.is_careful = b"", self.loses and not self.power
+        return Opened(database)
+
+    def end(self) -> None:
+        """Keep the databases for later histories."""
+        for database in self._databases.values():
+            database.close()
+            database.empty()
+        _FREE.extend(self._databases.values())
+        self._databases.clear()
 
     def checkpoint(self, path: Path) -> None:
         """What SQLite's checkpoint does here: all that was committed survives a power loss."""
@@ -82,6 +166,8 @@ class Disks:
 
     def fsync(self, fd: int) -> None:
         """Remember what a file has."""
+        if not self.loses:
+            return
         path = os.readlink(f"/proc/self/fd/{fd}")
         if os.path.isfile(path):
             self._synced[path] = Path(path).read_bytes()
@@ -108,9 +194,11 @@ class Disks:
     def _copy_database(self, before: Path, after: Path, *, power_loss: bool) -> None:
         for path, database in list(self._databases.items()):
             if Path(path).parent == before:
-                lost = power_loss and not self.power and database.synced
-                self._images[str(after / Path(path).name)] = database.synced if lost else database.content()
+                database.close()
                 del self._databases[path]
+                self._databases[str(after / Path(path).name)] = database
+                if power_loss and database.synced:
+                    database.go_back()
 
 
 def _copy(before: Path, after: Path) -> None:

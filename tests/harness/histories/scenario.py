@@ -25,8 +25,13 @@ class Fault:
     site: str = ""
     number: float = 0.0
 
+    @property
+    def loses_power(self) -> bool:
+        """Whether a server that is killed at an instruction is so by a loss of power."""
+        return self.number > 0.7
 
-KINDS = ("barrier", "quorum", "async", "buffered", "fragments")
+
+KINDS = ("barrier", "quorum", "async", "buffered", "fragments", "fednova", "scaffold")
 SITE_FAULTS = ("kill site", "kill site at", "power loss of site", "freeze", "rival", "cut off", "leave")
 SERVER_FAULTS = ("kill server", "kill server at", "power loss", "stop server", "disk full")
 OF_THE_ADMIN = ("pause", "roll back")
@@ -52,7 +57,7 @@ class Scenario:
         chance = random.Random(f"scenario {seed}")
         kind = chance.choice(KINDS)
         sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
-        heals_at_s = chance.uniform(3.0, 14.0)
+        heals_at_s = chance.uniform(2.5, 10.0)
         wire = Faults(
             delay_s=chance.choice((0.01, 0.05, 0.4)),
             lost=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -68,7 +73,7 @@ class Scenario:
         if kind == "quorum":
             settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(2.0, 15.0)}
             settings["rounds.sites"] = max(settings["rounds.sites"], quorum)
-        elif kind == "barrier":
+        elif kind in ("barrier", "fednova", "scaffold"):
             settings |= {"rounds.min_sites": min(quorum, settings["rounds.sites"])}
         elif kind in ("async", "buffered"):
             settings |= {
@@ -80,6 +85,8 @@ class Scenario:
                 settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 3.0))}
         elif kind == "fragments":
             settings |= {"algorithm.name": "diloco", "diloco.num_fragments": 2, "diloco.sync_every": 4}
+        if kind in ("fednova", "scaffold"):
+            settings["algorithm.name"] = kind
         power = chance.random() < 0.5
         faults = [
             Fault(
@@ -106,6 +113,17 @@ class Scenario:
     @property
     def is_async(self) -> bool:
         return self.kind in ("async", "buffered")
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether a fault may take a site's state, or versions that it belongs to: then SCAFFOLD's begins at zero."""
+        losses = ("rival", "power loss of site", "roll back")
+        return self.kind == "scaffold" and (self.loses_power or any(each.what in losses for each in self.faults))
+
+    @property
+    def loses_power(self) -> bool:
+        """Whether the server's machine may lose power."""
+        return any(f.what == "power loss" or (f.what == "kill server at" and f.loses_power) for f in self.faults)
 
     @property
     def quorum(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import sqlite3
 import tempfile
@@ -26,9 +27,10 @@ from unittest import mock
 
 from atoll import runtime
 from atoll.aggregation import make_version
+from atoll.aggregation.plan import AggregationPlan, PlanValues
 from atoll.errors import AtollError
 from atoll.protocol import admin_messages, messages, run_events
-from atoll.rounds.machine import STOPPED
+from atoll.rounds.machine import STATE_BEGINS, STOPPED
 from atoll.rounds.state import State
 from atoll.server.assemble_run import UserCode, assemble
 from atoll.server.coordinator import persistor as persistors
@@ -38,6 +40,7 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.store import audit_log, journal
+from atoll.tensors.fragments import Split
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
 from atoll.worker.session import session
@@ -96,7 +99,7 @@ class History:
         slow = random.Random(f"threads {scenario.seed}")
         self.loop = VirtualLoop(lambda: slow.expovariate(50.0))
         self.network = Network(self.loop, random.Random(f"network {scenario.seed}"), replace(scenario.wire), self.serve)
-        self.disks = Disks(power=scenario.power)
+        self.disks = Disks(power=scenario.power, loses=scenario.loses_power)
         self.model = scenario.model()
         self.sites = {name: Site(self, name) for name in scenario.sites}
         self.checks = Checks(
@@ -107,8 +110,12 @@ class History:
             most_behind=scenario.settings.get("async.max_staleness"),
             timeout_s=TIMEOUT_S,
             lr=LR,
+            algorithm=scenario.settings["algorithm.name"],
+            may_begin_anew=scenario.may_begin_anew,
             momentum=MOMENTUM,
         )
+        if scenario.may_begin_anew:
+            self.checks.may_expire.add(STATE_BEGINS)
         self.processes: list[Process] = []
         self.served: ServedRun | None = None
         self.failure: BaseException | None = None
@@ -119,6 +126,11 @@ class History:
         self._finish_copy: Callable[[], None] = lambda: None
         self._before: State | None = None
         self._wake = asyncio.Event()
+
+    @property
+    def is_healed(self) -> bool:
+        """Whether faults have stopped."""
+        return self.loop.now_s >= self.scenario.heals_at_s
 
     def tell(self, text: str) -> None:
         self.told.trace.append(f"{self.loop.now_s:9.3f} {text}")
@@ -155,6 +167,8 @@ class History:
         self.checks.now_s = self.loop.now_s
         self.checks.on_event(served.run, event)
         if isinstance(event, run_events.RoundEnded):
+            if self.is_healed:
+                self._wake.set()
             self.counts["versions" if event.summary.version is not None else "sat out"] += 1
             sites = ",".join(each.site for each in event.summary.sites)
             self.tell(f"version {event.summary.version} of fragment {event.fragment} from {sites}")
@@ -198,6 +212,7 @@ class History:
 
     def _check_answer(self, served: ServedRun, request: Request, arrived_s: float, status: int, data: bytes) -> None:
         site, method, path, headers, _ = request
+        self.checks.began_anew(served.run)
         lease = headers.get("Atoll-Lease", "")
         if status >= 400:
             self.counts[f"status {status}"] += 1
@@ -295,7 +310,7 @@ class History:
             self._full = 1 + int(fault.number * 5)
         elif fault.what == "kill server at":
             self._crash_at = SERVER_POINTS[int(fault.number * 1000) % len(SERVER_POINTS)]
-            self._crash_in, self._power_next = 1 + int(fault.number * 60) % 2, fault.number > 0.7
+            self._crash_in, self._power_next = 1 + int(fault.number * 60) % 2, fault.loses_power
         elif self.served is not None:
             is_power_loss = fault.what == "power loss"
             self._before = self.served.run.state if self.scenario.power or not is_power_loss else None
@@ -382,6 +397,7 @@ class History:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(at_s - self.loop.now_s):
                     await self._wake.wait()
+        self._wake.clear()
         self._require_sound()
 
     @property
@@ -456,6 +472,18 @@ class History:
 # -- play
 
 
+_plans: dict[str, AggregationPlan] = {}
+_plan_of_values = AggregationPlan.of_values
+
+
+def shared_plan(values: PlanValues, split: Split, threads: int = 0) -> AggregationPlan:
+    """Return the plan that all histories with these values share."""
+    key = repr((values, split.schema.digest, split.places, threads))
+    if key not in _plans:
+        _plans[key] = _plan_of_values(values, split, threads)
+    return _plans[key]
+
+
 @contextlib.contextmanager
 def virtual_world(history: History) -> Iterator[None]:
     """Let the server and the workers use the history's clock, network and disk."""
@@ -480,6 +508,7 @@ def virtual_world(history: History) -> Iterator[None]:
             (run_core, "ThreadPoolExecutor", InlineExecutor),
             (persistors, "ThreadPoolExecutor", InlineExecutor),
             (make_version, "run_jobs", run_jobs),
+            (AggregationPlan, "of_values", shared_plan),
             (session, "threading", GreenThreading),
             (session, "Latch", GreenEvent),
             (session, "OWN_RANDOM", random.Random(f"pauses {history.scenario.seed}")),
@@ -492,6 +521,7 @@ def virtual_world(history: History) -> Iterator[None]:
             (part_transfer, "wait", wait_for_all),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
+        stack.enter_context(mock.patch.dict(os.environ, {"ATOLL_NEW_STATE": "1"}))  # only SCAFFOLD's sites read it
         NETWORK.append(history.network)
         stack.callback(NETWORK.pop)
         yield
@@ -519,6 +549,7 @@ def play(seed: int | Scenario) -> Told:
             raise
         finally:
             history.loop.close()
+            history.disks.end()
     return history.told
 
 

@@ -13,9 +13,12 @@ import torch
 from atoll.errors import AtollError, Superseded, UpdateRefused
 from atoll.protocol.messages import Report
 from atoll.protocol.values import Accepted, Finished, Lost, Open, Refused, TooLate, VersionGone, require
+from atoll.tensors.schema import extra_name
+from atoll.worker.exchange.encode_update import Finish
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.training.round_backends import ServerBackend
-from harness.histories.checks import Checks, Formed, Violation, as_arrays
+from atoll.worker.training.submitted_groups import given_groups
+from harness.histories.checks import Checks, Formed, Values, Violation, as_arrays
 from harness.histories.disk import copy, lose_power_at_site
 from harness.histories.scenario import TIMEOUT_S, Scenario
 from harness.histories.virtual_loop import Killed, Process, VirtualLoop, current_green, sleep
@@ -32,6 +35,10 @@ class World(Protocol):
     checks: Checks
     counts: Counter[str]
     processes: list[Process]
+
+    @property
+    def is_healed(self) -> bool:
+        """Whether faults have stopped."""
 
     def tell(self, text: str) -> None:
         """Add a line to the trace."""
@@ -63,6 +70,8 @@ class Site:
         self.kill_in = 0  # failpoints until this site is killed
         self.leaves_next = False
         self.finished = False
+        self.control: Values = {}
+        self.own_weight = self.chance.choice((1.0, 2.0, 3.5))
         self.away_until_s = self.chance.choice((0.0, 0.5, 3.0))
 
     def start(self) -> None:
@@ -160,7 +169,20 @@ class Site:
             if self.sits_out and self.chance.random() < 0.15:
                 backend.sit_out(ticket, Report(weight=0.0))
                 continue
-            backend.submit(ticket, tensors, self._step(tensors), None, ())
+            finish = self._controls(backend, ticket.base.number) if backend.local.groups else None
+            backend.submit(ticket, tensors, self._step(tensors), finish, ())
+
+    def _controls(self, backend: ServerBackend, version: int) -> Finish:
+        """Draw how SCAFFOLD's control variate changes. What the site has of it so far has to be what counted."""
+        mine = backend.own_state("control")
+        self.history.checks.trains_with(
+            self.name, version, {extra_name("control", name): as_arrays(mine, [name])[name] for name in mine}
+        )
+        change = {name: torch.full_like(value, self.chance.randint(-16, 16) / 8) for name, value in mine.items()}
+        self.control = {extra_name("control", name): as_arrays(change, [name])[name] for name in change}
+        local = backend.local
+        assert local.rule is not None
+        return given_groups({"control": change}, local.groups, local.algorithm_state, local.rule.state_groups)
 
     def _train_fragments(self, part: Participation) -> None:
         """Synchronise one fragment after another, as DiLoCo does, but with steps that take no time."""
@@ -193,7 +215,8 @@ class Site:
 
     def _step(self, tensors: dict[str, torch.Tensor]) -> Report:
         """Train for a while. The update is noted as what this site forms next."""
-        sleep(self.chance.choice((0.5, 4.0, 9.0)) * self.chance.random())
+        most_s = 0.5 if self.history.is_healed else self.chance.choice((0.5, 4.0, 9.0))
+        sleep(most_s * self.chance.random())
         base = as_arrays(tensors, tensors)
         self.trained += 1
         sound = self.chance.random() > 0.06
@@ -202,10 +225,12 @@ class Site:
             if not sound:
                 value[0] = float("nan")
         weight, steps = self.chance.choice((1.0, 2.0, 3.5)), self.chance.randint(1, 5)
+        if self.control:  # SCAFFOLD's shares are those of the sites' first updates
+            weight = self.own_weight
         after = as_arrays(tensors, tensors)
         values = {name: base[name] - after[name] for name in base}
         green = current_green()
         assert green is not None
         assert isinstance(green.process, SiteProcess)
-        green.process.forming = Formed(self.name, values, weight, steps, sound)
+        green.process.forming = Formed(self.name, values, weight, steps, sound, self.control)
         return Report(weight=weight, steps=steps)

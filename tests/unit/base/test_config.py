@@ -365,7 +365,7 @@ def test_other_frameworks_settings_suggest_atolls(tmp_path: Path, where: str) ->
     ],
 )
 def test_settings_without_counterpart_get_a_sentence(tmp_path: Path, name: str, advice: str) -> None:
-    """It says what Atoll does in place of a setting of FLARE, Flower or torchft, and suggests no similar name."""
+    """For a setting of FLARE, Flower or torchft without a counterpart, the error says what Atoll does in its place."""
     for text in (f"{name} = 1\n", f"{name} = {{a = 1}}\n", f"[rounds]\n{name} = 1\n"):
         remedy = refusal(tmp_path, text).remedy
         assert advice in remedy

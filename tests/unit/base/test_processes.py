@@ -26,7 +26,7 @@ from atoll.runtime import Latch
 
 @pytest.mark.parametrize(("jobs", "threads", "used"), [(1, 4, 0), (3, 1, 0), (2, 4, 2)])
 def test_jobs_use_no_more_threads_than_they_need(jobs: int, threads: int, used: int) -> None:
-    """One thread's jobs run on the calling thread; several start no thread that would have nothing to do."""
+    """One job, or jobs for one thread, run on the calling thread. Else, no more threads start than there are jobs."""
     members: list[threading.Thread] = []
 
     def member() -> Callable[[int], None]:

@@ -141,7 +141,7 @@ HOSPITALS = [f"hospital-{place}-{number}" for place in PLACES for number in "012
 @pytest.mark.covers("P9")
 @pytest.mark.parametrize("width", [20, 40, 80, 240])
 def test_names_of_sites_are_never_cut(width: int) -> None:
-    """Nor are numbers and names of models: a table that does not fit is turned, and then divided into lines."""
+    """A table too wide for the terminal is turned or divided into lines; no name and no number is cut."""
     cells = [Cell(model="version 12", site=name, metrics={"loss": 0.123456}, weight=8.0) for name in HOSPITALS]
     lost = Cell(model="version 1", site=HOSPITALS[0], error="it left the run before it had evaluated the model")
     models = [EvaluatedModel(name=f"version {number}", kind="version", means={"loss": 0.123456}) for number in (12, 1)]
@@ -214,10 +214,10 @@ def test_logs_name_the_values_of_an_evaluated_version() -> None:
 # -- what a command waits for
 
 
-def test_silence_is_filled_with_what_is_awaited(
+def test_a_silent_command_says_what_it_awaits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a pause without lines, one says what is awaited and for how long; none comes between other lines."""
+    """After a pause without output, a line says what the command waits for, and for how long."""
     caplog.set_level(logging.INFO, "atoll")  # as `log_lines` does; else the other lines are none
     monkeypatch.setattr(cli_text, "SILENT_S", 0.1)
     monkeypatch.setattr(cli_text, "EARLY_S", 0.0)

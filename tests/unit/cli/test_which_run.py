@@ -60,8 +60,8 @@ def test_no_run_here_is_no_newest_run(here: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-def test_a_start_that_failed_is_told_until_the_next(here: Path) -> None:
-    """The reason is in a file of the run's folder, which a new start removes; a very long one is cut."""
+def test_a_failed_start_is_shown_until_the_next(here: Path) -> None:
+    """The reason of a failed start is shown until the run is started again. A very long reason is cut."""
     folder = Path("runs/a-1")
     folder.mkdir(parents=True)
     (folder / INPUTS_FILE).touch()

@@ -76,8 +76,8 @@ def test_changes_beyond_the_models_dtype_are_sent(tmp_path: Path, dtype: str, co
 
 
 @pytest.mark.parametrize("down", ["bf16", "int8"])
-def test_differences_beyond_the_models_dtype_are_downloaded(tmp_path: Path, down: str) -> None:
-    """A site can download a difference that the model's dtype cannot hold."""
+def test_a_difference_may_exceed_the_models_dtype(tmp_path: Path, down: str) -> None:
+    """A version can be downloaded as a difference even if the difference exceeds the dtype of the model."""
     # The second round starts from −x, which the server sends as the difference from x.
     settings = {"rounds.total": 2, "aggregation.download_codec.name": down}
     first, second = negate(tmp_path, torch.float16, 40_000.0, **settings)

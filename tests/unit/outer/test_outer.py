@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from harness.fork_server import fresh_processes
 
 from atoll import Settings
 from atoll.errors import ConfigError
@@ -283,3 +287,43 @@ def test_synchronous_first_rounds_are_not_delayed() -> None:
     late = {"async.enabled": True, "async.sync_rounds_first": 3}
     assert resolve(Settings.build(settings)).outer_options["undelayed"] == 0
     assert resolve(Settings.build(settings | late)).outer_options["undelayed"] == 3
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "yogi"])
+def test_an_outer_optimizer_does_not_import_the_compiler(name):
+    """To build and step an outer optimizer imports no `torch._dynamo`: that takes two seconds of a server's start."""
+    script = (
+        "import sys, torch; from atoll.outer_optimizers import build_outer; from atoll.registry import OwnName; "
+        f"rule = build_outer(OwnName({name!r})); rule.describe(); rule.stepper().step_([torch.ones(2)], "
+        "[torch.ones(2)], None); print(*sys.modules)"
+    )
+    with fresh_processes():
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "atoll.outer_optimizers" in done.stdout.split()
+    assert "torch._dynamo" not in done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "stock", "options"),
+    [
+        ("sgd", torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("adam", torch.optim.Adam, {"lr": 0.1}),
+        ("rprop", torch.optim.Rprop, {}),
+    ],
+)
+def test_the_steps_are_those_of_torch(name, stock, options):
+    """Three steps give the bits, and the run's records the class, of torch's own optimizer."""
+    rule = build_outer(OwnName(name), options)
+    ours, theirs = torch.linspace(-1, 1, 99), torch.nn.Parameter(torch.linspace(-1, 1, 99))
+    described = rule.describe()
+    optimizer = (
+        stock([theirs], **options, fused=described["fused"]) if described["fused"] else stock([theirs], **options)
+    )
+    states, stepper = None, rule.stepper()
+    for scale in (1.0, -0.5, 0.25):
+        gradient = scale * torch.linspace(0, 3, 99)
+        theirs.grad = gradient.clone()
+        optimizer.step()
+        states = stepper.step_([ours], [gradient], states)
+    assert torch.equal(ours, theirs.detach())
+    assert described["optimizer"] == f"{stock.__module__}.{stock.__qualname__}"

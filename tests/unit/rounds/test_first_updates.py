@@ -50,8 +50,8 @@ def test_a_slow_first_round_is_waited_for_in_proportion(story):
     assert run.phase() == "closing"
 
 
-def test_no_time_runs_without_an_update(story):
-    """As long as no site has contributed to a round, it waits for all: none may have had enough time."""
+def test_no_deadline_runs_before_the_first_update(story):
+    """Until a first site contributes to a round, the round waits for all sites, without a deadline."""
     run = story("ab", first_update_s=100, heartbeat_timeout_s=0)
     run.wait(10_000)
     assert (run.expected(), run.state.next_deadline_s) == (("a", "b"), None)

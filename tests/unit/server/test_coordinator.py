@@ -16,8 +16,9 @@ from atoll.rounds import events
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator import roster as roster_module
 from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.attendance import Attendance
 from atoll.server.coordinator.long_polls import FairEvent
-from atoll.server.coordinator.roster import STILL, Attendance, Presence
+from atoll.server.coordinator.roster import STILL, Presence
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import EVALUATES, WorkflowSchedule
 
@@ -249,10 +250,8 @@ def test_surplus_sites_are_reported_except_in_simulations(roster: dict[str, Pres
 
 @pytest.mark.covers("L13")
 @pytest.mark.parametrize(("version", "rounds"), [(0, 3), (1, 2), (2, 2), (3, 1), (4, 0), (5, 0)])
-def test_staleness_counts_rounds_without_lost_versions(version: int, rounds: int) -> None:
-    """How far behind an update is counts the rounds since its version; lost versions, whose numbers are skipped, do not
-    count.
-    """
+def test_staleness_leaves_out_lost_versions(version: int, rounds: int) -> None:
+    """The staleness of an update is the number of versions made since its base; lost versions do not count."""
     # The run has the versions 0, 1, 3 and 4. A worker may still train from 2 or 5, which were lost.
     assert staleness(4, version, lost=(2,)) == rounds
 

@@ -109,8 +109,8 @@ def test_a_slow_site_of_an_async_run_is_late(ticket_s: float, late: list[str]) -
 
 
 @pytest.mark.parametrize("state", ["left", "dead"])
-def test_a_site_that_is_gone_is_not_late(state: str) -> None:
-    """Its ticket stays open, but nobody trains with it."""
+def test_a_site_that_has_left_is_not_late(state: str) -> None:
+    """A site that has left is not late, although its ticket is still open."""
     waiting = {"waiting_for": [], "reason": "waits for an update"}
     workers = [worker("a"), worker("b", state=state, ticket_s=3000.0, usual_s=60.0)]
     assert headline_of(running(fragment=waiting, workers=workers, mode="asynchronous")).late == []
@@ -121,8 +121,8 @@ def test_a_site_that_is_gone_is_not_late(state: str) -> None:
     [({}, "waits for a, b; c sat out"), ({"stopping": True, "left_s": None}, "waits for a, b; this is the last round")],
     ids=["sat-out", "stopping"],
 )
-def test_a_round_on_time_is_not_held_up(about: dict[str, Any], reason: str) -> None:
-    """That a site sits out, or that the round is the last one, does not delay the others."""
+def test_sites_of_a_round_on_time_are_not_late(about: dict[str, Any], reason: str) -> None:
+    """If a site sits out, or the round is the last one, the headline does not call the other sites late."""
     waiting = [Missing(site=site, for_s=1.0) for site in "ab"]
     said = headline_of(running(fragment={"open_s": 0.5, "reason": reason, "waiting_for": waiting}, **about))
     assert (said.held_up, said.late) == (False, [])
@@ -310,6 +310,12 @@ def test_the_headline_reports_a_paused_run() -> None:
     assert (said.act, said.held_up, said.command) == (False, True, "atoll resume --dir /s")
 
 
+def test_the_first_round_tells_nothing_of_the_others() -> None:
+    """In the first round, sites load data and compile: its time does not say how long the rounds after it take."""
+    text = headline_of(running(paused=True, history=history([0.5]))).text
+    assert "The end waits for that, then for 16 more rounds. Loss 0.5" in text
+
+
 def test_the_headline_escapes_hostile_names() -> None:
     said = headline_of(running(fragment={"waiting_for": [], "reason": "waits for <script>\x1b[2J\u202e"}))
     assert "<script>\\x1b[2J\\u202e" in said.text
@@ -373,8 +379,8 @@ def test_the_usual_round_time_is_the_median() -> None:
     assert usual_round_s([]) is None
 
 
-def test_the_usual_round_time_has_no_waits_for_others_to_join() -> None:
-    """Round 1 does not count if a later one is known, nor does what a site waited before its own first update."""
+def test_the_usual_round_time_leaves_out_first_waits() -> None:
+    """The usual time of a round leaves out round 1, and what a site waited before its own first update."""
     waited = SiteRound(site="c", train_seconds=5.0, wait_seconds=3600.0)
     rounds = history([1.0, 1.0, 1.0])
     late = rounds[1].model_copy(update={"sites": [*rounds[1].sites, waited]})

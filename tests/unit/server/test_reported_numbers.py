@@ -42,7 +42,10 @@ def test_a_site_that_sits_out_is_not_waited_for() -> None:
 
 
 def test_a_site_that_has_left_has_no_share() -> None:
-    """b to d have 4 of 12 each. Without a, which has left, none has more than half, nor has a itself a warning."""
+    """A site that has left does not count: neither in the sum of weights nor with a warning about its own share.
+
+    By hand: b, c and d have 4 of 12 each, less than half.
+    """
     reported = reports("abcd", a="left")
     for site, weight in (("a", 90.0), ("b", 4.0), ("c", 4.0), ("d", 4.0)):
         reported.note(site, weight, 0)

@@ -146,7 +146,10 @@ def test_a_package_installed_to_be_edited_counts(
 
 
 def test_files_in_subfolders_of_an_argument_count(take: Take, tmp_path: Path) -> None:
-    """By name, size and time; folders of runs and hidden ones do not, nor what nothing names."""
+    """Files in subfolders of a script's argument count as inputs by name, size and time.
+
+    Hidden folders, folders of runs and files that no argument names do not count.
+    """
     (tmp_path / "data" / "a" / "b").mkdir(parents=True)
     (tmp_path / "data" / "a" / "b" / "x.csv").write_text("1")
     elsewhere = tmp_path / "elsewhere"
@@ -217,7 +220,9 @@ def of(width):
 def test_what_a_function_of_a_cell_uses_counts(
     take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, script: str, said: list[str]
 ) -> None:
-    """Its source is all that tells of a cell's function, with the functions, values and modules that it names."""
+    """For a function of a notebook cell, its source and all functions, values and modules that it names count as
+    inputs.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     files = (tmp_path / f"cell-{number}.py" for number in itertools.count())
 

@@ -173,6 +173,20 @@ def test_a_checkpoint_during_a_transaction_is_harmless(journal: Journal) -> None
     assert (busy, in_log) == (0, moved)
 
 
+def test_the_log_of_a_large_transaction_shrinks_again(journal: Journal) -> None:
+    """After a transaction of 20 MB, a checkpoint and the next change, the write-ahead log takes 8 MiB."""
+    log = journal.path.with_name(journal.path.name + "-wal")
+    with journal.transaction():
+        for number in range(200):
+            journal.count(f"{number} " + "x" * 100_000)
+    assert log.stat().st_size > 2e7
+    journal.checkpoint()
+    with journal.transaction():
+        journal.count("a")
+    assert log.stat().st_size == 8 * 2**20
+    assert len(counted(journal)) == 201
+
+
 @pytest.mark.covers("F25")
 def test_a_checkpoint_without_descriptors_loses_nothing(journal: Journal) -> None:
     """If there is no free file descriptor, a checkpoint of the write-ahead log raises no error and loses nothing. A

@@ -186,7 +186,7 @@ def test_the_first_value_of_a_metric_is_the_oldest(store: Store) -> None:
 
 
 def test_the_table_has_all_rounds_and_sites(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row a site and one of the round, with every metric that any round has; read three rounds at a time."""
+    """The table of updates has one row a site and round and one a round, with every metric of any round."""
     monkeypatch.setattr("atoll.store.round_summaries.BATCH", 9)  # of 2 sites and the round
     for version in range(1, 8):
         evaluated = {"auc": 0.75} if version == 7 else {}

@@ -29,7 +29,8 @@ from store_world import (
     write_version,
 )
 
-from atoll.blobs.object_file import Cut, pack_object, write_object
+from atoll.blobs.object_file import pack_object, write_object
+from atoll.blobs.ways_to_send import Cut
 from atoll.errors import BadRequest, Busy, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool

@@ -238,7 +238,9 @@ def test_outer_state_is_kept_for_two_versions(store: Store) -> None:
 
 
 def test_a_version_to_go_back_to_is_kept(store: Store) -> None:
-    """Version 2 is there because it survives a power loss. The admin asks for it; then version 4 survives one, too."""
+    """A version that the admin asked to go back to is kept, even if a newer one becomes durable before the server does
+    it.
+    """
     run_rounds(store, range(2), durable=True)
     run_rounds(store, [2, 3])
     store.versions.require_whole(2)

@@ -21,7 +21,8 @@ from kit.payloads import nested
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
-from atoll.blobs.object_file import Cut, write_object
+from atoll.blobs.object_file import write_object
+from atoll.blobs.ways_to_send import Cut
 from atoll.errors import BadRequest, UsageError
 from atoll.filters import Filter, Outgoing
 from atoll.tensors.lazy_tensors import Handle, LazyState, release, resolve

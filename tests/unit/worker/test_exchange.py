@@ -239,9 +239,7 @@ def test_an_earlier_rounding_error_is_added_first(tmp_path: Path) -> None:
 
 
 def test_a_kill_keeps_update_and_rounding_error_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the process is killed while a stored update gets another ticket, the next start gives this ticket to the
-    update and to its rounding error.
-    """
+    """After a kill while a stored update gets a new ticket, update and rounding error have the same ticket."""
     # Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending under the
     # old one.
     with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:

@@ -14,8 +14,9 @@ from atoll.posix import no_sync, replace_file
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.status_headline import Trouble, headline_of
 from atoll.server.coordinator.accept_update import staleness
-from atoll.server.coordinator.background_writes import BestVersion
-from atoll.server.coordinator.roster import Presence, short_of
+from atoll.server.coordinator.attendance import short_of
+from atoll.server.coordinator.exports import BestVersion
+from atoll.server.coordinator.roster import Presence
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.store.reader import saved_status

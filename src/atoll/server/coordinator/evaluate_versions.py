@@ -23,7 +23,8 @@ from atoll.format_text import numbers
 from atoll.posix import own_folder
 from atoll.protocol import run_events, status_messages
 from atoll.rounds import events
-from atoll.server.coordinator.background_writes import export_model, until_passed
+from atoll.server.coordinator.background_writes import until_passed
+from atoll.server.coordinator.exports import export_model
 from atoll.server.coordinator.round_history import RoundHistory, value_of
 from atoll.server.coordinator.run_core import RunCore
 

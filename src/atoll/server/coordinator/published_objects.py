@@ -70,6 +70,7 @@ class PublishedObjects(Extension):
             expires_s=message.expires_s,
             owner=identity.site if identity else "",
             payer=payer,
+            key=message.key,
         )
         return messages.ObjectOpened(
             object=entry.object, secret=secret, expires_s=max(0.0, entry.expires_at - time.time())

@@ -10,8 +10,10 @@ from atoll.format_text import time_left
 from atoll.protocol import status_messages
 from atoll.rounds import events
 from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
-from atoll.server.coordinator.roster import Attendance, StalenessCounter, TicketTimes, TimeLeft
+from atoll.server.coordinator.attendance import Attendance
+from atoll.server.coordinator.round_times import TicketTimes, TimeLeft
 from atoll.server.coordinator.run_core import RunCore
+from atoll.server.coordinator.staleness_counter import StalenessCounter
 from atoll.store.journal_tables import HistoryRow
 
 LOG = logging.getLogger("atoll.server")

@@ -7,9 +7,10 @@ import logging
 from atoll.errors import Busy
 from atoll.protocol import messages
 from atoll.rounds import events
+from atoll.server.coordinator.attendance import Attendance
 from atoll.server.coordinator.joining import require_fit, run_info
 from atoll.server.coordinator.ports import RoundPlace, Tasks
-from atoll.server.coordinator.roster import Attendance, Lease, Presence
+from atoll.server.coordinator.roster import Lease, Presence
 from atoll.server.coordinator.run_core import RunCore
 from atoll.transport.certificates import SiteIdentity
 

@@ -12,12 +12,14 @@ from atoll.format_text import number_of
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.accept_update import outcome_of
+from atoll.server.coordinator.attendance import SAT_OUT_ROUNDS, why_silent
 from atoll.server.coordinator.first_shapes import FirstShapes
 from atoll.server.coordinator.joining import counted_of, why_anew
 from atoll.server.coordinator.lease_checks import LeaseChecks
 from atoll.server.coordinator.ports import RoundPlace, Tasks
-from atoll.server.coordinator.roster import SAT_OUT_ROUNDS, Lease, TimeLeft, why_silent
+from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.round_configs import RoundConfigs
+from atoll.server.coordinator.round_times import TimeLeft
 from atoll.server.coordinator.run_core import RunCore
 from atoll.store.journal_tables import TicketRow, VersionRow
 

@@ -10,6 +10,7 @@ import re
 import ssl
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +84,10 @@ class Caller:
         if not self.secret:
             raise BadRequest("The secret is not from this server.", "Send the 32 hex digits from its answer.")
         return self.secret
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller of the request that the present task handles: `_guard` of `app` sets it."""
 
 
 class Tokens:

@@ -43,7 +43,7 @@ class Streams:
             request: the request.
             run: the run.
             query: the number.
-            caller: the site or the address that the request is from.
+            caller: the site that has shown its credential, or else the address.
 
         Raises:
             Busy: too many clients follow the run.

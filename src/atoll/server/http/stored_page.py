@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,15 +47,17 @@ class StoredPage:
     Args:
         state_dir: the state directory.
         status: reads the run's status from there.
+        compared: paths, below this page's, of the pages of runs to compare this one with.
     """
 
-    def __init__(self, state_dir: Path, status: Callable[[], Status]) -> None:
-        self._dir, self._status = state_dir, status
+    def __init__(self, state_dir: Path, status: Callable[[Path], Status], compared: Sequence[str] = ()) -> None:
+        self._dir, self._status, self._compared = state_dir, status, list(compared)
         self.get_page, self.get_page_file = page_files.get_page, page_files.get_page_file
 
     async def get_status(self) -> Status:
         """Return the status that was stored."""
-        return await asyncio.to_thread(self._status)
+        status = await asyncio.to_thread(self._status, self._dir)
+        return status.model_copy(update={"compared": self._compared})
 
     async def get_events(self, query: EventQuery, request: web.Request) -> EventPage | web.StreamResponse:
         """Return what happened after an event; as server-sent events, all of it."""
@@ -170,12 +172,14 @@ def _handler(name: str, method: Callable[..., Awaitable[BaseModel | web.StreamRe
     return handle
 
 
-def serve_stored(state_dir: Path, status: Callable[[], Status], port: int, on_ready: Callable[[str], None]) -> None:
+def serve_stored(
+    state_dirs: Sequence[Path], status: Callable[[Path], Status], port: int, on_ready: Callable[[str], None]
+) -> None:
     """Serve the page of a state directory on loopback, until the process is interrupted.
 
     Args:
-        state_dir: the state directory; it does not change.
-        status: reads the run's status from there.
+        state_dirs: the state directory, and those of runs to compare it with; they do not change.
+        status: reads a run's status from its directory.
         port: the port; 0: any free one.
         on_ready: called with the page's address, which has the token.
 
@@ -183,7 +187,10 @@ def serve_stored(state_dir: Path, status: Callable[[], Status], port: int, on_re
         PortInUse: the port cannot be used.
     """
     token = secrets.token_urlsafe(24)
-    app = stored_app(StoredPage(state_dir, status), Gate(token))
+    compared = {f"runs/{number}/": each for number, each in enumerate(state_dirs[1:], 1)}
+    app = stored_app(StoredPage(state_dirs[0], status, list(compared)), Gate(token))
+    for path, other in compared.items():
+        app.add_subapp(f"/{path}", stored_app(StoredPage(other, status), Gate(token)))
     listener = listen(HOST, [port], setting="--port", remedy="Choose another port; 0: any free one.")
 
     async def serve() -> None:

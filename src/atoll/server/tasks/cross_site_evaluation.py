@@ -30,7 +30,7 @@ from pydantic import ValidationError
 
 from atoll import registry
 from atoll.blobs.model_file import packed_state
-from atoll.blobs.object_file import Cut
+from atoll.blobs.ways_to_send import Cut
 from atoll.config.settings import MAX_WEIGHT
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
@@ -38,7 +38,7 @@ from atoll.format_text import number_of
 from atoll.posix import mode_in, no_sync, own_folder, read_named, replace_file
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
-from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model, made
+from atoll.server.coordinator.exports import BEST_MODEL, BEST_NOTE, export_model, made
 from atoll.server.tasks.task_queue import TaskPayload
 from atoll.server.tasks.workflow_controller import Controller, ProgressSigns, progress_of, why_gone
 from atoll.tensors.lazy_tensors import LazyState

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from atoll.blobs.object_file import ChunkSizes, Contents, Cut, Stored, way_of, write_object
+from atoll.blobs.object_file import Contents, Stored, write_object
+from atoll.blobs.ways_to_send import ChunkSizes, Cut, way_of
 from atoll.config import Settings
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, with_cause

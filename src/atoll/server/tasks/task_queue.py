@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.blobs.object_file import ChunkSizes, Contents, Cut, read_plain, write_object
+from atoll.blobs.object_file import Contents, write_object
+from atoll.blobs.ways_to_send import ChunkSizes, Cut, read_plain
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, Gone, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile, file_error
 from atoll.protocol import run_events

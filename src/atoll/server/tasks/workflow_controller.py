@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from atoll.blobs.object_file import ChunkSizes, Stored, read_plain
+from atoll.blobs.object_file import Stored
+from atoll.blobs.ways_to_send import ChunkSizes, read_plain
 from atoll.errors import RunFailed, StoreError, UsageError
 from atoll.format_text import listed, number_of
 from atoll.posix import read_at

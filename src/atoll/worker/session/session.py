@@ -61,6 +61,9 @@ LOOK_S = 3.0
 a pause, training stands still for less than 30 s when the network falls silent."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
+WORKED_S = 5.0
+"""Seconds that an attempt took after which a broken connection counts as one that worked: the next attempt follows at
+once, and pauses begin with the first one again."""
 BRIEF_S = 1.0
 """A server that is busy for less than this many seconds does what is part of a run, so the log has no warning."""
 HEARTBEAT_RETRY_S = 2.0
@@ -957,7 +960,7 @@ class _Attempts:
     def __init__(self, session: Session, most: int | None, what: str) -> None:
         self._session, self._most, self._what = session, most, what
         self._pause_s, self._count, self._lost, self._damaged = FIRST_BACKOFF_S, 0, 0, 0
-        self._since_s = 0.0  # time of the first failure; 0: none yet
+        self._since_s = self._begun_s = 0.0  # time of the first failure; 0: none yet; time at which the attempt began
         self._lease = self._stale = ""  # lease of the attempt; lease that is no longer valid
         self._error: AtollError | None = None
         self._is_silent = False  # whether the server was looked for in vain, after a call that has timed out
@@ -984,7 +987,7 @@ class _Attempts:
                 if self._stale:
                     session.rejoin(self._stale)
                     self._stale = ""
-                self._lease = session.http.lease
+                self._lease, self._begun_s = session.http.lease, time.monotonic()
                 return self._lease
             except TRANSIENT as error:
                 self._error, self._is_silent = error, is_silence(error)
@@ -996,6 +999,8 @@ class _Attempts:
         """
         if not isinstance(error, (LeaseLost, *TRANSIENT)) and not error.is_damaged:
             raise error
+        if type(error) is ServerUnreachable and not is_silence(error) and time.monotonic() - self._begun_s >= WORKED_S:
+            self._pause_s = 0.0
         self._error = error
 
     def succeeded(self) -> None:
@@ -1021,7 +1026,8 @@ class _Attempts:
         session._failed(error)
         self._require_hope(error)
         keep_ranks_waiting()
-        wait_s = max(self._pause_s * OWN_RANDOM.uniform(0.75, 1.25), error.retry_after_s or 0.0)
+        pause_s = self._pause_s * OWN_RANDOM.uniform(0.75, 1.25) or OWN_RANDOM.uniform(0.0, FIRST_BACKOFF_S)
+        wait_s = max(pause_s, error.retry_after_s or 0.0)
         wait_s = min(wait_s, max(silence.most_s - silence.seconds, 0.0))
         is_quiet = error.is_damaged and not silence.was_answered  # the error follows soon if it stays
         level = LOG.warning if not is_quiet and (self._count in (1, 4) or self._count % 20 == 0) else LOG.debug
@@ -1034,7 +1040,7 @@ class _Attempts:
             level("%s: cannot %s: %s%s Trying again in %.1f s.", session.site, self._what, error, patience, wait_s)
         if session._closing.wait(wait_s) and session._fatal is None:
             raise error
-        self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
+        self._pause_s = min(2 * self._pause_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S)
         if self._count == 1 and not is_step:
             session.reconnections += 1
 

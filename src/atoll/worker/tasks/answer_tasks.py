@@ -33,7 +33,8 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from atoll.blobs.object_file import ChunkSizes, Stored, read_plain, way_of
+from atoll.blobs.object_file import Stored
+from atoll.blobs.ways_to_send import ChunkSizes, read_plain, way_of
 from atoll.errors import (
     TRANSIENT,
     AtollError,

@@ -27,7 +27,7 @@ from atoll.tensors.layout import safetensors_header
 from atoll.tensors.lazy_tensors import LazyState, LazyTensor
 from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
-from atoll.tensors.reference import TensorRef
+from atoll.tensors.reference import TensorRef, new_id
 from atoll.transport.object_client import EXPIRES_S, chosen_cut, fetch_lazily, idle_timeout, send
 from atoll.transport.object_server import UnpublishedObject, outgoing
 from atoll.worker.arguments import number
@@ -182,13 +182,13 @@ def uploaded(connection: Session, draft: UnpublishedObject, what: str) -> Tensor
     Raises:
         TransferError: the upload has stalled `STALLS` times.
     """
-    stalls, server = 0, connection.http.server
+    stalls, server, key = 0, connection.http.server, new_id()
     timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
 
     def upload() -> TensorRef:
         nonlocal stalls
         try:
-            return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=timeout_s)
+            return send(draft, server, expires_s=EXPIRES_S, idle_timeout_s=timeout_s, key=key)
         except TransferStalled as error:
             stalls += 1
             if stalls < STALLS:

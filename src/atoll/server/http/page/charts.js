@@ -8,6 +8,8 @@ const POINTS = 300,
   GLOBAL = "global.",
   EVALUATED = "at the server";
 const WHOLE = [1, 2, 5].flatMap((each) => [0, 1, 2, 3, 4, 5].map((power) => each * 10 ** power)).sort((a, b) => a - b);
+export const DARK = matchMedia("(prefers-color-scheme: dark)");
+export const hue = (place) => `hsl(${(place * 137 + 20) % 360} 55% 55%)`;
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export class Curves {
@@ -78,6 +80,31 @@ export class Curves {
   }
 }
 
+// A plot of lines over the rounds; `data`: the rounds, then the values of each of `series`.
+export function plotOf(place, data, series, hooks) {
+  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
+  const plot = new uPlot(
+    {
+      width: place.clientWidth || 400,
+      height: 240,
+      legend: { show: false },
+      scales: { x: { time: false } },
+      axes: [
+        { ...axis, space: 60, size: 34, incrs: WHOLE },
+        { ...axis, size: 58 },
+      ],
+      cursor: { focus: { prox: 24 }, drag: { x: true, y: false } },
+      focus: { alpha: 0.25 },
+      series: [{}, ...series.map((each) => ({ spanGaps: true, ...each }))],
+      hooks,
+    },
+    data,
+    place,
+  );
+  plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
+  return plot;
+}
+
 class Chart {
   constructor(names, name) {
     this.name = name;
@@ -123,63 +150,38 @@ class Chart {
       few = names.length <= 10,
       data = this.curves.data(), // the mean and the evaluation are drawn last, over the sites
       rounds = data[0];
-    const look = names.join("\n") + this.chosen + matchMedia("(prefers-color-scheme: dark)").matches;
+    const look = names.join("\n") + this.chosen + DARK.matches;
     this.mark = this.marked();
     if (this.plot && look === this.look) this.plot.setData(data);
     else {
       this.plot?.destroy();
       this.look = look;
-      const axis = {
-        stroke: css("--soft"),
-        grid: { stroke: css("--line"), width: 1 },
-        ticks: { stroke: css("--line") },
-      };
-      this.plot = new uPlot(
-        {
-          width: this.place.clientWidth || 400,
-          height: 240,
-          legend: { show: false },
-          scales: { x: { time: false } },
-          axes: [
-            { ...axis, space: 60, size: 34, incrs: WHOLE },
-            { ...axis, size: 58 },
-          ],
-          cursor: { focus: { prox: 24 }, drag: { x: true, y: false } },
-          focus: { alpha: 0.25 },
-          series: [
-            {},
-            ...names.map((label, place) => ({
-              label,
-              width: label === this.chosen ? 2.5 : 1,
-              spanGaps: true,
-              points: { show: rounds.length < 3 },
-              stroke:
-                label === this.chosen
-                  ? css("--link")
-                  : few
-                    ? `hsl(${(place * 137 + 20) % 360} 55% 55%)`
-                    : css("--soft") + "66",
-            })),
-            { label: "mean", stroke: css("--global"), width: 3, spanGaps: true, points: { show: rounds.length < 3 } },
-            {
-              label: EVALUATED,
-              stroke: css("--link"),
-              width: 3,
-              dash: [8, 5],
-              spanGaps: true,
-              points: { show: this.curves.evaluated.size < 30, fill: css("--link") },
-            },
-          ],
-          hooks: {
-            draw: [(plot) => this.drawMark(plot)],
-            setSeries: [(_, index, { focus }) => this.say((this.focused = focus ? index : 0))],
-            setCursor: [() => this.say()],
-          },
-        },
-        data,
+      const points = { show: rounds.length < 3 };
+      this.plot = plotOf(
         this.place,
+        data,
+        [
+          ...names.map((label, place) => ({
+            label,
+            width: label === this.chosen ? 2.5 : 1,
+            points,
+            stroke: label === this.chosen ? css("--link") : few ? hue(place) : css("--soft") + "66",
+          })),
+          { label: "mean", stroke: css("--global"), width: 3, points },
+          {
+            label: EVALUATED,
+            stroke: css("--link"),
+            width: 3,
+            dash: [8, 5],
+            points: { show: this.curves.evaluated.size < 30, fill: css("--link") },
+          },
+        ],
+        {
+          draw: [(plot) => this.drawMark(plot)],
+          setSeries: [(_, index, { focus }) => this.say((this.focused = focus ? index : 0))],
+          setCursor: [() => this.say()],
+        },
       );
-      this.plot.root.querySelector("canvas").setAttribute("aria-hidden", "true");
     }
     this.say();
     this.place.ariaLabel = `${this.name} over ${rounds.length} rounds: ${this.said.textContent}`;
@@ -260,7 +262,7 @@ class Chart {
 export class Charts {
   constructor() {
     this.charts = [];
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+    DARK.addEventListener("change", () =>
       this.charts.forEach((each) => each.curves?.loaded && each.draw()),
     );
   }

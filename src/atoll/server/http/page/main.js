@@ -2,6 +2,7 @@
 
 import { $, duration, el, facts, setText, size } from "./dom.js";
 import { Charts, metricNames } from "./charts.js";
+import { compareRuns } from "./runs.js";
 import { csv, drawBytes, drawEvents, drawSettings, drawVersions, json, showRound } from "./sections.js";
 import { follow, getJSON, getSized, Gone, keepToken, NeedsToken, reached, takeToken } from "./server.js";
 import { showSite, SiteTable } from "./sites.js";
@@ -98,6 +99,7 @@ async function refresh() {
     draw();
     open();
     await charts.refresh(status, hash().get("site"));
+    await compareRuns(status);
   } catch (error) {
     if (error instanceof NeedsToken) askForToken(error.message);
     else link("lost", error.message);
