@@ -275,6 +275,7 @@ def params(**given: Tensor) -> dict[str, Any]:
             r"meta\['NUM_STEPS_CURRENT_ROUND'\] is -1. Give the number of local steps",
         ),
         (sends(metrics={"loss": "low"}), UsageError, r"metric 'loss' is 'low'"),
+        (sends(metrics=0.5), UsageError, r"metrics are of type float, not a dict"),
         (lambda: flare.send({"w": 1}), UsageError, r"called with an object of type dict. Give an FLModel"),
         (lambda: flare.FLModel(params_type="DIFF"), UsageError, r"params_type 'DIFF', but no params"),
         (lambda: ones(params_type="HALF"), UsageError, r"params_type is 'HALF'. Use FULL or DIFF"),

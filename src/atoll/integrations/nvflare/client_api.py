@@ -23,7 +23,6 @@ from atoll.format_text import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.protocol.messages import RunInfo
     from atoll.worker.tasks.answer_tasks import Task
     from atoll.worker.training.federated_loop import Round, Worker
 
@@ -34,6 +33,10 @@ TASKS = ("train", "validate", "submit_model")
 PARAMS = "ATOLL_FLARE_PARAMS"
 MOST_LOGGED = 128
 """Names of logged numbers that travel with one update."""
+
+
+def _is_round(work: Any) -> bool:
+    return hasattr(work, "submit")
 
 
 @public_api
@@ -136,7 +139,7 @@ class ClientAPI:
         if work is None:
             return None
         if self._model is None:
-            self._model = self._of_round(work) if hasattr(work, "submit") else self._of_task(work)
+            self._model = self._of_round(work) if _is_round(work) else self.model_class()
         self._has_received = True
         return self._model
 
@@ -170,7 +173,7 @@ class ClientAPI:
                 f"A model{kind} was sent, but none was received since the last send.",
                 "Call flare.receive() once before each flare.send().",
             )
-        if hasattr(work, "submit"):
+        if _is_round(work):
             self._submit(work, model)
         else:
             self._answer(work, model)
@@ -181,19 +184,19 @@ class ClientAPI:
 
     def is_train(self) -> bool:
         """Return whether a round is open."""
-        return self._task() == "train"
+        return self.get_task_name() == "train"
 
     def is_evaluate(self) -> bool:
         """Return whether the server asks for metrics of a model, in a cross-site evaluation."""
-        return self._task() == "validate"
+        return self.get_task_name() == "validate"
 
     def is_submit_model(self) -> bool:
         """Return whether the server asks for the site's own model, in a cross-site evaluation."""
-        return self._task() == "submit_model"
+        return self.get_task_name() == "submit_model"
 
     def get_task_name(self) -> str:
         """Return `train`, `validate` or `submit_model`; empty if neither a round nor a task is open."""
-        return self._task()
+        return "" if self._open is None else "train" if _is_round(self._open) else self._open.name
 
     def log(self, key: str, value: Any, data_type: Any, **kwargs: Any) -> None:
         """Log a number, or several by name. The last one under each name is sent with the next trained model.
@@ -249,45 +252,41 @@ class ClientAPI:
             raise UsageError("This process takes part in no run yet.", "Call flare.init() first.")
         return self._worker
 
-    def _info(self) -> RunInfo | None:
-        return self._joined().info
-
-    def _task(self) -> str:
-        if self._open is None:
-            return ""
-        return "train" if hasattr(self._open, "submit") else self._open.name
-
     def _next(self) -> Any:
         """Return the open round or task, or wait for the next one. At the end of the run, leave and return None."""
-        worker = self._joined()
+        self._joined()
         while self._open is None and not self._is_over:
             work = next(self._work, None)
             if work is None:
                 self._leave(None)
-            elif hasattr(work, "submit") or work.name in TASKS[1:]:
+            elif _is_round(work) or work.name in TASKS[1:]:
                 self._open, self._model = work, None
-                if self._task() == "validate" and not self._can_open(worker, work):
-                    self._open = None
+                if self.is_evaluate():
+                    self._open_evaluation(work)
             else:
                 work.fail(f"a script on NVFlare's Client API answers validate and submit_model, not {work.name!r}")
         return self._open
 
-    def _can_open(self, worker: Worker, task: Any) -> bool:
+    def _open_evaluation(self, task: Any) -> None:
         """Download the model of a task `validate`. If it cannot be had, answer that the task has failed."""
         from atoll.worker.log_lines import LOG
 
+        self._begin_s = time.monotonic()
         try:
-            self._model = self._of_task(task)
+            state = self._joined().models.downloaded(task.payload)
+            try:
+                self._model = self.model_class(params_type="FULL", params=self._native(dict(state)))
+            finally:
+                state.release()
         except AtollError as error:
-            LOG.error("%s: the model of a task cannot be downloaded: %s", worker.site, error)
+            LOG.error("%s: the model of a task cannot be downloaded: %s", self.get_site_name(), error)
             task.fail(error)
-            return False
-        return True
+            self._open = None
 
     def _of_round(self, round_: Any) -> Any:
         from atoll.algorithms.scaffold import CONTROL
 
-        params, info = round_.state_dict(), self._info()
+        params, info = round_.state_dict(), self._joined().info
         self._like = {name: tensor.to("meta") for name, tensor in params.items()}
         controls = round_.global_state(CONTROL) if info is not None and info.local is not None else {}
         return self.model_class(
@@ -297,16 +296,6 @@ class ClientAPI:
             total_rounds=(info.rounds or None) if info is not None else None,
             meta={CONTROLS: self._native(controls)} if controls else {},
         )
-
-    def _of_task(self, task: Any) -> Any:
-        self._begin_s = time.monotonic()
-        if task.name != "validate":
-            return self.model_class()
-        state = self._joined().models.downloaded(task.payload)
-        try:
-            return self.model_class(params_type="FULL", params=self._native(dict(state)))
-        finally:
-            state.release()
 
     def _native(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         from atoll.tensors.arrays import to_numpy
@@ -328,7 +317,7 @@ class ClientAPI:
             self._tensors(round_, model),
             weight=weight,
             steps=int(weight) if STEPS in meta and weight.is_integer() else 0,
-            metrics=self._logged | dict(model.metrics or {}),
+            metrics=self._logged | given if isinstance(given := model.metrics or {}, dict) else given,
             groups=self._groups(round_, meta),
         )
         self._logged = {}
@@ -366,7 +355,7 @@ class ClientAPI:
         """Return how SCAFFOLD's control variates of this site change; None if the run's algorithm has none."""
         from atoll.algorithms.scaffold import CONTROL
 
-        info = self._info()
+        info = self._joined().info
         if info is None or info.local is None:
             return None
         if CONTROL_CHANGE not in meta:
@@ -399,7 +388,7 @@ class ClientAPI:
 
     def _what(self) -> str:
         work: Any = self._open
-        return f"Round {work.number}" if hasattr(work, "submit") else f"Task {work.name!r}"
+        return f"Round {work.number}" if _is_round(work) else f"Task {work.name!r}"
 
     def _owed(self) -> UsageError:
         return UsageError(

@@ -117,7 +117,7 @@ class Models:
         return state
 
     def result(self, metrics: Any, begin_s: float, weight: float | None = None) -> dict[str, Any]:
-        """Return the answer to a task `validate`, whose work has begun at `begin_s` of the monotonic clock."""
+        """Return the answer to a task `validate`, begun at `begin_s` of the monotonic clock."""
         found = self._connection.way_out.metrics(measured(metrics))
         return {"metrics": found, "seconds": time.monotonic() - begin_s, "weight": weight}
 
