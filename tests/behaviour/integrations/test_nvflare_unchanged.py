@@ -14,7 +14,7 @@ from kit.servers import plain_server
 from atoll.testing.run import history
 
 pytest.importorskip("nvflare", minversion="2.9")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 
 SCRIPT = """
 import sys
