@@ -23,8 +23,7 @@ from atoll.format_text import shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atoll.worker.tasks.answer_tasks import Task
-    from atoll.worker.training.federated_loop import Round, Worker
+    from atoll.worker.training.federated_loop import Worker
 
 STEPS = "NUM_STEPS_CURRENT_ROUND"
 CONTROLS, CONTROL_CHANGE = "scaffold_c_global", "scaffold_c_diff"
@@ -50,8 +49,8 @@ class ClientAPI:
     def __init__(self, model_class: Callable[..., Any]) -> None:
         self.model_class = model_class
         self._worker: Worker | None = None
-        self._work: Iterator[Round | Task] = iter(())
-        self._open: Round | Task | None = None  # what the next `send` answers
+        self._work: Iterator[Any] = iter(())  # Round or Task
+        self._open: Any = None  # the round or task that the next `send` answers
         self._model: Any = None  # the model of `_open`
         self._has_received = self._is_over = self._is_numpy = False
         self._like: dict[str, Tensor] = {}  # the received tensors' shapes and dtypes, on the device "meta"
@@ -387,8 +386,7 @@ class ClientAPI:
         worker.answer_with(task, worker.models.submit)
 
     def _what(self) -> str:
-        work: Any = self._open
-        return f"Round {work.number}" if _is_round(work) else f"Task {work.name!r}"
+        return f"Round {self._open.number}" if _is_round(self._open) else f"Task {self._open.name!r}"
 
     def _owed(self) -> UsageError:
         return UsageError(
