@@ -146,7 +146,7 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
-    "integrations/nvflare": 472,
+    "integrations/nvflare": 470,
     "outer_optimizers": 439,
     "protocol": 2550,
     "recipes": 874,

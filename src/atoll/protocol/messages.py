@@ -809,7 +809,7 @@ class ObjectOpen(Message):
     inline: bool = Field(False, description="Whether the manifest contains the object's bytes.")
     expires_s: float = Field(gt=0, description="Seconds to keep the object; the server may shorten this.")
     key: Hex16 | None = Field(
-        None, description="The same in each attempt: the object of an attempt whose answer was lost is removed."
+        None, description="The same in each attempt: the object of an attempt with a lost answer is removed."
     )
 
 

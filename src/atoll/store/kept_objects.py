@@ -140,8 +140,8 @@ class ObjectStore:
     ) -> tuple[Entry, str]:
         """Create an empty object. Its publisher sends the parts later.
 
-        It replaces the object with the same key that the publisher has opened in an earlier attempt, whose answer was
-        lost. Else each attempt would leave an object that counts as arriving until the idle timeout.
+        It replaces the object with the same key that the publisher has opened in an earlier attempt, if the answer
+        was lost. Else each attempt would leave an object that counts as arriving until the idle timeout.
 
         Args:
             cuts: sizes of the object and its parts.

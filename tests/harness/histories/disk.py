@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-
 ONCE = ("PRAGMA foreign_keys", "PRAGMA journal_mode", "PRAGMA temp_store", "PRAGMA wal_", "CREATE TEMP TRIGGER")
 """Statements that set up a connection: carried out again, they would make SQLite compile all others anew."""
 
