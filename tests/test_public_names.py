@@ -60,7 +60,7 @@ ONE_LEVEL_DOWN = {
     ],
     "filters": ["About", "CHUNK_ELEMENTS", "Cast", "Drop", "Filter", "NormClip", "Outgoing"],
     "functional": ["init", "is_running", "receive", "send", "skip"],
-    "integrations": ["lightning", "peft", "transformers"],
+    "integrations": ["lightning", "nvflare", "peft", "transformers"],
     "objects": ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"],
     "outer_optimizers": ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"],
     "reducers": [

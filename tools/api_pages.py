@@ -19,7 +19,12 @@ from atoll.errors import AtollError
 DOCS = Path(__file__).parents[1] / "docs"
 
 PARTS = {
-    "integrations": ("integrations.lightning", "integrations.peft", "integrations.transformers"),
+    "integrations": (
+        "integrations.lightning",
+        "integrations.nvflare",
+        "integrations.peft",
+        "integrations.transformers",
+    ),
     "testing": ("testing.contracts", "testing.run"),
 }
 """Public module without names of its own → its public modules."""

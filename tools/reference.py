@@ -49,6 +49,8 @@ WORKER = {
     "ATOLL_PEER_INSECURE": "1: listen beyond this machine without TLS. A false value is as if it were unset.",
     "ATOLL_POLICY": "The site's [policy](../policy.md); by default `policy.toml` in `$XDG_CONFIG_HOME/atoll`, else in "
     "/etc/atoll.",
+    "ATOLL_FLARE_PARAMS": "What a [script on NVFlare's Client API](../nvflare-scripts.md) receives: torch or numpy; by "
+    "default torch if the script has imported it.",
     "ATOLL_DRY_RUN": "Folder for what would leave. Only `atoll worker --dry-run` sets it.",
 }
 """Variables that a worker reads. `config.NOT_SETTINGS` has the same names, and those for tests."""

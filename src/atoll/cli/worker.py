@@ -29,6 +29,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
+from atoll.cli.flare import flare_command
 from atoll.cli.flower import Flower, RunConfig, flower_worker
 from atoll.cli.text import (
     FIRST_S,
@@ -110,6 +111,9 @@ def command(
             show_default=False,
         ),
     ] = None,
+    flare: Annotated[
+        bool, typer.Option("--flare", help="The command is a script on NVFlare's Client API, which runs unchanged.")
+    ] = False,
     log_json: LogJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -121,6 +125,7 @@ def command(
         script = flower_worker(flower, run_config or [], node_config or [])
     elif not script:
         raise UsageError("No command was given.", "Give it after `--`: atoll worker -- python train.py")
+    script = flare_command(script) if flare else script
     address = server_address(server, enrolled=True)
     environment = os.environ | {"ATOLL_SERVER": address}
     site = site or os.environ.get("ATOLL_SITE") or enrolled_site(address)

@@ -39,6 +39,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_DIR",
         "ATOLL_MAX_SYNC_RETRIES",
         "ATOLL_GIVE_UP_S",
+        "ATOLL_FLARE_PARAMS",
         "ATOLL_TLS_CA",
         "ATOLL_CREDENTIAL",
         "ATOLL_INVITATION",

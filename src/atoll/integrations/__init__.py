@@ -1,10 +1,10 @@
-"""Integrations with other frameworks: `lightning`, `transformers` and `peft`. Each is imported on first use."""
+"""Integrations with other frameworks: `lightning`, `transformers`, `peft`, `nvflare`. Each is imported on first use."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["lightning", "peft", "transformers"]
+__all__ = ["lightning", "nvflare", "peft", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

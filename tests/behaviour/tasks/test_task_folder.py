@@ -21,7 +21,7 @@ def test_a_worker_for_tasks_makes_its_folder(url: str, tmp_path: Path) -> None:
     """A worker for tasks makes the folder that the script gives it, without an environment variable."""
     with atoll.tasks(url, "a", folder=tmp_path / "files" / "of a") as worker:
         assert (tmp_path / "files" / "of a").is_dir()
-        assert worker._models._folder == tmp_path / "files" / "of a"
+        assert worker.models._folder == tmp_path / "files" / "of a"
 
 
 @pytest.mark.covers("X3")

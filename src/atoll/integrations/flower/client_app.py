@@ -32,7 +32,7 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
     Raises:
         ConfigError: there is no app in the folder, it has no ClientApp, or no such key.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that nobody asked for
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that was not asked for
     app = AppFolder.read(folder)
     config = app.configured(run_config)
     client_app = app.component("clientapp")

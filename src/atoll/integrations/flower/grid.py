@@ -107,7 +107,7 @@ class TaskGrid(Grid):
 
         Args:
             to: site → its message, without the content.
-            content: the message whose content is sent; it is taken out of the list, so that its memory can be freed.
+            content: a message with this content; it is taken out of the list, so that its memory can be freed.
         """
         about = content[0].metadata
 

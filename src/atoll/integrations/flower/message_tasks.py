@@ -31,7 +31,7 @@ def node_id_of(site: str) -> int:
 
 
 def identify(node_id: int) -> None:
-    """Say who the messages of this process come from: Flower reads it when an app makes one."""
+    """Set the sender of the messages of this process: Flower reads it when an app makes one."""
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = RUN_ID, 1, node_id
 
 

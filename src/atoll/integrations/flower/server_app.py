@@ -35,7 +35,7 @@ def serve(controller: Any, *, app: str, run_config: Mapping[str, Any] | None = N
     Raises:
         ConfigError: there is no app in the folder, it has no ServerApp, or no such key.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that nobody asked for
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that was not asked for
     folder = AppFolder.read(Path(app))
     config = folder.configured(run_config or {})
     fm.identify(SUPERLINK_NODE_ID)

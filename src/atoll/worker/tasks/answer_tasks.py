@@ -332,6 +332,9 @@ class TaskWorker:
         local: returns the model that the site submitted last, read from a file; None: this process trains no model.
         folder: the folder in which models are stored for evaluation; by default the folder for temporary files.
         load_kept: loads the tensors that the site keeps for itself into a module; None: there are none.
+
+    Attributes:
+        models: what answers the tasks of a cross-site evaluation. Integrations use it.
     """
 
     _joined_by = "atoll.tasks"  # the call that takes part again after this worker has left
@@ -350,7 +353,7 @@ class TaskWorker:
         self._site, self._session, self._filters = site, session, AnswerFilters(filters, site)
         self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._ahead = TaskPrefetcher(session) if pulls_ahead and session is not None else None
-        self._models = Models(site, session, self._filters, local, folder, load_kept)
+        self.models = Models(site, session, self._filters, local, folder, load_kept)
         self._handlers: dict[str, TaskHandler] = {}
         self._builtin: dict[str, TaskHandler] = {}
         self._warned: set[str] = set()
@@ -437,9 +440,9 @@ class TaskWorker:
             raise UsageError(
                 "A function for task 'validate' is already registered.", "Call worker.evaluates only once."
             )
-        self._models.filled = model
-        self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model, weight)
-        self._builtin.setdefault(SUBMIT, self._models.submit)
+        self.models.filled = model
+        self._builtin[VALIDATE] = functools.partial(self.models.evaluate, function, model, weight)
+        self._builtin.setdefault(SUBMIT, self.models.submit)
         return function
 
     def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -451,8 +454,8 @@ class TaskWorker:
         Args:
             function: returns a module, a mapping name → tensor, or a `LazyState`.
         """
-        self._models.give = function
-        self._builtin[SUBMIT] = self._models.submit
+        self.models.give = function
+        self._builtin[SUBMIT] = self.models.submit
         return function
 
     def note(self, text: str) -> None:
@@ -519,29 +522,39 @@ class TaskWorker:
             Whether rounds begin; False if the last workflow has ended.
         """
         for task in self._tasks(rounds=rounds):
-            handler = self._handlers.get(task.name) or self._builtin.get(task.name)
-            if handler is None:
-                known = ", ".join(sorted({*self._handlers, *self._builtin})) or "none"
-                LOG.error("%s: this site has no handler for task %r, only for: %s", self.site, task.name, known)
-                task.fail(f"this site has no handler for task {task.name!r}, only for: {known}")
-                continue
-            try:
-                packed = pack(handler(task.payload))  # if the answer cannot be packed, the handler has failed
-            except Exception as error:
-                LOG.exception("%s: task %r failed", self.site, task.name)
-                task.fail(error)
-                continue
-            task.payload = None  # free its memory during the upload
-            try:
-                try:
-                    answer = task.written(packed)
-                finally:
-                    del packed
-                task.deliver(answer)
-            except UNDELIVERED as error:
-                LOG.error("%s: the answer could not be sent: %s", self.site, with_cause(error))
-                task.fail(error)
+            self._handle(task)
         return self._rounds_begin
+
+    def _handle(self, task: Task) -> None:
+        handler = self._handlers.get(task.name) or self._builtin.get(task.name)
+        if handler is None:
+            known = ", ".join(sorted({*self._handlers, *self._builtin})) or "none"
+            LOG.error("%s: this site has no handler for task %r, only for: %s", self.site, task.name, known)
+            task.fail(f"this site has no handler for task {task.name!r}, only for: {known}")
+            return
+        self.answer_with(task, handler)
+
+    def answer_with(self, task: Task, handler: TaskHandler) -> None:
+        """Answer a task with what a function returns for its payload. Integrations call this.
+
+        If the function raises an error, or its answer cannot be sent, answer that the task has failed.
+        """
+        try:
+            packed = pack(handler(task.payload))  # if the answer cannot be packed, the handler has failed
+        except Exception as error:
+            LOG.exception("%s: task %r failed", self.site, task.name)
+            task.fail(error)
+            return
+        task.payload = None  # free its memory during the upload
+        try:
+            try:
+                answer = task.written(packed)
+            finally:
+                del packed
+            task.deliver(answer)
+        except UNDELIVERED as error:
+            LOG.error("%s: the answer could not be sent: %s", self.site, with_cause(error))
+            task.fail(error)
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         """Yield each task of this site with its payload, until the last workflow has ended or rounds of training begin.

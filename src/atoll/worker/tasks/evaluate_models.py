@@ -86,25 +86,40 @@ class Models:
             weight: the site's number of samples; None: unknown.
             payload: the task's payload, with the key and the name of the model.
         """
-        reference, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
+        begin_s = time.monotonic()
+        state = self.downloaded(payload)
+        kept = self._connection.schema.kept if self._load_kept else frozenset()
+        try:
+            if model is not None:
+                fill_(model, state, str(payload.get("name")), kept)
+                if self._load_kept is not None:
+                    self._load_kept(model)
+            return self.result(function(state if model is None else model), begin_s, weight)
+        finally:
+            state.release()
+
+    def downloaded(self, payload: Any) -> LazyState:
+        """Download the model of a task `validate` to disk, and return it; the caller releases it.
+
+        Raises:
+            UsageError, BadRequest: the payload names no model.
+            TransferError: the model cannot be downloaded.
+        """
+        reference = payload.get("model") if isinstance(payload, dict) else None
         if reference is None:
             raise UsageError(
                 "The payload of task 'validate' contains no model.",
                 "worker.evaluates handles 'validate' for cross-site evaluation. Give your own task another "
                 "name or its own handler.",
             )
-        begin_s = time.monotonic()
-        state, kept = self._fetched(reference), self._connection.schema.kept if self._load_kept else frozenset()
-        self._connection.tell(state=f"evaluating {name}"[:64])
-        try:
-            if model is not None:
-                fill_(model, state, str(name), kept)
-                if self._load_kept is not None:
-                    self._load_kept(model)
-            metrics = self._connection.way_out.metrics(measured(function(state if model is None else model)))
-        finally:
-            state.release()
-        return {"metrics": metrics, "seconds": time.monotonic() - begin_s, "weight": weight}
+        state = self._fetched(reference)
+        self._connection.tell(state=f"evaluating {payload.get('name')}"[:64])
+        return state
+
+    def result(self, metrics: Any, begin_s: float, weight: float | None = None) -> dict[str, Any]:
+        """Return the answer to a task `validate`, begun at `begin_s` of the monotonic clock."""
+        found = self._connection.way_out.metrics(measured(metrics))
+        return {"metrics": found, "seconds": time.monotonic() - begin_s, "weight": weight}
 
     def _fetched(self, model: Any) -> LazyState:
         connection = self._connection

@@ -473,6 +473,11 @@ class Worker(TaskWorker):
         """Bytes of tensors that this worker has received so far."""
         return self._backend.counters.bytes_down
 
+    @property
+    def info(self) -> messages.RunInfo | None:
+        """The description of the run; None without a server. Integrations use it."""
+        return self._backend.local.info if self._backend.local is not None else None
+
     def warn(self, text: str) -> None:
         """Log a warning about this site's training, and report it to the server. Integrations call this."""
         _report(self._session, self.site, OF_LOST_STEPS, text)
@@ -551,38 +556,51 @@ class Worker(TaskWorker):
 
     def _rounds(self) -> Iterator[Round]:
         self._require_evaluator()
-        if self._session is not None:
-            self._session.answers_tasks = True
-            if not self._session.info.trains and self._answers_any:
-                self._serve(rounds=False)
-                return
-        while (reply := self._ask(None)) is not None:
-            if isinstance(reply, Wait):  # another workflow comes before the rounds
-                if not self._serve(rounds=True):
-                    return
+        for work in self.work():
+            if isinstance(work, Task):
+                self._handle(work)
                 continue
-            if not isinstance(reply, Open):
-                self._end_of_rounds(reply)
-                return
-            round_ = self._round = self._new_round(reply.ticket)
-            yield round_
-            if not round_.done:
+            yield work
+            if not work.done:
                 raise UsageError(
-                    f"Site {self.site} submitted no update in round {round_.number}.",
+                    f"Site {self.site} submitted no update in round {work.number}.",
                     "Call fl_round.submit(model) once in each round, or fl_round.skip() if the site has no data for "
                     "it. To stop taking part, leave the `with` block.",
                 )
 
-    def _end_of_rounds(self, reply: Next) -> None:
-        """Answer the tasks that come after the last round, and log that the run is finished."""
-        if reply.tasks and not self._answers_any:
+    def work(self, *, answers_all: bool = False) -> Iterator[Round | Task]:
+        """Yield each round, and each task of the run's other workflows, in their order. Integrations call this.
+
+        Args:
+            answers_all: whether the caller answers tasks without a registered handler, too.
+        """
+        if self._session is not None:
+            self._session.answers_tasks = True
+            if not self._session.info.trains and (answers_all or self._answers_any):
+                yield from self._tasks(rounds=False)
+                return
+        while (reply := self._ask(None)) is not None:
+            if isinstance(reply, Wait):  # another workflow comes before the rounds
+                yield from self._tasks(rounds=True)
+                if not self._rounds_begin:
+                    return
+                continue
+            if not isinstance(reply, Open):
+                yield from self._end_of_rounds(reply, answers_all)
+                return
+            self._round = self._new_round(reply.ticket)
+            yield self._round
+
+    def _end_of_rounds(self, reply: Next, answers_all: bool) -> Iterator[Task]:
+        """Yield the tasks that come after the last round, and log that the run is finished."""
+        if reply.tasks and not (answers_all or self._answers_any):
             LOG.warning(
                 "%s: the rounds are over, but the run continues with tasks, and this site has no handler for "
                 "them. Register one before the loop: worker.evaluates(function) or worker.task(name)",
                 self.site,
             )
         elif reply.tasks:
-            self._serve(rounds=False)
+            yield from self._tasks(rounds=False)
         reason = f" ({reply.reason})" if reply.reason != "finished" else ""
         LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, reason)
 
