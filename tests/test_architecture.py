@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "aggregation": 1339,
     "algorithms": 2015,
     "blobs": 474,
-    "cli": 4344,
+    "cli": 4395,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -147,6 +147,7 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
+    "integrations/flower": 521,
     "integrations/nvflare": 470,
     "outer_optimizers": 439,
     "protocol": 2550,
@@ -168,7 +169,7 @@ LINES: dict[str, int] = {
     "worker/exchange": 2562,
     "worker/peer": 962,
     "worker/session": 928,
-    "worker/tasks": 647,
+    "worker/tasks": 650,
     "worker/training": 2268,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
