@@ -72,9 +72,10 @@ class Lines(View):
         if time.monotonic() - self.said >= SIGNS_OF_LIFE_S:
             workers = ", ".join(_short(worker) for worker in status.workers if worker.state == "alive")
             waiting = "; ".join(filter(None, map(awaited, status.fragments)))
-            self.say(
-                f"round {len(self.rounds) + 1}: {workers or 'the workers start'}{f'; {waiting}' if waiting else ''}"
-            )
+            now = f"round {len(self.rounds) + 1}: {workers or 'the workers start'}"
+            if len(self.rounds) >= self.demo.rounds:
+                now, waiting = "all rounds are done; the processes end", ""
+            self.say(f"{now}{f'; {waiting}' if waiting else ''}")
 
     def show_round(self, summary: status_messages.RoundSummary) -> None:
         self.say(round_text(self.demo, summary))

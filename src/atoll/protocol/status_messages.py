@@ -278,7 +278,9 @@ class Status(Message):
     algorithm: Shown = ""
     policy: Shown = Field("", description="The closing policy in words.")
     stored: Shown = Field("", description="If no server answers: where the status was stored, and when.")
-    compared: list[Shown] = Field([], description="Paths of further runs' pages, below this one: of `atoll page`.")
+    compared: list[Shown] = Field(
+        [], max_length=1000, description="Paths of further runs' pages, below this one: of `atoll page`."
+    )
     headline: Headline | None = Field(None, description="Null: an older server has saved this status.")
     protocol: Count
     epoch: Count = 0

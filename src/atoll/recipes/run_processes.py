@@ -193,7 +193,7 @@ class RunProcesses(ABC):
             elif name != self.main and process.returncode:
                 self.say(f"{name} {self.end_of(name, process.returncode)} after the run was finished")
         code = processes[self.main].poll()
-        if code and not (is_asked and code == -signal.SIGTERM):  # SIGTERM may come as it ends by itself
+        if code and not (is_asked and code in (-signal.SIGTERM, 128 + signal.SIGTERM)):  # it was ending by itself
             raise self.server_failed(code)
 
     def status(self) -> Status | None:

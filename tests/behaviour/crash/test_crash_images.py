@@ -174,6 +174,8 @@ def test_a_second_crash_during_recovery_changes_no_bit(tmp_path: Path, nursery: 
 
 UPGRADES = ('"journal.backup"', '"journal.migrate"')
 """Failpoints of the first start after an upgrade: `upgrades/test_upgrades.py` kills there."""
+OF_APPS = ('"flower.kept"',)
+"""Failpoints of other frameworks' apps: `integrations/test_flower_apps.py` kills there."""
 
 
 def test_every_failpoint_belongs_to_a_scenario() -> None:
@@ -182,6 +184,7 @@ def test_every_failpoint_belongs_to_a_scenario() -> None:
     failpoints = {name for text in sources for name in re.findall(r"\bfailpoint\(([^)]*)\)", text)} - {
         "name: str",
         *UPGRADES,
+        *OF_APPS,
     }
     covered = {name for each in [*SCENARIOS.values(), RESTART] for name, _ in each.places}
     assert {f'"{name}"' for name in covered} == failpoints

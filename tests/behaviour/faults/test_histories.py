@@ -27,7 +27,7 @@ from atoll.worker.exchange import exchange
 from atoll.worker.exchange.local_state import TwoPhaseFile
 
 ROOT = Path(__file__).parents[3]
-PLAYED = range(24)
+PLAYED = range(40)
 
 
 @pytest.mark.covers("F1", "F2", "F3", "F4", "F5", "F6", "F8", "F9", "F12", "F17", "F19", "F22", "F25", "F33", "F34")

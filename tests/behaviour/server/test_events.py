@@ -293,18 +293,18 @@ def test_a_large_round_summary_spans_several_pages(tmp_path: Path) -> None:
 
 def test_many_status_requests_share_one_computed_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers many status requests with one computed status, until it gets too old or an event happens."""
-    from atoll.server.http import app
+    from atoll.server.http import run_routes
 
-    built, status_of, now_s = [], app.status_of, [0.0]
+    built, status_of, now_s = [], run_routes.status_of, [0.0]
 
     def counted(run: Any) -> Any:
         built.append(now_s[0])
         return status_of(run)
 
-    monkeypatch.setattr(app, "status_of", counted)
+    monkeypatch.setattr(run_routes, "status_of", counted)
     with World(tmp_path, START, "ab", rounds=1) as world:
         world.join("a")
-        monkeypatch.setattr(app, "STATUS_S", 3600.0)
+        monkeypatch.setattr(run_routes, "STATUS_S", 3600.0)
         before = get(world.url, "/v1/status")[1]
         built.clear()
         assert [get(world.url, "/v1/status")[1] for _ in range(20)] == [before] * 20
@@ -421,15 +421,15 @@ BAD_CURVES = {
 def test_site_curves_have_each_sites_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers `/v1/site-curves` with each site's values over the rounds, and refuses wrong queries."""
     # The reader that the commands use gives the same curves. A separate thread reads the curves, not the event loop.
-    from atoll.server.http import app
+    from atoll.server.http import run_routes
 
-    readers, open_it = list[str](), app.open_state
+    readers, open_it = list[str](), run_routes.open_state
 
     def opened(*folder: Path, **how: bool) -> Any:
         readers.append(threading.current_thread().name)
         return open_it(*folder, **how)
 
-    monkeypatch.setattr(app, "open_state", opened)
+    monkeypatch.setattr(run_routes, "open_state", opened)
     with World(tmp_path, START, "ab", rounds=3) as world:
         for number in (1, 2):
             world.pull(number=number)

@@ -41,7 +41,7 @@ def refused(words: list[str], build: Callable[[], object], error: type[AtollErro
     [
         (steps({"kind": "trian"}), ["Workflow 1 has the unknown kind 'trian'", "Did you mean 'train'?"]),
         ({"workflow.function": [TRAINING]}, ["workflow.function = [{", "but it must be text"]),
-        (steps({}), ["Workflow 1 is {}", "either kind (train, cross_site_evaluation)"]),
+        (steps({}), ["Workflow 1 is {}", "either kind (train, cross_site_evaluation, flower)"]),
         (steps({"kind": "train", "path": "f.py:g"}), ["exactly one of kind and path"]),
         (steps({"path": "f.py:g", "progress_timeout": 3}), ["Did you mean 'progress_timeout_s'?"]),
         (steps({**EVALUATION, "version": ["latest"]}), ["'version'", "Did you mean 'versions'?"]),
