@@ -17,6 +17,7 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -589,14 +590,16 @@ class HttpTransfer:
             raise TransferAborted(f"The transfer with {self._http.where} was aborted.")
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Transfer one part in at most `PART_ATTEMPTS` attempts.
+        """Transfer one part. Give up if it arrives damaged, or its connection fails, `PART_ATTEMPTS` times.
+
+        The two are counted apart: a server that was away must not make two damaged parts end a site.
 
         Return False if the transfer has ended meanwhile, for example because another part has failed. If this
         connection stalls, make the next attempt only if another connection still sends or receives bytes; if all
         connections stall, end the transfer. After a stall, the bytes of this part count as progress only when the part
         is complete: the operating system accepts bytes to send even if the other side receives none.
         """
-        failures, stood_still = 0, False
+        failures, stood_still = Counter[bool](), False
 
         def on_move() -> None:
             if not stood_still:
@@ -607,7 +610,8 @@ class HttpTransfer:
                 self._once(work, part, pool, on_move)
                 return True
             except AtollError as error:
-                if not isinstance(error, PartCorrupt | ServerUnreachable | TransferStalled) and not error.is_damaged:
+                is_damaged = isinstance(error, PartCorrupt) or error.is_damaged
+                if not is_damaged and not isinstance(error, ServerUnreachable | TransferStalled):
                     pool.ended.set()
                     raise
                 if pool.ended.is_set():  # this error is a consequence of another part's failure
@@ -618,8 +622,8 @@ class HttpTransfer:
                     pool.break_off()
                     self._has_stalled = True
                     raise
-                failures += 1
-                if failures == PART_ATTEMPTS:
+                failures[is_damaged] += 1
+                if failures[is_damaged] == PART_ATTEMPTS:
                     pool.ended.set()
                     raise
                 stood_still = stood_still or is_stall

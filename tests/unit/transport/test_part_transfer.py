@@ -73,6 +73,8 @@ class Receiver:
         errors = self.answers.get(part)
         if errors:
             error = errors.pop(0)
+            if isinstance(error, ServerUnreachable):
+                raise ConnectionResetError
             connection.answer(409, json.dumps({"code": error.code, "message": str(error)}).encode())
         else:
             connection.answer(200, b"{}")
@@ -180,6 +182,16 @@ def test_a_damaged_part_is_sent_again(writer: Writer, receiver: Receiver) -> Non
     assert {part: len(bodies) for part, bodies in receiver.bodies.items()} == {
         part.index: PART_ATTEMPTS if part.index == 1 else 1 for part in LAYOUT.parts
     }
+
+
+def test_damage_and_lost_connections_are_counted_apart(writer: Writer, receiver: Receiver) -> None:
+    """A part may be lost and arrive damaged `PART_ATTEMPTS` - 1 times each: neither is lasting."""
+    lost, damaged = ServerUnreachable("the connection was reset"), PartCorrupt("damaged")
+    receiver.answers = {1: [lost, damaged] * (PART_ATTEMPTS - 1)}
+    with writer.pushing() as pushing:
+        writer.add(pushing, *LAYOUT.parts)
+    assert pushing.error is None
+    assert len(receiver.bodies[1]) == 2 * (PART_ATTEMPTS - 1) + 1
 
 
 def test_lasting_damage_ends_an_upload(writer: Writer, receiver: Receiver) -> None:
