@@ -294,7 +294,7 @@ class Checks:
     @staticmethod
     def _lag(run: RunCore, row: TicketRow, base: int) -> int:
         lost = run.store.run_log.lost_versions(row.fragment)
-        return max(0, base - row.base_version - sum(number > row.base_version for number in lost))
+        return max(0, base - row.base_version - sum(row.base_version < number <= base for number in lost))
 
     def _counts(self, row: TicketRow) -> Formed:
         formed = self.formed.get((row.site, row.digest or ""))

@@ -256,6 +256,11 @@ def test_staleness_leaves_out_lost_versions(version: int, rounds: int) -> None:
     assert staleness(4, version, lost=(2,)) == rounds
 
 
+def test_versions_lost_later_do_not_make_an_update_fresher() -> None:
+    """Only lost versions between an update's base and the head are left out, as when `atoll verify` looks back."""
+    assert staleness(2, 1, lost=(3,)) == 1
+
+
 # -- evaluations to come
 
 

@@ -232,7 +232,7 @@ def staleness(head: int, version: int, lost: Sequence[int]) -> int:
         version: number of an older version.
         lost: numbers of lost versions.
     """
-    return max(0, head - version - sum(number > version for number in lost))
+    return max(0, head - version - sum(version < number <= head for number in lost))
 
 
 def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
