@@ -50,10 +50,20 @@ class SiteProcess(Process):
     Attributes:
         part: its participation, once it has joined.
         forming: the update that it forms next or has formed last.
+        control: the change of SCAFFOLD's control variate in that update; None with other algorithms.
     """
 
     part: Participation | None = None
     forming: Formed | None = None
+    control: Values | None = None
+
+
+def own_process() -> SiteProcess:
+    """Return the process that runs now: a site may have two at a time."""
+    green = current_green()
+    assert green is not None
+    assert isinstance(green.process, SiteProcess)
+    return green.process
 
 
 class Site:
@@ -70,7 +80,6 @@ class Site:
         self.kill_in = 0  # failpoints until this site is killed
         self.leaves_next = False
         self.finished = False
-        self.control: Values = {}
         self.own_weight = self.chance.choice((1.0, 2.0, 3.5))
         self.away_until_s = self.chance.choice((0.0, 0.5, 3.0))
 
@@ -179,7 +188,7 @@ class Site:
             self.name, version, {extra_name("control", name): as_arrays(mine, [name])[name] for name in mine}
         )
         change = {name: torch.full_like(value, self.chance.randint(-16, 16) / 8) for name, value in mine.items()}
-        self.control = {extra_name("control", name): as_arrays(change, [name])[name] for name in change}
+        own_process().control = {extra_name("control", name): as_arrays(change, [name])[name] for name in change}
         local = backend.local
         assert local.rule is not None
         return given_groups({"control": change}, local.groups, local.algorithm_state, local.rule.state_groups)
@@ -228,14 +237,12 @@ class Site:
             if wrong == "nan":
                 value[0] = float("nan")
         weight, steps = self.chance.choice((1.0, 2.0, 3.5)), self.chance.randint(1, 5)
-        if self.control:  # SCAFFOLD's shares are those of the sites' first updates
+        process = own_process()
+        if process.control:  # SCAFFOLD's shares are those of the sites' first updates
             weight = self.own_weight
         weight = 2 * MOST_WEIGHT if wrong == "weight" else weight
         steps = 2 * MOST_STEPS if wrong == "steps" else steps
         after = as_arrays(tensors, tensors)
         values = {name: base[name] - after[name] for name in base}
-        green = current_green()
-        assert green is not None
-        assert isinstance(green.process, SiteProcess)
-        green.process.forming = Formed(self.name, values, weight, steps, not wrong, self.control)
+        process.forming = Formed(self.name, values, weight, steps, not wrong, process.control or {})
         return Report(weight=weight, steps=steps)
