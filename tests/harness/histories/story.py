@@ -267,7 +267,7 @@ class History:
         self._before = served.run.state if why == "stop" else None
         self._copy_state(power_loss=False)
         self._finish_copy()
-        if why == "begins again":
+        if served.begins_again:  # as the admin wished
             self.checks.excused = "rollback"
         await asyncio.sleep(0.05)
         await self.start_server()
