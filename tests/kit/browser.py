@@ -56,6 +56,12 @@ class Browser:
         """What a script returns."""
         return self.driver.execute_script(script, *values)
 
+    def press(self, key: str) -> None:
+        """Press a key, whichever element has the focus: the page may draw that element anew at any time."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(key).perform()
+
     def text(self, css: str) -> str:
         """The text of the first element; empty if there is none, or if it is hidden."""
         script = "const e = document.querySelector(arguments[0]); return e?.checkVisibility() ? e.innerText : ''"

@@ -231,13 +231,13 @@ def test_the_page_can_be_used_by_keyboard(tmp_path: Path, chrome: Browser) -> No
         chrome.wait("#row-b", "b")
         seen = list[str]()
         for _ in range(60):
-            chrome.driver.switch_to.active_element.send_keys(Keys.TAB)
+            chrome.press(Keys.TAB)
             focused = chrome.js(
                 "const e = document.activeElement; return e.innerText || e.id || e.ariaLabel || e.tagName"
             )
             seen.append(focused.strip())
             if focused.strip() == "Weight" and seen.count("Weight") == 1:
-                chrome.driver.switch_to.active_element.send_keys(Keys.ENTER)
+                chrome.press(Keys.ENTER)
                 assert chrome.js("return document.activeElement.closest('th').ariaSort") == "ascending"
         for wanted in (
             "Skip to the state of the run",
