@@ -25,7 +25,8 @@ def run_app(nursery: Nursery, folder: Path, *words: str, **environment: str) -> 
 def test_a_flower_app_runs_unchanged(tmp_path: Path, nursery: Nursery) -> None:
     """An app of messages trains with its own strategy: arrays, metrics, both configurations and its state arrive."""
     write_app(tmp_path)
-    run_app(nursery, tmp_path, "--run-config", "num-server-rounds=3 label='a b'")
+    printed = run_app(nursery, tmp_path, "--run-config", "num-server-rounds=3 label='a b'").stdout
+    assert "next: runs/adds-1/server.log has what the app printed" in printed
     # site k adds k and weighs k: (1 · 1 + 2 · 2) / 3 = 5/3 a round, 5 in three
     final = np.load(tmp_path / "final.npz")
     np.testing.assert_allclose(final["arr_0"], np.full((2, 3), 5.0), rtol=1e-12)
