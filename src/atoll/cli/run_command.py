@@ -126,7 +126,7 @@ def command(
     if json:
         print(jsons.dumps(run.summary | compared, indent=2))
     elif quiet:
-        print(run.model)
+        print(run.model if flower is None else run.folder)
     else:
         run.view.say(f"next: {run.next or _next(example, run.folder, is_app=flower is not None)}")
 
