@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -176,7 +179,7 @@ def test_a_message_ends_with_its_time_to_live(tmp_path: Path) -> None:
 
 
 def test_an_app_gets_the_errors_of_its_clients(tmp_path: Path) -> None:
-    """A site that fails, or whose answer is no reply, is an error reply, which says why."""
+    """A site that fails, or that answers without a reply, is an error reply, which says why."""
 
     def fail(message: Message) -> Message:
         raise RuntimeError("the scanner is off")
@@ -199,6 +202,16 @@ def test_a_message_to_an_unknown_node_is_refused(tmp_path: Path) -> None:
 def test_a_task_of_another_workflow_is_no_message() -> None:
     with pytest.raises(BadRequest, match="no message of a Flower app"):
         fm.from_task("task", {"w": 1}, 7)
+
+
+def test_flower_sends_no_telemetry_by_itself() -> None:
+    """Flower reads its variable when it is imported, so Atoll sets it before that, unless the environment has it."""
+    shown = (
+        "import atoll.integrations.flower.client_app, flwr.supercore.telemetry as t; print(t.FLWR_TELEMETRY_ENABLED)"
+    )
+    plain = {key: value for key, value in os.environ.items() if key != "FLWR_TELEMETRY_ENABLED"}
+    for wanted, environment in (("0", plain), ("1", plain | {"FLWR_TELEMETRY_ENABLED": "1"})):
+        assert subprocess.check_output([sys.executable, "-c", shown], env=environment, text=True).strip() == wanted
 
 
 # -- the folder of an app

@@ -6,3 +6,7 @@
 A Flower message is a task, and a reply is its answer. Arrays travel as tensors, from disk to disk; the server reads
 one when the ServerApp asks for its values.
 """
+
+import os
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # Flower reads it when it is imported, which comes next

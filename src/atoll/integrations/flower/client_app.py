@@ -7,9 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error
-from flwr.app import Message as FlowerMessage
-from flwr.common.constant import ErrorCode
+from flwr.app import Context, Message, RecordDict
 
 from atoll.integrations.flower import message_tasks as fm
 from atoll.integrations.flower.app_folder import AppFolder, Config
@@ -32,14 +30,13 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
     Raises:
         ConfigError: there is no app in the folder, it has no ClientApp, or no such key.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that was not asked for
     app = AppFolder.read(folder)
     config = app.configured(run_config)
     client_app = app.component("clientapp")
     with tasks() as worker:
         node_id = fm.node_id_of(worker.site)
         fm.identify(node_id)
-        context = Context(fm.RUN_ID, node_id, node_config, fm.empty(), config)
+        context = Context(fm.RUN_ID, node_id, node_config, RecordDict(), config)
         base = Path(os.environ.get("ATOLL_DIR") or ".atoll")
         kept = KeptState(base / worker.site / worker.run_id, base)
         for task in worker.tasks():
@@ -50,10 +47,10 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
             task.answer(answer)
 
 
-def _answer(client_app: Any, message: FlowerMessage, context: Context) -> dict[str, Any]:
+def _answer(client_app: Any, message: Message, context: Context) -> dict[str, Any]:
     try:
         return fm.to_answer(client_app(message, context))
     except Exception as error:
         LOG.exception("the ClientApp failed at a message of type %r", message.metadata.message_type)
         reason = f"{type(error).__name__}: {error}"
-        return fm.to_answer(FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message))
+        return fm.to_answer(fm.failed(message, reason))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -94,11 +93,9 @@ class TaskGrid(Grid):
         """Send messages, and wait for the replies, for at most `timeout` seconds."""
         ids = self.push_messages(messages)
         del messages  # frees the memory of their records
-        deadline_s = None if timeout is None else time.monotonic() + timeout
         with self._news:
             self._news.wait_for(
-                lambda: self._failure is not None or not any(each in self._pending for each in ids),
-                None if deadline_s is None else max(0.0, deadline_s - time.monotonic()),
+                lambda: self._failure is not None or not any(each in self._pending for each in ids), timeout
             )
         return self.pull_messages(ids)
 

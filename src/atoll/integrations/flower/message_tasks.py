@@ -107,7 +107,7 @@ def from_answer(message: Message, payload: Any, message_id: str) -> Message:
         ) from None
 
 
-def failed(message: Message, reason: str, message_id: str) -> Message:
+def failed(message: Message, reason: str, message_id: str = "") -> Message:
     """Return the reply to a message for which the ClientApp raised, or that its site cannot answer."""
     return identified(Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message), message_id)
 
@@ -122,8 +122,3 @@ def without_content(message: Message) -> Message:
     """Return a message that a reply can refer to, without its records."""
     envelope: Message = _MESSAGE(content=RecordDict(), metadata=message.metadata)
     return envelope
-
-
-def empty() -> RecordDict:
-    """Return the records that an app begins with."""
-    return RecordDict()

@@ -1,7 +1,7 @@
 """Flower's records as payloads of tasks, and back.
 
     RecordDict({"arrays": ArrayRecord, "metrics": MetricRecord})
-      payload  [["arrays", "arrays", [["w", array], …]], ["metrics", "metrics", {"loss": 0.5}]]
+      payload  [["arrays", "arrays", [["w", array], …]], ["metrics", "metrics", [["loss", 0.5]]]]
 
 An array of numbers travels as a tensor. Any other one, of strings or of a serialization of the app's own, travels as
 its bytes, with dtype, shape and name of the serialization.

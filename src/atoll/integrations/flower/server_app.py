@@ -10,12 +10,11 @@ run_config = {num-server-rounds = 5}        # changes of its configuration
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context
+from flwr.app import Context, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID
 
 from atoll.errors import ConfigError
@@ -35,7 +34,6 @@ def serve(controller: Any, *, app: str, run_config: Mapping[str, Any] | None = N
     Raises:
         ConfigError: there is no app in the folder, it has no ServerApp, or no such key.
     """
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")  # nothing leaves that was not asked for
     folder = AppFolder.read(Path(app))
     config = folder.configured(run_config or {})
     fm.identify(SUPERLINK_NODE_ID)
@@ -44,5 +42,5 @@ def serve(controller: Any, *, app: str, run_config: Mapping[str, Any] | None = N
         raise ConfigError(
             f"{folder.components['serverapp']!r} of the app in {folder.path} is no ServerApp.", "Name its ServerApp."
         )
-    context = Context(fm.RUN_ID, SUPERLINK_NODE_ID, {}, fm.empty(), config)
+    context = Context(fm.RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), config)
     server_app(TaskGrid(controller), context)
