@@ -209,7 +209,7 @@ def test_a_file_may_lack_names_of_tied_tensors(tmp_path: Path, loop: str) -> Non
     ids=str,
 )
 def test_a_site_with_other_tied_tensors_is_refused(tmp_path: Path, names: tuple[str, ...], told: str) -> None:
-    """A site whose model ties two tensors is refused if the run's file does not tie them in the same way.
+    """A site with a model that ties two tensors is refused if the run's file does not tie them in the same way.
 
     The file has the tensor under both names without a tie, or under its second name alone.
     """

@@ -364,8 +364,8 @@ def test_only_chosen_workers_aggregate(tmp_path: Path) -> None:
 
 
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
-    """A round is aggregated by the site whose digest of seed, version and name comes first, but never by one site twice
-    in a row.
+    """A round is aggregated by the site that is first by a digest of seed, version and name, but never by one site
+    twice in a row.
     """
     result, _ = left_by(tmp_path, **{"run.seed": 5, "rounds.total": 6})
     expected = [""]

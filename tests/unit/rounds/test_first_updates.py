@@ -173,7 +173,7 @@ def test_new_sites_take_the_room_of_those_that_never_contributed(story):
     run.wait(100)
     run.commit()
     assert sorted(run.state.members) == ["a", "b", "g", "h"]
-    run.send(events.WorkerJoined("invited", invited=True))  # takes nobody's room
+    run.send(events.WorkerJoined("invited", invited=True))  # takes no other site's room
     assert sorted(run.state.members) == ["a", "b", "g", "h", "invited"]
     run.leave("invited")
     effects = run.join("new")  # the invited site, which is gone, makes room, and one late site

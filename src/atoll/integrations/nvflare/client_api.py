@@ -48,6 +48,10 @@ class ClientAPI:
 
     def __init__(self, model_class: Callable[..., Any]) -> None:
         self.model_class = model_class
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin as before any call: a script may take part again after the end of a run."""
         self._worker: Worker | None = None
         self._work: Iterator[Any] = iter(())  # Round or Task
         self._open: Any = None  # the round or task that the next `send` answers
@@ -97,7 +101,7 @@ class ClientAPI:
                 "call for this.",
                 "Use atoll.join and fl_round.correct in the script, or another algorithm for the run, such as fedavg.",
             )
-        self.__init__(self.model_class)  # type: ignore[misc]
+        self._begin()
         self._worker, self._is_numpy = worker, framework == "numpy"
         self._work = worker.work(answers_all=True)
         atexit.register(self._leave_at_exit)

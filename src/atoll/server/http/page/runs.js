@@ -7,7 +7,7 @@ import { getJSON } from "./server.js";
 let runs = [],
   plot;
 
-// Ask for the other runs, whose pages are at `status.compared`, and show them with this one.
+// Ask for the other runs, with pages at `status.compared`, and show them with this one.
 export async function compareRuns(status) {
   if (runs.length || !status.compared.length) return;
   const others = status.compared.map(async (path) => ({ path, status: await getJSON(`${path}v1/status`) }));
