@@ -147,7 +147,7 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
-    "integrations/flower": 513,
+    "integrations/flower": 514,
     "integrations/nvflare": 472,
     "outer_optimizers": 439,
     "protocol": 2552,
@@ -170,7 +170,7 @@ LINES: dict[str, int] = {
     "worker/peer": 962,
     "worker/session": 928,
     "worker/tasks": 650,
-    "worker/training": 2268,
+    "worker/training": 2265,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

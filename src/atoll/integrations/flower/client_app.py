@@ -38,7 +38,8 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
         fm.identify(node_id)
         context = Context(fm.RUN_ID, node_id, node_config, RecordDict(), config)
         base = Path(os.environ.get("ATOLL_DIR") or ".atoll")
-        kept = KeptState(base / worker.site / worker.run_id, base)
+        assert worker.info is not None  # `tasks` always has a server
+        kept = KeptState(base / worker.site / worker.info.run, base)
         for task in worker.tasks():
             message = fm.from_task(task.id, task.payload, node_id)
             task.payload, context.state = None, kept.begin(task.id)

@@ -52,7 +52,7 @@ from atoll.errors import (
 )
 from atoll.filters.base import ByTask, for_tasks, with_cause
 from atoll.posix import require_writable_folder
-from atoll.protocol import routes
+from atoll.protocol import messages, routes
 from atoll.protocol import task_messages as tm
 from atoll.runtime import ensure_lines
 from atoll.tensors.payload import Packed, pack
@@ -365,9 +365,9 @@ class TaskWorker:
         return self._site
 
     @property
-    def run_id(self) -> str:
-        """Id of the run: another state directory at the server, another id. Empty without a server."""
-        return self._session.info.run if self._session is not None else ""
+    def info(self) -> messages.RunInfo | None:
+        """The description of the run; None without a server. Integrations use it."""
+        return self._session.info if self._session is not None else None
 
     @public_api
     def __enter__(self) -> Self:

@@ -473,11 +473,6 @@ class Worker(TaskWorker):
         """Bytes of tensors that this worker has received so far."""
         return self._backend.counters.bytes_down
 
-    @property
-    def info(self) -> messages.RunInfo | None:
-        """The description of the run; None without a server. Integrations use it."""
-        return self._backend.local.info if self._backend.local is not None else None
-
     def warn(self, text: str) -> None:
         """Log a warning about this site's training, and report it to the server. Integrations call this."""
         _report(self._session, self.site, OF_LOST_STEPS, text)
