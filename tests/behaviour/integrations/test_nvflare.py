@@ -150,7 +150,7 @@ def test_scripts_answer_a_cross_site_evaluation(nursery: Nursery, tmp_path: Path
 
 def test_decorated_functions_receive_and_send(take_part: Callable[..., atoll.Server], tmp_path: Path) -> None:
     """The older decorators pass the received model to each function, and send what it returns with its metrics."""
-    take_part(rounds=1)
+    server = take_part(rounds=1)
 
     @flare.evaluate
     def measure(given: flare.FLModel, scale: float = 1.0) -> dict[str, float]:
@@ -163,6 +163,7 @@ def test_decorated_functions_receive_and_send(take_part: Callable[..., atoll.Ser
     assert measure(scale=3.0) == {"mean": 0.0}
     fit(by=2.0)
     assert not flare.is_running()
+    server.run()  # its files are written after the sites hear of the end
     assert exported(tmp_path)["w"].tolist() == [2.0, 2.0]
     assert history(tmp_path / "state")[0]["metrics"] == {"mean": 0.0}
 
@@ -171,7 +172,7 @@ def test_writers_send_numbers_only(
     take_part: Callable[..., atoll.Server], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The last number under each name travels with the next model; for other values a warning says so once."""
-    take_part(rounds=1)
+    server = take_part(rounds=1)
     received = flare.receive()
     SummaryWriter().add_scalar("loss", 3.0, global_step=1)
     SummaryWriter().add_scalar("loss", 2.0, global_step=2)
@@ -189,6 +190,7 @@ def test_writers_send_numbers_only(
     ]
     flare.send(flare.FLModel(params=received.params, metrics={"loss": 1.0}))  # given, so not the logged one
     assert not flare.is_running()
+    server.run()
     found = history(tmp_path / "state")[0]["metrics"]
     assert len(found) == 128
     assert {name: value for name, value in found.items() if not name.startswith("many")} == {
