@@ -147,7 +147,7 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
-    "integrations/flower": 514,
+    "integrations/flower": 517,
     "integrations/nvflare": 472,
     "outer_optimizers": 439,
     "protocol": 2552,
