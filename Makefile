@@ -9,6 +9,7 @@
 #   make histories   random histories of a run with all faults, for MINUTES=10; a seed that fails can be played again
 #   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
 #                    MINUTES=60: answers, requests to a server, messages, headers, policies and state files, for an hour
+#   make compat     official programs of Flower and NVIDIA FLARE, unchanged; COMPAT_DIR has checkouts of both
 #   make sbom        the parts of the wheel and of what it needs, in CycloneDX, in build/
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
 #   make golden      write the digests of tests/behaviour/golden anew, and print old → new
@@ -30,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants histories fuzz sbom reference docs golden pythons clean
+.PHONY: demo test test-all check bench behaviours mutants histories fuzz compat sbom reference docs golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -63,6 +64,9 @@ mutants: $(VENV)/.test
 
 fuzz: $(VENV)/.test
 	$(BIN)/python tools/fuzz.py $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
+
+compat: $(VENV)/.test
+	$(BIN)/python tools/compat.py $(COMPAT_DIR) --out docs/results/compat.md $(ARGS)
 
 sbom: $(VENV)/.test
 	$(BIN)/python tools/sbom.py
