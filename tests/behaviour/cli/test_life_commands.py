@@ -351,6 +351,15 @@ def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., st
     assert "name the run, or with --dir its state directory" in said
 
 
+@pytest.mark.parametrize("words", WISHES)
+def test_a_command_says_to_wait_while_a_server_begins(killed: Path, refused: Callable[..., str], words: str) -> None:
+    """A server that begins holds the state directory, but does not answer yet: the command says to give it again."""
+    with closing(Store(killed / "state")):
+        said = refused(*words.split(), "state", folder=killed)
+    assert said.startswith("4 atoll: The state directory state is in use by")
+    assert "give the command again in some seconds" in said
+
+
 # -- compare, doctor, completion
 
 
