@@ -6,7 +6,9 @@ import json as json_module
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -91,7 +93,7 @@ def _compared(run: Path) -> Compared:
     points = [(each.round, _values(each)) for each in summaries]
     names = sorted({name for _, values in points for name in values})
     times = [datetime.fromisoformat(each.created_at) for each in rounds if each.fragment == 0]
-    seconds = (times[-1] - times[0]).total_seconds() / (len(times) - 1) if len(times) > 1 else None
+    gaps_s = [(later - earlier).total_seconds() for earlier, later in pairwise(times)]
     return {
         "run": str(run),
         "state": state_of(status, is_served=is_served(folder)),
@@ -100,7 +102,7 @@ def _compared(run: Path) -> Compared:
         "version": status.version,
         "sites": len(status.workers),
         "bytes_up": sum(each.bytes_up for each in every),
-        "seconds_per_round": seconds,
+        "seconds_per_round": median(gaps_s) if gaps_s else None,  # the mean would count pauses and restarts
         "metrics": {name: _metric(name, points, status.best) for name in names},
     }
 
