@@ -16,7 +16,6 @@ from atoll.cli.text import (
     awaited,
     duration,
     log_lines,
-    number_of,
     numbers,
     size,
     telling_what_is_awaited,
@@ -147,8 +146,8 @@ class RunView:
         for summary in status.history:
             if summary.fragment == 0 and summary.round > self._round:
                 self._round, self._begin_s = summary.round, time.monotonic()
-                updates = number_of(len(summary.sites), "update")
-                told = ", ".join(filter(None, [updates, numbers(summary.metrics), size(summary.bytes_up)]))
+                sent = size(summary.bytes_up) if summary.sites else ""
+                told = ", ".join(filter(None, [summary.counted, numbers(summary.metrics), sent]))
                 left = f"; {time_left(status.left_s)}" if status.left_s is not None and not status.finished else ""
                 self.say(f"round {summary.round} of {status.rounds or '∞'}: {told}{left}")
 

@@ -304,8 +304,10 @@ def _learns(status: Status) -> str:
     known = {name for row in history for name in row.values}
     name = next((each for each in [*wanted, *sorted(known)] if each in known), "")
     if not name:
-        ended = [row for row in history if row.version is not None]
-        return " Whether it learns is not known: no site reports a metric." if ended else ""
+        if any(row.version is not None for row in history):
+            return " Whether it learns is not known: no site reports a metric."
+        unchanged = history and not status.version
+        return " All sites sat out each round, so the model is as it began." if unchanged else ""
     found = [(row.values[name], row.round) for row in history if name in row.values]
     (first, begun), (last, number) = found[0], found[-1]
     if name in status.first:
