@@ -170,7 +170,9 @@ class RunView:
         if status is None or not status.fragments:
             return self.phase
         if status.finished:
-            return f"the run is finished{'' if self.is_over else '; its processes end'}"
+            last = status.evaluation.running if status.evaluation is not None else None
+            then = "; its processes end" if last is None else f"; version {last} is being evaluated"
+            return f"the run is finished{'' if self.is_over else then}"
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
             imports = "imports" if len(missing) == 1 else "import"

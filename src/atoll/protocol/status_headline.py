@@ -183,6 +183,8 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[s
         aggregator = fragment.place.aggregator if fragment.place else ""
         where = f" at {quoted(aggregator)}" if aggregator else ""
         told, sites = _late_alone(status)
+        if status.evaluation is not None and status.evaluation.running is not None:
+            return f"is closed, and waits for the evaluation of version {status.evaluation.running}.{told}", "", sites
         return f"is closed: its updates are aggregated{where}.{told}", "", sites
     usual_s = usual_round_s(status.history)
     late = usual_s is not None and is_late(fragment.open_s, usual_s)

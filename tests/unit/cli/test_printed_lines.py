@@ -217,7 +217,7 @@ def test_a_run_says_which_rounds_have_no_update(capsys: pytest.CaptureFixture[st
         RoundSummary.sat_out_by_all(0, 2, ["a", "b"], 2),
     ]
     head = FragmentStatus(fragment=0, version=1, phase="open", waiting_for=[], reason="")
-    view.show(Status(run="r", protocol=1, rounds=9, fragments=[head], version=1, history=ended), "")
+    view.show(Status(run="r", protocol=1, rounds=9, fragments=[head], history=ended), "")
     assert [each.partition(" ")[2] for each in capsys.readouterr().out.splitlines()] == [
         "round 1 of 9: 1 update (1 site sat out), 8 B",
         "round 2 of 9: all sites sat out",

@@ -10,6 +10,7 @@ import pytest
 from atoll.protocol.status_headline import Trouble, headline_of, usual_round_s
 from atoll.protocol.status_messages import (
     BestStatus,
+    EvaluationStatus,
     FragmentStatus,
     Headline,
     Missing,
@@ -332,6 +333,13 @@ def test_the_headline_names_a_swarms_aggregator() -> None:
     place = PlaceStatus(aggregator="c", checker="a", holders=["a"], collected=["a", "b"])
     said = headline_of(running(fragment={"phase": "closing", "waiting_for": [], "place": place}))
     assert said.text.startswith('Round 4 of 20 is closed: its updates are aggregated at "c".')
+
+
+def test_the_headline_says_that_a_version_waits_for_an_evaluation() -> None:
+    """The next version is not made before the last one is evaluated, which is no time of the aggregation."""
+    evaluation = EvaluationStatus(function="mine:evaluate", every=1, running=2)
+    said = headline_of(running(fragment={"phase": "closing"}, evaluation=evaluation))
+    assert said.text.startswith("Round 4 of 20 is closed, and waits for the evaluation of version 2.")
 
 
 def test_the_headline_of_an_async_run_names_no_site() -> None:
