@@ -295,7 +295,8 @@ class Status(Message):
     rounds: Count = 0
     finished: bool = False
     has_result: bool = Field(
-        False, description="Whether the run's result is written: the last version evaluated, model and metrics exported."
+        False,
+        description="Whether the run's result is written: the last version evaluated, model and metrics exported.",
     )
     stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
     paused: bool = Field(False, description="Whether the admin has paused the run.")

@@ -459,6 +459,15 @@ def test_atoll_run_reports_a_port_in_use(atoll_command, canned, small: Path) -> 
     assert running_in(small) == []
 
 
+def test_an_error_of_a_script_names_its_own_line(atoll_command, small: Path) -> None:
+    """If a script reads what the run does not set, `atoll run` names the line of the script."""
+    reads = '        fl_round.config["momentum"]\n'
+    (small / "train.py").write_text(TRAIN.replace("        optimizer = ", f"{reads}        optimizer = ", 1))
+    outcome = atoll_command(*WITH_SITES)
+    number = 1 + (small / "train.py").read_text().splitlines().index(reads.rstrip())
+    assert f"give a default: config.get('momentum', …). ({small / 'train.py'}, line {number})" in outcome.stderr
+
+
 @pytest.mark.parametrize("fault", ["import no_such_module", "raise SystemExit(3)"], ids=["import", "exit"])
 def test_a_script_that_fails_at_once_ends_the_run(atoll_command, small: Path, fault: str) -> None:
     """If a site's script fails at its start, `atoll run` ends with the script's last line, the path of the log, and how

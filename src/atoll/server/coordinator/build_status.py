@@ -172,7 +172,9 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     ]
     evaluation = served.evaluation.status()
     evaluated = evaluation.running if evaluation is not None and round_.phase == "closing" else None
-    awaits = served.tickets.why(index, now_s) if evaluated is None else f"waits for the evaluation of version {evaluated}"
+    awaits = (
+        served.tickets.why(index, now_s) if evaluated is None else f"waits for the evaluation of version {evaluated}"
+    )
     return status_messages.FragmentStatus(
         fragment=index,
         version=round_.head,
