@@ -175,7 +175,9 @@ class RunProcesses(ABC):
             )
 
     def wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds, and for the last version's evaluation, for all processes to end. Say which sites still run, and which have failed.
+        """Wait for all processes to end: up to `END_S` seconds, and as long as the last version may be evaluated.
+
+        Say which sites still run then, and which have failed.
 
         Raises:
             AtollError: the server ended with an error.
