@@ -15,7 +15,7 @@ import typer
 
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, still, width_of_output
-from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, run_names, state_of
+from atoll.cli.which_run import STATE, RunsArgument, is_served, named_run, quoted, run_folders, state_of
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
@@ -33,14 +33,7 @@ Compared = dict[str, Any]
 
 
 def command(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help=f"The runs: each by its {NAMED}. Default: the newest ones.",
-            metavar="[RUN]…",
-            autocompletion=run_names,
-        ),
-    ] = None,
+    runs: RunsArgument = None,
     directories: Annotated[
         list[Path] | None, typer.Option("--dir", help="Another way to give a RUN; can be repeated.", show_default=False)
     ] = None,
@@ -49,7 +42,10 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON, with the metrics of each round.")] = False,
 ) -> None:
-    """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round."""
+    """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.
+
+    Without a RUN, these are the newest ones here.
+    """
     if plot is not None:
         require_file(plot, "compare.png")
     named = [*(runs or ()), *(directories or ())] or _newest()

@@ -8,7 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
@@ -123,9 +123,21 @@ def loaded(name: str) -> Any:
     if own is None:
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = getattr(module, "command", None) or getattr(module, name)
-        words = (function.__doc__ or "").partition("Raises:")[0]  # the rest is for readers of the code
-        own.command(name, help=words, context_settings=HELP | getattr(module, "CONTEXT", {}))(function)
-    return typer.main.get_command(own)
+        text = (function.__doc__ or "").partition("Raises:")[0]  # the rest is for readers of the code
+        own.command(name, help=text, context_settings=HELP | getattr(module, "CONTEXT", {}))(function)
+    command = typer.main.get_command(own)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        _restore_help(each)
+    return command
+
+
+def _restore_help(command: Any) -> None:
+    """Give arguments the help that they lose with typer before 0.21, which Flower wants, and click from 8.5 on."""
+    lost = {each.name: each for each in command.params if getattr(each, "help", "") is None}
+    hints = get_type_hints(command.callback, include_extras=True) if lost else {}
+    for name in lost.keys() & hints.keys():
+        for each in get_args(hints[name])[1:]:
+            lost[name].help = getattr(each, "help", None)
 
 
 @contextlib.contextmanager

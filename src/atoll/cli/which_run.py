@@ -54,6 +54,12 @@ RunArgument = Annotated[
     Path | None,
     typer.Argument(help=f"The run: its {NAMED}.", metavar="[RUN]", show_default=False, autocompletion=run_names),
 ]
+RunsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help=f"The runs: each by its {NAMED}.", metavar="[RUN]…", show_default=False, autocompletion=run_names
+    ),
+]
 RunDir = Annotated[Path | None, typer.Option("--dir", help="Another way to give RUN.", show_default=False)]
 
 

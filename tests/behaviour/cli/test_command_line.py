@@ -22,6 +22,12 @@ from atoll.cli import main
 from atoll.testing.run import history
 
 COMMANDS = [*main.COMMANDS]
+ARGUMENTS = {
+    "status": "The run: its folder",
+    "rollback": "Version from which the run goes on",
+    "new": "Folder to write into",
+}
+"""Command → what its help says of its argument."""
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in COMMANDS)])
@@ -30,6 +36,8 @@ def test_every_command_has_a_help_text(atoll_command, arguments: list[str]) -> N
     assert outcome.returncode == 0, outcome.stderr
     assert "Usage" in outcome.stdout
     assert "Raises" not in outcome.stdout  # that section of a docstring is for readers of the code
+    said = ARGUMENTS.get(" ".join(arguments), "")
+    assert said in outcome.stdout  # not of options alone
     if not arguments:
         assert [command for command in COMMANDS if command not in outcome.stdout] == []
 
