@@ -568,5 +568,6 @@ def _last_place_of_user_code(trace: TracebackType | None) -> str:
     """
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(trace)]
     frames = [(path, line) for path, line in frames if not path.is_relative_to(Path(__file__).parent)]
+    frames = [each for each in frames if "<frozen" not in str(each[0])]  # Python's own: it runs a module or a file
     own = [each for each in frames if _PACKAGES.isdisjoint(each[0].parts) and not each[0].is_relative_to(_LIBRARY)]
     return "{}, line {}".format(*(own or frames)[-1]) if frames else ""

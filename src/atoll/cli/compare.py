@@ -6,14 +6,16 @@ import json as json_module
 import sys
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
 
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import WIDE, aligned, duration, fitting, next_step, require_file, size, still, width_of_output
-from atoll.cli.which_run import NAMED, STATE, is_served, named_run, quoted, run_folders, run_names, state_of
+from atoll.cli.which_run import STATE, RunsArgument, is_served, named_run, quoted, run_folders, state_of
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import status_messages
@@ -31,14 +33,7 @@ Compared = dict[str, Any]
 
 
 def command(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help=f"The runs: each by its {NAMED}. Default: the newest ones.",
-            metavar="[RUN]…",
-            autocompletion=run_names,
-        ),
-    ] = None,
+    runs: RunsArgument = None,
     directories: Annotated[
         list[Path] | None, typer.Option("--dir", help="Another way to give a RUN; can be repeated.", show_default=False)
     ] = None,
@@ -47,7 +42,10 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON, with the metrics of each round.")] = False,
 ) -> None:
-    """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round."""
+    """Compare runs: their metrics at the end and at best, rounds, bytes, and seconds by round.
+
+    Without a RUN, these are the newest ones here.
+    """
     if plot is not None:
         require_file(plot, "compare.png")
     named = [*(runs or ()), *(directories or ())] or _newest()
@@ -91,7 +89,7 @@ def _compared(run: Path) -> Compared:
     points = [(each.round, _values(each)) for each in summaries]
     names = sorted({name for _, values in points for name in values})
     times = [datetime.fromisoformat(each.created_at) for each in rounds if each.fragment == 0]
-    seconds = (times[-1] - times[0]).total_seconds() / (len(times) - 1) if len(times) > 1 else None
+    gaps_s = [(later - earlier).total_seconds() for earlier, later in pairwise(times)]
     return {
         "run": str(run),
         "state": state_of(status, is_served=is_served(folder)),
@@ -100,7 +98,7 @@ def _compared(run: Path) -> Compared:
         "version": status.version,
         "sites": len(status.workers),
         "bytes_up": sum(each.bytes_up for each in every),
-        "seconds_per_round": seconds,
+        "seconds_per_round": median(gaps_s) if gaps_s else None,  # the mean would count pauses and restarts
         "metrics": {name: _metric(name, points, status.best) for name in names},
     }
 

@@ -32,7 +32,7 @@ from atoll.cli.which_run import (
     run_folders,
     start_command,
 )
-from atoll.errors import TRANSIENT, Conflict, ServerUnreachable
+from atoll.errors import TRANSIENT, Conflict, ServerUnreachable, StateLocked
 from atoll.format_text import visible
 from atoll.protocol import admin_messages, routes, status_messages
 from atoll.store.reader import has_run, open_state
@@ -206,7 +206,11 @@ class Target:
                     error.message, f"{error.remedy} If no server runs, name the run{name}.".strip()
                 ) from error
         self.is_served = False
-        return in_journal(self._dir)
+        try:
+            return in_journal(self._dir)
+        except StateLocked as error:
+            again = "It begins, ends or hangs: give the command again in some seconds; if that does not help, end it."
+            raise StateLocked(error.message, again) from error
 
     def _status(self) -> status_messages.Status:
         return ask(

@@ -7,8 +7,8 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, get_args, get_type_hints
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
@@ -62,6 +62,8 @@ LONG = ("run", "server", "worker", "simulate", "evaluate")
 
 _CommandLineError: Any = typer.BadParameter.__base__
 """The base class of errors of a command line, in click or in typer's copy of click."""
+_MEANT = " Did you mean"
+"""How both of them begin to name the nearest word."""
 
 
 class Commands(TyperGroup):
@@ -91,33 +93,74 @@ class Commands(TyperGroup):
         name, found, rest = super().resolve_command(ctx, args)
         return name, found and loaded(found.name or ""), rest
 
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Read the options that come before a subcommand.
+
+        Raises:
+            UsageError: one is unknown.
+        """
+        with _one_line():
+            return super().make_context(*args, **options)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand of a command line.
 
         Raises:
-            UsageError: the subcommand does not have an option that was given.
+            UsageError: the subcommand does not take these options or arguments.
         """
-        try:
+        with _one_line(ctx):
             return super().invoke(ctx)
-        except _CommandLineError as error:
-            option = getattr(error, "option_name", None)
-            if option is None:
-                raise
-            raise _unknown_option(option, error.ctx) from None
 
 
 def loaded(name: str) -> Any:
     """Import a subcommand, and return it."""
     words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
     first_s = FIRST_S if name in LONG and not {"-q", "--quiet"} & {*words} else None
-    with still(f"loading atoll {name}", first_s):
+    completes = "_ATOLL_COMPLETE" in os.environ  # a shell asks while its user types: a line would be in between
+    with contextlib.nullcontext() if completes else still(f"loading atoll {name}", first_s):
         module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         function = getattr(module, "command", None) or getattr(module, name)
-        own.command(name, context_settings=HELP | getattr(module, "CONTEXT", {}))(function)
-    return typer.main.get_command(own)
+        text = (function.__doc__ or "").partition("Raises:")[0]  # the rest is for readers of the code
+        own.command(name, help=text, context_settings=HELP | getattr(module, "CONTEXT", {}))(function)
+    command = typer.main.get_command(own)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        _restore_help(each)
+    return command
+
+
+def _restore_help(command: Any) -> None:
+    """Give arguments the help that they lose with typer before 0.21, which Flower wants, and click from 8.5 on."""
+    lost = {each.name: each for each in command.params if getattr(each, "help", "") is None}
+    hints = get_type_hints(command.callback, include_extras=True) if lost else {}
+    for name in lost.keys() & hints.keys():
+        for each in get_args(hints[name])[1:]:
+            lost[name].help = getattr(each, "help", None)
+
+
+@contextlib.contextmanager
+def _one_line(outer: Any = None) -> Iterator[None]:
+    """Within the block, let a wrong command line be an error of one line.
+
+    Args:
+        outer: the context of `atoll` itself, for an error that does not say which subcommand it is about.
+
+    Raises:
+        UsageError: the command line is wrong.
+    """
+    try:
+        yield
+    except _CommandLineError as error:
+        kind, ctx = type(error).__name__, error.ctx
+        if kind == "NoArgsIsHelpError":  # the help is printed
+            raise
+        if kind == "NoSuchOption" and ctx is not None:
+            raise _unknown_option(error.option_name, ctx) from None
+        text = _MEANT.join(error.format_message().split(_MEANT)[:2])  # the nearest word once
+        path = ctx.command_path if ctx else f"atoll {outer.invoked_subcommand}" if outer else "atoll"
+        raise UsageError(text, f"`{path} --help` shows how to use it.") from None
 
 
 def _unknown_option(option: str, ctx: Any) -> UsageError:

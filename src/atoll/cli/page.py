@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import webbrowser
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,27 +11,20 @@ import typer
 from atoll.cli.status import live_status
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import still
-from atoll.cli.which_run import NAMED, named_run, newest_run, run_names
+from atoll.cli.which_run import RunsArgument, named_run, newest_run
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.store.caller_tokens import stored_tokens
 
 
 def command(
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help=f"The run: its {NAMED}; then runs to compare it with. Default: the newest run here.",
-            metavar="[RUN]…",
-            autocompletion=run_names,
-        ),
-    ] = None,
+    runs: RunsArgument = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: any free one.")] = 0,
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Show the page of a run: of one that runs from its server, of any other from its state directory.
 
-    Of several runs, it is the first one's as stored, and compares their metrics.
+    Without a RUN, it is the newest one here. Of several, it is the first one's as stored, and compares their metrics.
 
     Nothing in the directory changes. The address has a token: pass it on only to readers of the run.
 

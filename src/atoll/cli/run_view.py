@@ -16,7 +16,6 @@ from atoll.cli.text import (
     awaited,
     duration,
     log_lines,
-    number_of,
     numbers,
     size,
     telling_what_is_awaited,
@@ -147,8 +146,8 @@ class RunView:
         for summary in status.history:
             if summary.fragment == 0 and summary.round > self._round:
                 self._round, self._begin_s = summary.round, time.monotonic()
-                updates = number_of(len(summary.sites), "update")
-                told = ", ".join(filter(None, [updates, numbers(summary.metrics), size(summary.bytes_up)]))
+                sent = size(summary.bytes_up) if summary.sites else ""
+                told = ", ".join(filter(None, [summary.counted, numbers(summary.metrics), sent]))
                 left = f"; {time_left(status.left_s)}" if status.left_s is not None and not status.finished else ""
                 self.say(f"round {summary.round} of {status.rounds or '∞'}: {told}{left}")
 
@@ -171,7 +170,9 @@ class RunView:
         if status is None or not status.fragments:
             return self.phase
         if status.finished:
-            return f"the run is finished{'' if self.is_over else '; its processes end'}"
+            last = status.evaluation.running if status.evaluation is not None else None
+            then = "; its processes end" if last is None else f"; version {last} is being evaluated"
+            return f"the run is finished{'' if self.is_over else then}"
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
             imports = "imports" if len(missing) == 1 else "import"

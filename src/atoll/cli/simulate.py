@@ -161,8 +161,8 @@ class Lines:
             return
         metrics = numbers(round_.metrics)
         pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"
-        updates = number_of(len(round_.sites), "update")
-        LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {metrics}" if metrics else "", pace)
+        told = f"{round_.counted}{', ' if metrics else ''}{metrics}{pace}"
+        LOG.info("round %d of %d: %s", round_.round, self._rounds, told)
         self._said_s, self._updates = now_s, 0
 
 

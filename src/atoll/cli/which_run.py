@@ -54,6 +54,12 @@ RunArgument = Annotated[
     Path | None,
     typer.Argument(help=f"The run: its {NAMED}.", metavar="[RUN]", show_default=False, autocompletion=run_names),
 ]
+RunsArgument = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        help=f"The runs: each by its {NAMED}.", metavar="[RUN]…", show_default=False, autocompletion=run_names
+    ),
+]
 RunDir = Annotated[Path | None, typer.Option("--dir", help="Another way to give RUN.", show_default=False)]
 
 
@@ -160,7 +166,7 @@ def no_such_run(named: Path) -> UsageError:
             why = noted_failure(folder).rstrip(".")
             how = f"failed before it began: {why}" if why else "was never started: its server has not begun"
             return UsageError(f"The run in {folder} {how}.", f"To start it: atoll run {quoted(folder)}")
-    known = [each.name for each in reversed(run_folders())]
+    known = [each.name for each in reversed(run_folders()) if has_run(each / STATE)]
     near = difflib.get_close_matches(named.name, known, n=MOST_NEAR)
     shown = f"Did you mean {' or '.join(near)}?" if near else f"The newest runs here: {', '.join(known[:MOST_NEAR])}."
     remedy = f"{visible(shown)} `atoll runs` lists all." if known else "Give the run file's disk.state_dir."

@@ -183,6 +183,8 @@ def _awaited(status: Status, fragment: FragmentStatus) -> tuple[str, str, list[s
         aggregator = fragment.place.aggregator if fragment.place else ""
         where = f" at {quoted(aggregator)}" if aggregator else ""
         told, sites = _late_alone(status)
+        if status.evaluation is not None and status.evaluation.running is not None:
+            return f"is closed, and waits for the evaluation of version {status.evaluation.running}.{told}", "", sites
         return f"is closed: its updates are aggregated{where}.{told}", "", sites
     usual_s = usual_round_s(status.history)
     late = usual_s is not None and is_late(fragment.open_s, usual_s)
@@ -304,8 +306,10 @@ def _learns(status: Status) -> str:
     known = {name for row in history for name in row.values}
     name = next((each for each in [*wanted, *sorted(known)] if each in known), "")
     if not name:
-        ended = [row for row in history if row.version is not None]
-        return " Whether it learns is not known: no site reports a metric." if ended else ""
+        if any(row.version is not None for row in history):
+            return " Whether it learns is not known: no site reports a metric."
+        unchanged = history and not status.version
+        return " All sites sat out each round, so the model is as it began." if unchanged else ""
     found = [(row.values[name], row.round) for row in history if name in row.values]
     (first, begun), (last, number) = found[0], found[-1]
     if name in status.first:

@@ -128,6 +128,14 @@ class RoundSummary(Message):
         """The round's metrics: means of the sites, and those of the server's evaluation with the prefix `GLOBAL`."""
         return {**self.metrics, **{GLOBAL + name: value for name, value in self.global_metrics.items()}}
 
+    @property
+    def counted(self) -> str:
+        """How many updates the round has, and how many sites sat out, as text."""
+        if self.version is None:
+            return "all sites sat out"
+        sat_out = f" ({number_of(len(self.sat_out), 'site')} sat out)" if self.sat_out else ""
+        return f"{number_of(len(self.sites), 'update')}{sat_out}"
+
     @classmethod
     def sat_out_by_all(cls, fragment: int, number: int, sites: Sequence[str], population: int) -> Self:
         """Return the summary of a round that ended without a version, because all sites sat out.
@@ -286,6 +294,10 @@ class Status(Message):
     epoch: Count = 0
     rounds: Count = 0
     finished: bool = False
+    has_result: bool = Field(
+        False,
+        description="Whether the run's result is written: the last version evaluated, model and metrics exported.",
+    )
     stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
     paused: bool = Field(False, description="Whether the admin has paused the run.")
     stopping: bool = Field(False, description="Whether the admin has ended the run: the current round is the last.")

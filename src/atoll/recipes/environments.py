@@ -441,10 +441,8 @@ def model_of(settings: Settings, folder: Path) -> Path:
 
 def round_line(summary: RoundSummary, rounds: int) -> str:
     """Return one line about a round: its number, updates and metrics."""
-    if summary.version is None:
-        return f"round {summary.round} of {rounds}, all sites sat out"
     told = numbers(summary.metrics)
-    return f"round {summary.round} of {rounds}, {number_of(len(summary.sites), 'update')}{': ' if told else ''}{told}"
+    return f"round {summary.round} of {rounds}, {summary.counted}{': ' if told else ''}{told}"
 
 
 # -- processes

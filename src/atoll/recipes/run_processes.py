@@ -175,21 +175,27 @@ class RunProcesses(ABC):
             )
 
     def wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds for all processes to end. Say which sites still run, and which have failed.
+        """Wait for all processes to end: up to `END_S` seconds, and as long as the last version may be evaluated.
+
+        Say which sites still run then, and which have failed.
 
         Raises:
             AtollError: the server ended with an error.
         """
-        end_s, processes, is_asked = time.monotonic() + END_S, self.children.processes, False
+        server, processes, is_asked = self.settings.server, self.children.processes, False
+        most_s = END_S + (server.evaluate_timeout_s if server.evaluate else 0.0)  # of the last version
+        end_s = time.monotonic() + most_s
         while time.monotonic() < end_s and (left := processes.keys() - self.ends()):
-            if left == {SERVER} and not is_asked:  # it would stay for programs that ask for the status
+            if (
+                left == {SERVER} and not is_asked and self._has_result()
+            ):  # it would stay for programs that ask for the status
                 is_asked = True
                 processes[SERVER].terminate()
             self.look()
             time.sleep(0.05)
         for name, process in processes.items():
             if name != self.main and process.returncode is None:
-                self.say(f"{name} still runs {END_S:g} s after the end of the run, and is stopped now")
+                self.say(f"{name} still runs {most_s:g} s after the end of the run, and is stopped now")
             elif name != self.main and process.returncode:
                 self.say(f"{name} {self.end_of(name, process.returncode)} after the run was finished")
         code = processes[self.main].poll()
@@ -200,6 +206,10 @@ class RunProcesses(ABC):
         """Return the last status that the server wrote to its file; None if there is no file, or it cannot be read."""
         saved = saved_status(self.settings.disk.state_dir)
         return saved[0] if saved else None
+
+    def _has_result(self) -> bool:
+        status = self.status()
+        return status is not None and status.has_result
 
     def log(self, name: str) -> Path:
         """Return the path of a process's log."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.errors import public_api
+from atoll.errors import end_with_one_line
 from atoll.simulate.script import Script
 from atoll.simulate.site_surroundings import SiteSeeds
 from atoll.worker.training.federated_loop import seeded_by
@@ -21,7 +21,6 @@ from atoll.worker.training.federated_loop import seeded_by
 POLL_S = 0.05
 
 
-@public_api
 def main(address: Path, seed: int, threads: int, script: str, *arguments: str) -> None:
     """Load the script, wait for the server, and train as the site of the environment until the run has ended.
 
@@ -32,6 +31,7 @@ def main(address: Path, seed: int, threads: int, script: str, *arguments: str) -
         script: the training code, as `name_of` in script.py returns it.
         arguments: the script's arguments.
     """
+    end_with_one_line()
     torch.set_num_threads(threads)
     seeds = SiteSeeds(seed)
     seeds.begin()

@@ -61,7 +61,8 @@ def run(  # noqa: PLR0913 (options, by keyword)
         def train(worker):
             for fl_round in worker: ...
 
-        atoll.run(model, train, sites=["clinic-a", "clinic-b"], settings={"rounds.total": 5})
+        settings = {"algorithm.name": "fedavg", "rounds.total": 5}
+        atoll.run(model, train, sites=["clinic-a", "clinic-b"], settings=settings)
 
     The same call on the same state directory continues an interrupted run. A run that has finished, or was begun with
     other code, settings or sites, is refused with what differs, so that no old result looks new.

@@ -70,7 +70,8 @@ def require_model(model: object, *, mapping: bool = True) -> None:
     if not isinstance(model, nn.Module) and not (mapping and isinstance(model, Mapping)):
         given_type = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
         or_mapping = ", or a mapping: name → tensor or array" if mapping else ""
-        raise UsageError(f"The model is {given_type}, not an nn.Module.", f"Pass an nn.Module{or_mapping}.")
+        call = " Call a function that builds it: build(), not build." if callable(model) else ""
+        raise UsageError(f"The model is {given_type}, not an nn.Module.", f"Pass an nn.Module{or_mapping}.{call}")
 
 
 def as_tensors(arrays: Arrays, schema: Schema) -> dict[str, Tensor]:

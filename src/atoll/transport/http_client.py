@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import urllib3
 from pydantic import BaseModel
@@ -59,7 +59,9 @@ from atoll.transport.credential_store import (
 )
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import OTHER_PEER, ContextMaker, Token, client_context, fixed, read_token, unverified_context
-from atoll.transport.way_out import WayOut, way_out
+
+if TYPE_CHECKING:
+    from atoll.transport.way_out import WayOut
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -272,6 +274,8 @@ class Http:
             ConfigError, StoreError: the site's policy or its log cannot be used.
         """
         if self._way_out is None:
+            from atoll.transport.way_out import way_out  # its messages take a while, and commands that read send none
+
             self._way_out = way_out()
         return self._way_out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -351,6 +352,15 @@ def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., st
     assert "name the run, or with --dir its state directory" in said
 
 
+@pytest.mark.parametrize("words", WISHES)
+def test_a_command_says_to_wait_while_a_server_begins(killed: Path, refused: Callable[..., str], words: str) -> None:
+    """A server that begins holds the state directory, but does not answer yet: the command says to give it again."""
+    with closing(Store(killed / "state")):
+        said = refused(*words.split(), "state", folder=killed)
+    assert said.startswith("4 atoll: The state directory state is in use by")
+    assert "give the command again in some seconds" in said
+
+
 # -- compare, doctor, completion
 
 
@@ -369,6 +379,17 @@ def test_compare_prints_a_table_and_draws_a_plot(
     assert (run["rounds"], run["version"], run["state"]) == (1, 1, "interrupted")
     assert run["metrics"]["loss"]["points"] == [[1, 1.0]]
     assert "There is no run" in refused("compare", "nowhere", folder=killed)
+
+
+def test_compare_counts_no_pause_as_rounds(halfway: Halfway, killed: Path, ask: Callable[..., str]) -> None:
+    """The seconds by round are those of a usual round, also of a run that was paused or stopped for an hour."""
+    halfway.go_on(killed, **{"rounds.total": 5})
+    with closing(sqlite3.connect(killed / "state" / "journal.sqlite")) as journal, journal:
+        for version, at in enumerate(("10:00:00", "10:00:02", "10:00:04", "11:00:04", "11:00:06"), start=1):
+            journal.execute(f"UPDATE history SET created_at = '2026-01-01T{at}+00:00' WHERE version = {version}")
+    (run,) = json.loads(ask("compare", "state", "--json", folder=killed))
+    assert run["rounds"] == 5
+    assert run["seconds_per_round"] == 2.0  # of 2, 2, 3600 and 2
 
 
 def test_doctor_checks_the_machine_and_the_server(

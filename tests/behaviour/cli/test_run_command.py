@@ -136,6 +136,27 @@ def test_a_killed_server_loses_nothing(atoll_command, small: Path) -> None:
     assert killed["run"] == "small-2"  # the whole run was there already, and was not trained again
 
 
+EVALUATE = """
+def evaluate(model):
+    while not (HERE / "go").exists():
+        time.sleep(0.01)
+    return {"share": 1.0}
+"""
+
+
+def test_the_last_version_is_evaluated_after_the_sites_have_ended(nursery, small: Path) -> None:
+    """`atoll run` lets its server evaluate the last version, also if all sites have ended, and says so."""
+    (small / "train.py").write_text(TRAIN.replace("\n\nif __name__", f"\n{EVALUATE}\n\nif __name__"))
+    words = (*WITH_SITES, "--set", "server.evaluate=train.py:evaluate", "--set", "server.evaluate_every=4")
+    process = nursery.start("atoll", *words, cwd=small)
+    said = "the run is finished; version 4 is being evaluated ("
+    wait_until(lambda: said in process.output() or process.poll() is not None, "the evaluation", 60)
+    (small / "go").touch()
+    assert process.wait(60) == 0, process.output()
+    lines = (small / "runs/small-1/state/exports/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(each)["global_metrics"] for each in lines] == [{}, {}, {}, {"share": 1.0}]
+
+
 def test_named_sites_and_arguments_reach_the_script(atoll_command, small: Path) -> None:
     (small / "train.py").write_text(
         TRAIN.replace("import atoll\n", "import sys\n\nimport atoll\n").replace(
@@ -436,6 +457,15 @@ def test_atoll_run_reports_a_port_in_use(atoll_command, canned, small: Path) -> 
     assert outcome.returncode == 3
     assert port in outcome.stderr.splitlines()[-1]
     assert running_in(small) == []
+
+
+def test_an_error_of_a_script_names_its_own_line(atoll_command, small: Path) -> None:
+    """If a script reads what the run does not set, `atoll run` names the line of the script."""
+    reads = '        fl_round.config["momentum"]\n'
+    (small / "train.py").write_text(TRAIN.replace("        optimizer = ", f"{reads}        optimizer = ", 1))
+    outcome = atoll_command(*WITH_SITES)
+    number = 1 + (small / "train.py").read_text().splitlines().index(reads.rstrip())
+    assert f"give a default: config.get('momentum', …). ({small / 'train.py'}, line {number})" in outcome.stderr
 
 
 @pytest.mark.parametrize("fault", ["import no_such_module", "raise SystemExit(3)"], ids=["import", "exit"])

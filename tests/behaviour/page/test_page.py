@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -368,47 +368,52 @@ def test_no_site_is_amber_while_the_disk_is_full(tmp_path: Path, chrome: Browser
         assert chrome.texts("#table td span.late") == []
 
 
-def test_the_timeline_counts_only_updates_that_a_round_used(tmp_path: Path, chrome: Browser) -> None:
+@pytest.fixture
+def in_module(tmp_path: Path, chrome: Browser) -> Iterator[Callable[[str, str], Any]]:
+    """Run code with a module of the page as `page`, on the page of a run, and return what the code returns."""
+    with World(tmp_path, START, "ab", rounds=3) as world:
+        chrome.open(world.url)
+        chrome.wait("#sentence", "waits for")
+        yield lambda name, code: chrome.driver.execute_async_script(
+            f"import('/page/{name}.js').then((page) => {{ {code} }}).then(arguments[0])"
+        )
+
+
+def test_the_timeline_counts_only_updates_that_a_round_used(in_module: Callable[[str, str], Any]) -> None:
     """A round's end adds times only for updates that it used: not for refused ones, nor for tickets of gone sites."""
     spans = (
-        "const done = arguments[0], at = (s) => new Date(1e12 + s * 1000).toISOString();"
+        "const at = (s) => new Date(1e12 + s * 1000).toISOString();"
         "const site = (what, s, more) => ({ what, site: 'a', at: at(s), ...more });"
         "const over = (s, name, train_seconds) => ({ what: 'round ended', fragment: 0, round: 1, at: at(s),"
         "  summary: { sites: [{ site: name, train_seconds }] } });"
-        "import('/page/timeline.js').then(({ Rounds }) => { const rounds = new Rounds(); ["
+        "const rounds = new page.Rounds(); ["
         "  site('ticket issued', 0, { ticket: 1 }), site('update refused', 5, { ticket: 1 }), over(10, 'b', 4),"
         "  site('ticket issued', 10, { ticket: 2 }), site('update accepted', 20, { ticket: 2, send_seconds: 1 }),"
         "  over(30, 'a', 3), site('ticket issued', 30, { ticket: 3 }), site(GONE, 40), over(99, 'b', 4),"
         "  ].forEach((event) => rounds.take(event));"
-        "  done(rounds.spans('a', 1e12, 1e12 + 99e3).map(([from, to, kind]) =>"
-        "    [(from - 1e12) / 1e3, (to - 1e12) / 1e3, kind])); })"
+        "return rounds.spans('a', 1e12, 1e12 + 99e3).map(([from, to, kind]) =>"
+        "  [(from - 1e12) / 1e3, (to - 1e12) / 1e3, kind]);"
     )
-    with World(tmp_path, START, "ab", rounds=3) as world:
-        chrome.open(world.url)
-        chrome.wait("#sentence", "waits for")
-        for gone in ("site silent", "site left"):
-            # 10 s from ticket to update: 6 s to pull, 3 s of training as the site reports, 1 s to send.
-            assert chrome.driver.execute_async_script(spans.replace("GONE", f"'{gone}'")) == [
-                [0, 5, "train"],
-                [5, 10, "refused"],
-                [10, 16, "pull"],
-                [16, 19, "train"],
-                [19, 20, "send"],
-                [20, 30, "wait"],
-                [30, 40, "train"],
-            ]
+    for gone in ("site silent", "site left"):
+        # 10 s from ticket to update: 6 s to pull, 3 s of training as the site reports, 1 s to send.
+        assert in_module("timeline", spans.replace("GONE", f"'{gone}'")) == [
+            [0, 5, "train"],
+            [5, 10, "refused"],
+            [10, 16, "pull"],
+            [16, 19, "train"],
+            [19, 20, "send"],
+            [20, 30, "wait"],
+            [30, 40, "train"],
+        ]
 
 
-def test_commands_have_the_path_of_a_gateway(tmp_path: Path, chrome: Browser) -> None:
-    with World(tmp_path, START, "ab", rounds=3) as world:
-        chrome.open(world.url)
-        chrome.wait("#sentence", "waits for")
-        said = chrome.driver.execute_async_script(
-            "const done = arguments[0]; import('/page/server.js').then(({ reached }) => {"
-            "  history.replaceState(null, '', '/hospital/run/');"
-            "  done(reached('atoll stop --server http://here:1', { address: 'http://here:1' })); })"
-        )
-    assert said == f"atoll stop --server {world.url}/hospital/run"
+def test_commands_have_the_path_of_a_gateway(in_module: Callable[[str, str], Any], chrome: Browser) -> None:
+    said = in_module(
+        "server",
+        "history.replaceState(null, '', '/hospital/run/');"
+        "return page.reached('atoll stop --server http://here:1', { address: 'http://here:1' });",
+    )
+    assert said == f"atoll stop --server {chrome.js('return location.origin')}/hospital/run"
 
 
 def test_commands_have_the_address_of_the_page(tmp_path: Path, chrome: Browser) -> None:
@@ -422,16 +427,13 @@ def test_commands_have_the_address_of_the_page(tmp_path: Path, chrome: Browser) 
         assert f"atoll export --server {address}" in chrome.text("#versions-hint")
 
 
-def test_an_event_of_another_day_has_its_date(tmp_path: Path, chrome: Browser) -> None:
-    with World(tmp_path, START, "ab", rounds=3) as world:
-        chrome.open(world.url)
-        chrome.wait("#sentence", "waits for")
-        shown = chrome.driver.execute_async_script(
-            "const done = arguments[0], at = (time) => ({ at: time.toISOString(), number: 1, what: 'run paused' });"
-            "import('/page/sections.js').then(({ drawEvents }) => {"
-            "  drawEvents([at(new Date(2020, 0, 2, 13, 4, 5)), at(new Date())]);"
-            "  done([...document.querySelectorAll('#event-list time')].map((each) => each.textContent)); });"
-        )
+def test_an_event_of_another_day_has_its_date(in_module: Callable[[str, str], Any]) -> None:
+    shown = in_module(
+        "sections",
+        "const at = (time) => ({ at: time.toISOString(), number: 1, what: 'run paused' });"
+        "page.drawEvents([at(new Date(2020, 0, 2, 13, 4, 5)), at(new Date())]);"
+        "return [...document.querySelectorAll('#event-list time')].map((each) => each.textContent);",
+    )
     assert shown[1] == "2020-01-02 13:04:05"
     assert len(shown[0]) == len("13:04:05")
 

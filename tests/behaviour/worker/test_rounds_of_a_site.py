@@ -201,8 +201,9 @@ def test_an_object_that_is_no_model_is_refused(tmp_path: Path, round_of: Any) ->
     """If a function gets an object that is no model, such as a class, an optimizer or a list, the error names its type.
     The round can still be submitted.
     """
-    with pytest.raises(UsageError, match="The model is the class Linear"):
-        World(tmp_path / "other", nn.Linear).start()
+    for builds, said in ((nn.Linear, "the class Linear"), (lambda: nn.Linear(2, 2), "of type function")):
+        with pytest.raises(UsageError, match=f"The model is {said}.*Call a function that builds it: build"):
+            World(tmp_path / "other", builds).start()
     model = round_of.load_into(Mixed())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="The model is of type SGD"):

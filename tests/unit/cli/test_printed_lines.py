@@ -206,6 +206,24 @@ def test_a_run_says_what_its_admin_does(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
+def test_a_run_says_which_rounds_have_no_update(capsys: pytest.CaptureFixture[str]) -> None:
+    """`atoll run` says of a round how many sites sat out, and of one that all sat out no bytes."""
+    view = RunView(["a", "b"], {}, "runs/x-1", quiet=False, verbose=False, json=False)
+    sites = [status_messages.SiteRound(site="a")]
+    ended = [
+        RoundSummary(
+            fragment=0, round=1, version=1, metrics={}, counts={}, seconds=0, bytes_up=8, sites=sites, sat_out=["b"]
+        ),
+        RoundSummary.sat_out_by_all(0, 2, ["a", "b"], 2),
+    ]
+    head = FragmentStatus(fragment=0, version=1, phase="open", waiting_for=[], reason="")
+    view.show(Status(run="r", protocol=1, rounds=9, fragments=[head], history=ended), "")
+    assert [each.partition(" ")[2] for each in capsys.readouterr().out.splitlines()] == [
+        "round 1 of 9: 1 update (1 site sat out), 8 B",
+        "round 2 of 9: all sites sat out",
+    ]
+
+
 def test_logs_name_the_values_of_an_evaluated_version() -> None:
     event = VersionEvaluated(number=1, at="", fragment=0, round=3, version=3, metrics={"accuracy": 0.5}, seconds=2.0)
     assert line(event) == "version 3 is evaluated: accuracy 0.5, 2.0 s"

@@ -60,6 +60,14 @@ def test_no_run_here_is_no_newest_run(here: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
+def test_a_wrong_name_leads_to_runs_that_can_be_read(here: Path) -> None:
+    """A message about a name without a run names near or new runs, but no folder without a run."""
+    begun(Path("runs/empty-2/state"), 1000.0)
+    (here / "runs" / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"no run in 'empty'\. Did you mean empty-2\? `atoll runs` lists all"):
+        named_run(Path("empty"))
+
+
 def test_a_failed_start_is_shown_until_the_next(here: Path) -> None:
     """The reason of a failed start is shown until the run is started again. A very long reason is cut."""
     folder = Path("runs/a-1")

@@ -10,6 +10,7 @@ import pytest
 from atoll.protocol.status_headline import Trouble, headline_of, usual_round_s
 from atoll.protocol.status_messages import (
     BestStatus,
+    EvaluationStatus,
     FragmentStatus,
     Headline,
     Missing,
@@ -219,6 +220,13 @@ def test_a_run_without_metrics_says_that_learning_is_not_known() -> None:
     assert headline_of(running(history=rounds)).text.endswith("not known: no site reports a metric.")
 
 
+def test_a_run_that_all_sites_sat_out_says_that_its_model_is_unchanged() -> None:
+    """Rounds without a version are no rounds in which it learns; the page and `atoll status` show the sentence."""
+    rounds = [RoundSummary.sat_out_by_all(0, number, ["a", "b"], 2) for number in (1, 2)]
+    text = headline_of(running(fragment={"round": 2, "version": 0}, history=rounds, finished=True)).text
+    assert text == "The run is finished after 2 rounds. All sites sat out each round, so the model is as it began."
+
+
 def test_the_headline_counts_many_awaited_sites() -> None:
     """If a run waits for many sites, the first line of the page counts them and says once what they all do."""
     waiting = [Missing(site=f"s{number}", for_s=3.0) for number in range(7)]
@@ -325,6 +333,13 @@ def test_the_headline_names_a_swarms_aggregator() -> None:
     place = PlaceStatus(aggregator="c", checker="a", holders=["a"], collected=["a", "b"])
     said = headline_of(running(fragment={"phase": "closing", "waiting_for": [], "place": place}))
     assert said.text.startswith('Round 4 of 20 is closed: its updates are aggregated at "c".')
+
+
+def test_the_headline_says_that_a_version_waits_for_an_evaluation() -> None:
+    """The next version is not made before the last one is evaluated, which is no time of the aggregation."""
+    evaluation = EvaluationStatus(function="mine:evaluate", every=1, running=2)
+    said = headline_of(running(fragment={"phase": "closing"}, evaluation=evaluation))
+    assert said.text.startswith("Round 4 of 20 is closed, and waits for the evaluation of version 2.")
 
 
 def test_the_headline_of_an_async_run_names_no_site() -> None:

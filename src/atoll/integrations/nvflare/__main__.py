@@ -11,7 +11,7 @@ import runpy
 import sys
 from typing import Any
 
-from atoll.errors import ConfigError, UsageError, public_api
+from atoll.errors import ConfigError, UsageError, end_with_one_line
 from atoll.integrations import nvflare
 
 
@@ -39,9 +39,9 @@ def provide() -> None:
     DataBus().put_data(CLIENT_API_KEY, type("ClientAPI", (InProcessClientAPI,), own)({}))
 
 
-@public_api
 def main() -> None:
     """Run the script of the command line, or with `-m` the module, as `python` would."""
+    end_with_one_line()
     words = sys.argv[1:]
     if not words or words == ["-m"]:
         raise UsageError("No script was given.", "Give one: python -m atoll.integrations.nvflare client.py")

@@ -49,6 +49,7 @@ def status_of(served: ServedRun) -> status_messages.Status:
         epoch=run.store.run_log.epoch,
         rounds=settings.rounds.total,
         finished=tasks.finished if run.has_workflows else run.state.finished,
+        has_result=run.finished.is_set(),
         stopped=run.state.why_ended,
         paused=run.state.paused,
         stopping=run.state.stopping,
@@ -169,6 +170,11 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
     awaited = [
         status_messages.Missing(site=site, for_s=max(0.0, now_s - since)) for site, since in run.state.missing(index)
     ]
+    evaluation = served.evaluation.status()
+    evaluated = evaluation.running if evaluation is not None and round_.phase == "closing" else None
+    awaits = (
+        served.tickets.why(index, now_s) if evaluated is None else f"waits for the evaluation of version {evaluated}"
+    )
     return status_messages.FragmentStatus(
         fragment=index,
         version=round_.head,
@@ -177,7 +183,7 @@ def _fragment(served: ServedRun, index: int, now_s: float) -> status_messages.Fr
         open_s=max(0.0, now_s - round_.opened_s) if round_.phase == "open" else 0.0,
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
-        reason=run.trouble.get(index) or served.tickets.why(index, now_s),
+        reason=run.trouble.get(index) or awaits,
         trouble=served.tickets.trouble(index, now_s),
         place=served.place.status(index),
     )
