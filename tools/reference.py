@@ -141,7 +141,7 @@ def settings_page() -> str:
         *(_row([f"`{name}`", meaning]) for name, meaning in WORKER.items()),
         "",
         "Sites and commands reach the server through the proxy of `HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`, except",
-        "the hosts of `NO_PROXY`: [proxies](../operations.md#sites-behind-an-http-proxy).",
+        "the hosts of `NO_PROXY`: [proxies](../deployment.md#sites-behind-an-http-proxy).",
     ]
     return "\n".join(lines) + "\n"
 

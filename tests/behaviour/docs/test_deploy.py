@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from harness.processes import wait_until
+from harness.processes import free_port, wait_until
 from kit.helm import render
 from kit.servers import serve
 from pages import ROOT
@@ -369,6 +369,47 @@ def test_containers_invite_enrol_and_take_part(tmp_path: Path) -> None:
         assert server.wait(30)
     with pytest.raises(AssertionError, match="refused"):
         run(*ready)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("F42")
+def test_a_restored_server_has_the_sites_of_the_dead_one(tmp_path: Path) -> None:
+    """A server's machine is lost with the rounds since its backup. The restored directory at the same address gets the
+    site back, which has not enrolled again, and the run ends.
+    """
+    wait = 'while os.path.exists(f"wait{each.number}"):\n            time.sleep(0.05)'
+    script = re.sub(r"if each.number == 2 .*\n.*signal.pause\(\)", wait, TRAIN)
+    (tmp_path / "train.py").write_text(f"import time\n{script}")
+    (tmp_path / "invitations").mkdir()
+    for number in (2, 3):
+        (tmp_path / f"wait{number}").touch()
+    settings: dict[str, Any] = {"sites": 1, "network.port": free_port(), "trust.required": True}
+    old, backup, new, log = tmp_path / "old", tmp_path / "backup", tmp_path / "new", tmp_path / "log"
+    given = {
+        "ATOLL_CREDENTIAL": str(tmp_path / "credential"),
+        "ATOLL_DIR": str(tmp_path / "work"),
+        "INVITATION_FILE": str(tmp_path / "invitations" / "a"),
+    }
+    with serve(old, **settings):
+        invite = [DOCKER / "invite.sh", old / "state", tmp_path / "invitations", "a"]
+        subprocess.run(invite, env=environment(tmp_path), check=True)
+        with log.open("wb") as out:
+            argv = [DOCKER / "site.sh", "python", "train.py"]
+            site = subprocess.Popen(argv, cwd=tmp_path, env=environment(tmp_path, **given), stdout=out, stderr=out)
+        wait_until(lambda: "began 2" in log.read_text(), "the second round", 60)
+    shutil.copytree(old / "state", backup)
+    with serve(old, **settings) as server:
+        (tmp_path / "wait2").unlink()
+        wait_until(lambda: "began 3" in log.read_text(), "a round after one that the backup lacks", 60)
+        assert server.status().version == 2
+    shutil.rmtree(old)
+    (tmp_path / "wait3").unlink()
+    shutil.copytree(backup, new / "state")
+    with serve(new, **settings) as server:
+        assert server.wait(60), log.read_text()
+        assert [each.round for each in server.status().history] == [1, 2, 3]
+        assert site.wait(60) == 0, log.read_text()
+    assert log.read_text().count("is enrolled") == 1
 
 
 def test_a_site_takes_its_invitation_from_the_environment(tmp_path: Path) -> None:
