@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -92,6 +94,17 @@ def test_the_reference_lists_every_error(pages: Path) -> None:
             str(kind.exit_code),
         ]
         assert code == "error" or found[code][4][0].isalpha()  # the meaning, without the code before it
+
+
+def test_llms_txt_has_every_page_of_the_index(tmp_path: Path) -> None:
+    """llms.txt is what its tool writes, and has a line with its content for each file that the index links to."""
+    subprocess.run([sys.executable, ROOT / "tools" / "llms.py", "--out", tmp_path / "llms.txt"], check=True)
+    made = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    assert (ROOT / "llms.txt").read_text(encoding="utf-8") == made, "run make reference"
+    listed = dict(re.findall(r"^- \[[^\]]+\]\(([^)]+)\): (.+)$", made, re.MULTILINE))
+    pages = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert {os.path.normpath(Path("docs", page)) for page in pages} <= {*listed, "llms.txt"}
+    assert all((ROOT / path).exists() for path in listed)
 
 
 # -- the JSON Schema of run files

@@ -101,7 +101,7 @@ def settings_page() -> str:
         "over the environment, the environment over the file. A key or an `ATOLL_` variable that does not exist is",
         "refused. Units: `_s` seconds, `_bytes` bytes. `atoll config show` prints the values in effect and their",
         "sources; `atoll config schema` prints the [JSON Schema](run-file.schema.json) of run files. `atoll new`",
-        "writes it beside the run file, whose first line names it, so that editors complete and check settings.",
+        "writes it beside the run file, which names it in its first line, so that editors complete and check settings.",
         "",
         "A *choice* is a table: `{name = …}` for a part of Atoll or of an installed package, or `{path = …}` for",
         "your own (`my_file.py:attribute` or `module:attribute`). Its options are further keys.",

@@ -213,7 +213,7 @@ def _as_in_toml(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {key: _as_in_toml(value) for key, value in schema.items() if key != "title" and value is not None}
-    if isinstance(made.get("default"), dict):  # of a table, whose keys have their own
+    if isinstance(made.get("default"), dict):  # of a table: its keys have their own
         del made["default"]
     options = made.pop("anyOf", [])
     return made | (options[0] if len(options) == 1 else {"anyOf": options} if options else {})
