@@ -27,7 +27,7 @@ PACKAGE = ROOT / "src" / "atoll"
 LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 
 LAYERS: list[set[str]] = [
-    {"format_text"},
+    {"format_text", "system_calls"},
     {"errors"},
     {"posix", "runtime"},
     {"child_processes", "json_files"},
