@@ -84,6 +84,7 @@ reference: $(VENV)/.test
 	$(BIN)/python tools/reference.py
 	$(BIN)/python tools/diagrams.py
 	$(BIN)/python tools/api_pages.py
+	$(BIN)/python tools/llms.py
 
 docs: $(VENV)/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 
+from atoll import registry
+from atoll.cli.new import run_file
 from atoll.config import FIELDS, NOT_SETTINGS, settings
 from atoll.errors import BY_CODE
 from atoll.protocol.messages import RunInfo
 
-TOOL = Path(__file__).parents[1] / "tools" / "reference.py"
+ROOT = Path(__file__).parents[1]
+TOOL = ROOT / "tools" / "reference.py"
+RUN_FILES = [
+    path for path in ROOT.glob("**/*.toml") if path.name in ("run.toml", "flow.toml") and ".venv" not in str(path)
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +94,67 @@ def test_the_reference_lists_every_error(pages: Path) -> None:
             str(kind.exit_code),
         ]
         assert code == "error" or found[code][4][0].isalpha()  # the meaning, without the code before it
+
+
+def test_llms_txt_has_every_page_of_the_index(tmp_path: Path) -> None:
+    """llms.txt is what its tool writes, and has a line with its content for each file that the index links to."""
+    subprocess.run([sys.executable, ROOT / "tools" / "llms.py", "--out", tmp_path / "llms.txt"], check=True)
+    made = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    assert (ROOT / "llms.txt").read_text(encoding="utf-8") == made, "run make reference"
+    listed = dict(re.findall(r"^- \[[^\]]+\]\(([^)]+)\): (.+)$", made, re.MULTILINE))
+    pages = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert {os.path.normpath(Path("docs", page)) for page in pages} <= {*listed, "llms.txt"}
+    assert all((ROOT / path).exists() for path in listed)
+
+
+# -- the JSON Schema of run files
+
+
+def test_the_written_reference_is_current(pages: Path) -> None:
+    for made in pages.iterdir():
+        written = ROOT / "docs" / "reference" / made.name
+        assert written.read_text(encoding="utf-8") == made.read_text(encoding="utf-8"), "run make reference"
+
+
+@pytest.fixture(scope="module")
+def schema(pages: Path) -> Any:
+    made = json.loads((pages / "run-file.schema.json").read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(made)
+    return jsonschema.Draft202012Validator(made)
+
+
+def test_the_schema_accepts_run_files(schema: Any) -> None:
+    """The schema accepts every run file of the repository, and what `atoll new` writes for each algorithm."""
+    texts = [path.read_text(encoding="utf-8") for path in RUN_FILES]
+    assert len(texts) >= 4
+    texts += [run_file(algorithm, "study") for algorithm in registry.TABLES["algorithms"]]
+    assert [list(schema.iter_errors(tomllib.loads(text))) for text in texts] == [[]] * len(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[rounds]\ntotl = 3", "'totl' was unexpected"),
+        ("[round]\ntotal = 3", "'round' was unexpected"),
+        ('[rounds]\ntotal = "3"', "'3' is not of type 'integer'"),
+        ("[rounds]\ntotal = -1", "-1 is less than the minimum of 0"),
+        ('[disk]\ndurability = "powr"', "'powr' is not one of ['process', 'power']"),
+    ],
+)
+def test_the_schema_refuses_a_wrong_setting(schema: Any, text: str, told: str) -> None:
+    (error,) = schema.iter_errors(tomllib.loads(text))
+    assert told in error.message
+
+
+def test_the_schema_describes_every_setting(schema: Any) -> None:
+    """Each setting has its description and default, without null; names that Atoll brings are shown."""
+    made = schema.schema
+    for key, field in FIELDS.items():
+        group, _, name = key.partition(".")
+        entry = made["$defs"][made["properties"][group]["$ref"].rpartition("/")[2]]["properties"][name]
+        assert entry["description"] == field.description
+        assert "null" not in json.dumps(entry)
+    algorithm = made["$defs"]["Algorithm"]["properties"]
+    assert set(algorithm["name"]["examples"]) == set(registry.TABLES["algorithms"])
+    assert set(algorithm["outer_optimizer"]["properties"]["name"]["examples"]) == set(registry.TABLES["outer"])
+    assert made["$defs"]["Disk"]["properties"]["keep_versions"]["default"] == 2

@@ -1,4 +1,6 @@
-"""docs/reference/ from the code: the settings of a run, the variables of a worker, errors and exit codes."""
+"""docs/reference/ from the code: the settings of a run and their JSON Schema, the variables of a worker, errors and
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from atoll import config, errors
+from atoll.cli.config import run_file_schema
 from atoll.config import settings
 
 KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
@@ -97,7 +100,8 @@ def settings_page() -> str:
         "`--set group.key=value` on the command line, or the variable `ATOLL_<GROUP>__<KEY>`. The command line wins",
         "over the environment, the environment over the file. A key or an `ATOLL_` variable that does not exist is",
         "refused. Units: `_s` seconds, `_bytes` bytes. `atoll config show` prints the values in effect and their",
-        "sources; `atoll config schema` prints a JSON Schema for editors.",
+        "sources; `atoll config schema` prints the [JSON Schema](run-file.schema.json) of run files. `atoll new`",
+        "writes it beside the run file, which names it in its first line, so that editors complete and check settings.",
         "",
         "A *choice* is a table: `{name = …}` for a part of Atoll or of an installed package, or `{path = …}` for",
         "your own (`my_file.py:attribute` or `module:attribute`). Its options are further keys.",
@@ -137,7 +141,7 @@ def settings_page() -> str:
         *(_row([f"`{name}`", meaning]) for name, meaning in WORKER.items()),
         "",
         "Sites and commands reach the server through the proxy of `HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`, except",
-        "the hosts of `NO_PROXY`: [proxies](../operations.md#sites-behind-an-http-proxy).",
+        "the hosts of `NO_PROXY`: [proxies](../deployment.md#sites-behind-an-http-proxy).",
     ]
     return "\n".join(lines) + "\n"
 
@@ -233,6 +237,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "settings.md").write_text(settings_page(), encoding="utf-8")
     (out / "exit-codes.md").write_text(exit_codes_page(), encoding="utf-8")
+    (out / "run-file.schema.json").write_text(run_file_schema() + "\n", encoding="utf-8")
     return 0
 
 

@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from atoll.posix import open_own, usable
+from atoll.system_calls import memory_file
 
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL, in seconds."""
@@ -189,7 +190,7 @@ class ProcessPipe:
         with contextlib.ExitStack() as stack:
             fds = [] if fd is None else [fd]
             if len(data) > MOST_MESSAGE_BYTES:
-                text = stack.enter_context(open(os.memfd_create("message", os.MFD_CLOEXEC), "wb", buffering=0))
+                text = stack.enter_context(open(memory_file("message"), "wb", buffering=0))
                 text.write(data)
                 data, fds = LONG, [text.fileno(), *fds]
             if fds:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import secrets
 import shutil
 import socket
 import stat
-import tempfile
 import threading
 import time
 import weakref
@@ -27,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError, UsageError
+from atoll.system_calls import lock, nameless_file, read_into
 
 LOG = logging.getLogger("atoll")
 
@@ -388,7 +387,7 @@ def read_at(fd: int, memory: memoryview, offset: int) -> None:
     """
     done = 0
     while done < len(memory):
-        count = os.preadv(fd, [memory[done:]], offset + done)
+        count = read_into(fd, [memory[done:]], offset + done)
         if not count:
             raise EOFError(f"the file ends at byte {offset + done}")
         done += count
@@ -406,18 +405,6 @@ def return_free_memory() -> None:
     """Return memory that the process does not use to the system, where the C library can do that."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def nameless_file(folder: Path | None) -> int:
-    """Return the descriptor of a new file without a name.
-
-    The system deletes the file when its last descriptor is closed, also if the process is killed.
-
-    Args:
-        folder: any folder on the disk that will hold the file; None: the folder of temporary files.
-    """
-    with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
-        return os.dup(file.fileno())
 
 
 def remove_left_behind(temporary: str, prefix: str) -> None:
@@ -451,11 +438,12 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _close_locks() -> None:
-    for lock in _locks:
-        lock.close()
+    for each in _locks:
+        each.close()
 
 
-os.register_at_fork(after_in_child=_close_locks)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_locks)
 
 
 def take_lock(path: Path) -> Lock:
@@ -470,7 +458,7 @@ def take_lock(path: Path) -> Lock:
     """
     fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(fd)
         if not os.path.samestat(os.fstat(fd), path.stat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         os.ftruncate(fd, 0)
@@ -536,7 +524,7 @@ def is_locked(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(fd, shared=True)
     except BlockingIOError:
         return True
     except OSError:
@@ -553,7 +541,7 @@ LOOKS, LOOK_S = 5, 0.02
 def _lock_unless_held(fd: int) -> None:
     for tries_left in reversed(range(LOOKS)):
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(fd)
             return
         except BlockingIOError:
             if not tries_left:

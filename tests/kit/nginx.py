@@ -18,7 +18,7 @@ from atoll.testing.run import wait_until
 NGINX = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="the distribution's package nginx-light is not installed")
 
-PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "deployment.md"
 _AROUND = """
 daemon off; master_process off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{ }}
@@ -33,7 +33,7 @@ http {{
 
 
 def documented() -> str:
-    """The configuration in docs/operations.md."""
+    """The configuration in docs/deployment.md."""
     found = re.search(r"^```nginx\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert found is not None
     return found[1]

@@ -25,13 +25,13 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import OuterRule
-from atoll.posix import nameless_file
 from atoll.protocol.messages import unsendable
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.reducers import StalenessWeight, build_reducers, constant, staleness_weight
 from atoll.reducers.base import Reducer
 from atoll.registry import Name, ReceivedName
 from atoll.store.store import FileShape, FragmentShapes
+from atoll.system_calls import allocate, memory_file, nameless_file
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.fragments import Split
@@ -480,9 +480,9 @@ class Plan(AggregationPlan):
             OSError: there is no space. No file is left behind.
         """
         to_disk = self.settings.disk.in_files
-        fd = nameless_file(self.settings.disk.state_dir) if to_disk else os.memfd_create(name, os.MFD_CLOEXEC)
+        fd = nameless_file(self.settings.disk.state_dir) if to_disk else memory_file(name)
         try:
-            os.posix_fallocate(fd, 0, max(nbytes, 1))
+            allocate(fd, 0, max(nbytes, 1))
         except BaseException:
             os.close(fd)
             raise

@@ -193,8 +193,34 @@ def show(
     next_step(f"atoll run {run_file}" if run_file else "atoll config show run.toml")
 
 
+def run_file_schema() -> str:
+    """Return the JSON Schema of run files, with descriptions, defaults and the names that Atoll brings."""
+    made = _as_in_toml(Settings.model_json_schema())
+    for kind, key in NAMES:  # packages and programs may add names, so that these are examples
+        group, _, name = key.partition(".")
+        table = made["$defs"][made["properties"][group]["$ref"].rpartition("/")[2]]["properties"]
+        examples = {"examples": list(registry.TABLES[kind])}
+        table.update(
+            {name: table[name] | {"properties": {"name": examples}}} if name else {"name": table["name"] | examples}
+        )
+    return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema"} | made, indent=1)
+
+
+def _as_in_toml(schema: Any) -> Any:
+    """Return a part of a schema without null, which TOML does not have."""
+    if isinstance(schema, list):
+        return [_as_in_toml(each) for each in schema if each != {"type": "null"}]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: _as_in_toml(value) for key, value in schema.items() if key != "title" and value is not None}
+    if isinstance(made.get("default"), dict):  # of a table: its keys have their own
+        del made["default"]
+    options = made.pop("anyOf", [])
+    return made | (options[0] if len(options) == 1 else {"anyOf": options} if options else {})
+
+
 @app.command()
 def schema() -> None:
     """Print a JSON Schema of run files, for editors."""
-    print(json.dumps(Settings.model_json_schema(), indent=2))
+    print(run_file_schema())
     next_step("atoll config show run.toml, for the values in effect")

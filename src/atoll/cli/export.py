@@ -20,10 +20,11 @@ from atoll.cli.text import ELSEWHERE, next_step, require_file, still
 from atoll.cli.which_run import RunArgument, RunDir, named_run, newest_run, require_one
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
-from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, replace_file
+from atoll.posix import NAMED_FILE, folder_error, open_named, replace_file
 from atoll.protocol import messages, routes, status_messages
 from atoll.store.file_slots import READ_BYTES
 from atoll.store.reader import no_model, open_version, permitted
+from atoll.system_calls import nameless_file
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import Schema

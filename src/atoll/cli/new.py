@@ -14,10 +14,14 @@ import typer
 
 from atoll import registry
 from atoll.algorithms.resolve import resolve
+from atoll.cli.config import run_file_schema
 from atoll.cli.text import require_short
 from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, Settings, default_of, to_toml
 from atoll.config.settings import Choice
 from atoll.errors import StoreError, UsageError
+
+SCHEMA = "run.schema.json"
+"""The file by which editors know the settings; the first line of the run file names it."""
 
 USUAL = (
     "run.name",
@@ -83,6 +87,7 @@ def command(
     script = "train_diloco.py" if algorithm == "diloco" else "train_fedavg.py"  # all federated algorithms share one
     contents = {
         "run.toml": run_file(algorithm, directory.resolve().name or "atoll"),
+        SCHEMA: run_file_schema() + "\n",
         "train.py": (files("atoll.cli") / "templates" / script).read_text(encoding="utf-8"),
     }
     names = itertools.chain(["my-run"], (f"my-run-{number}" for number in itertools.count(2)))
@@ -136,6 +141,7 @@ def run_file(algorithm: str, name: str) -> str:
         **({"diloco.sync_every": 20} if is_diloco else {"run.script": "train.py"}),
     }
     lines = [
+        f"#:schema {SCHEMA}",
         "# A run of Atoll: `atoll server run.toml`. A setting can also be given as `--set rounds.total=10`, or as an",
         "# environment variable (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These are",
         "# the usual settings; `atoll config show run.toml` lists all.",

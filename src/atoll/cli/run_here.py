@@ -25,9 +25,10 @@ from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
 from atoll.recipes.environments import model_of
 from atoll.recipes.run_processes import SERVER, RunProcesses, environment
-from atoll.simulate import cores, threads_of
+from atoll.simulate import threads_of
 from atoll.simulate.inputs import Inputs, listed_differences
 from atoll.store.caller_tokens import stored_tokens
+from atoll.system_calls import cores
 from atoll.transport.http_client import ask
 
 POLL_S = 0.25

@@ -560,7 +560,9 @@ class Trust(Group):
         "of their own, because the proxy does not pass client certificates on.",
     )
     names: tuple[str, ...] = Field(
-        (), description="More host names and IP addresses at which sites reach the server, for its own certificate."
+        (),
+        description="More host names and IP addresses at which sites reach the server, for its own certificate. On a "
+        "server that listens on all addresses, invitations have the first one in place of the machine's name.",
     )
     authority: Path | None = Field(
         None,

@@ -37,6 +37,7 @@ from atoll.registry import OwnName
 from atoll.server.coordinator.evaluate_versions import Result
 from atoll.server.coordinator.user_code import LAZY
 from atoll.server.initial_model import initial_model, is_code
+from atoll.system_calls import cores
 from atoll.tensors.module_tensors import Tensors, named_tensors
 
 LOG = logging.getLogger("atoll.server")
@@ -109,7 +110,7 @@ class Evaluator:
             ConfigError: the function or the model cannot be loaded, or this takes longer than `START_S`.
         """
         server, model = self._settings.server, self._settings.model
-        threads = self._settings.run.threads or min(8, len(os.sched_getaffinity(0)))
+        threads = self._settings.run.threads or min(8, cores())
         with self._lock:
             if self._closed:
                 raise ConfigError("The server is stopping.")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +28,7 @@ from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.update_spool import Spool
 from atoll.store.versions import Pin, Versions
+from atoll.system_calls import read_into
 
 T = TypeVar("T")
 HOST = "in the server's process"
@@ -441,6 +441,6 @@ class _Reader:
 
     def fill(self, memory: memoryview) -> int:
         """Copy the next bytes to the start of `memory`, and return their number; 0 at the end of the file."""
-        count = os.preadv(self._fd, [memory], self._offset)
+        count = read_into(self._fd, [memory], self._offset)
         self._offset += count
         return count

@@ -484,7 +484,7 @@ class Server:
             if schedule is not None:
                 schedule.start(served)
             self._tls.context()
-            served.credentials.issuing = Issuing(*self._tls.issues())
+            served.credentials.issuing = Issuing(*self._tls.issues(self.port))
             accepting = await accept(runner)
             run.spawn(self._renew_certificate())
             run.store.run_log.fail("")  # the start has succeeded

@@ -26,7 +26,7 @@ from atoll.aggregation.outer_state import is_whole, version_regions
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.errors import AtollError, BadRequest, StateCorrupt
 from atoll.format_text import listed, of_fragment
-from atoll.posix import NAMED_FILE, nameless_file, open_own, write_at
+from atoll.posix import NAMED_FILE, open_own, write_at
 from atoll.protocol.read_message import reason
 from atoll.protocol.values import FrozenRound
 from atoll.server.coordinator.aggregate_round import frozen_updates
@@ -35,6 +35,7 @@ from atoll.store import journal_tables as tables
 from atoll.store.file_slots import DELTA, READ_BYTES, SPOOL, STATE, VERSION, FileShape, Ranges, region_digest, slot_path
 from atoll.store.reader import StateReader, compared_audit, open_state, permitted
 from atoll.store.tickets import kept_name, kept_updates
+from atoll.system_calls import allocate, nameless_file
 from atoll.tensors.byte_runs import joined
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_header, version_layout
@@ -480,7 +481,7 @@ def _empty(shape: FileShape, stack: ExitStack) -> int:
     """Return the descriptor of a temporary file for what a pass writes."""
     fd = nameless_file(None)
     stack.callback(os.close, fd)
-    os.posix_fallocate(fd, 0, max(shape.nbytes, 1))
+    allocate(fd, 0, max(shape.nbytes, 1))
     write_at(fd, memoryview(shape.header), 0)
     return fd
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from atoll.config import Settings, default_of
 from atoll.errors import ConfigError
 from atoll.registry import nearest
+from atoll.system_calls import cores
 
 STATE_DIR = "atoll-simulation"
 """Default state directory of a simulation, beside the run file. A real run has another one (`disk.state_dir`)."""
@@ -62,8 +63,3 @@ def threads_of(processes: int) -> int:
     if value.isdecimal() and int(value):
         return int(value)
     return max(1, cores() // processes)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,6 +36,7 @@ from atoll.posix import OwnedFile
 from atoll.simulate import engine
 from atoll.simulate.engine import Beginning, Job, JobResult, Killed, SiteRound
 from atoll.simulate.simulated_site import SiteTrainer
+from atoll.system_calls import pipe_without_blocking
 
 NUMBER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +80,7 @@ class LocalProcess:
     def __init__(self, beginning: Beginning, function: Callable[..., Any] | None = None) -> None:
         self._base = ""  # digest of the version that was sent to the process last
         self._numbers, self._put = OwnedFile(), OwnedFile()
-        self._numbers.fd, self._put.fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._numbers.fd, self._put.fd = pipe_without_blocking()
         numbers, parent = self._numbers.fd, os.getpid()
         if function is not None:
             self._process = PipedProcess.forked(

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
-from atoll.posix import nameless_file, read_at, remove_left_behind, write_at
+from atoll.posix import read_at, remove_left_behind, write_at
 from atoll.simulate import engine
 from atoll.simulate.engine import Beginning, Job, JobResult, SiteRound
 from atoll.simulate.simulated_site import SiteTrainer, result_of_error
+from atoll.system_calls import nameless_file
 from atoll.worker.exchange.local_state import Kept, put_kept, read_kept, write_kept
 
 CONNECT_S = 5.0

@@ -32,13 +32,14 @@ from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.evaluation_process import Evaluate, Evaluator
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.simulate import STATE_DIR, cores, require_engine, threads_of
+from atoll.simulate import STATE_DIR, require_engine, threads_of
 from atoll.simulate.engine import Beginning, Engine
 from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.local_processes import LocalHost
 from atoll.simulate.progress import Progress
 from atoll.simulate.schedule_sites import SiteScheduler, now
 from atoll.simulate.script import arguments_of_program, given_function, name_of, require_outside
+from atoll.system_calls import cores
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
 from atoll.worker.arguments import require_site

@@ -24,13 +24,13 @@ from atoll.protocol import run_events, status_messages
 from atoll.server.coordinator.round_configs import ConfigFunction
 from atoll.server.evaluation_process import Evaluate
 from atoll.server.serve import Server
-from atoll.simulate import cores
 from atoll.simulate.embedded_site import local_worker
 from atoll.simulate.inputs import Inputs, begin
 from atoll.simulate.progress import Progress
 from atoll.simulate.script import given_function, name_of
 from atoll.simulate.simulated_site import result_of_error
 from atoll.simulate.simulation import Simulated, names_of, not_evaluated
+from atoll.system_calls import cores
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.training.federated_loop import Worker
 

@@ -28,6 +28,7 @@ from atoll.format_text import of_fragment
 from atoll.posix import file_error, open_own, usable, write_at
 from atoll.runtime import failpoint
 from atoll.store.journal import Journal
+from atoll.system_calls import allocate, memory_file, read_into
 
 JOURNAL, WRITER, PULL, READER = "journal", "writer", "pull", "reader"
 VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
@@ -207,7 +208,7 @@ class SlotPool:
     def _create(self, number: int) -> Slot:
         path = self.path(number)
         if self._in_memory:
-            fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
+            fd = memory_file(path.name)
         else:
             try:
                 path.unlink(missing_ok=True)  # no row of the journal refers to it; it may be a link
@@ -218,7 +219,7 @@ class SlotPool:
         try:
             failpoint("slot.create")
             if self.shape.nbytes:
-                os.posix_fallocate(slot.fd, 0, self.shape.nbytes)
+                allocate(slot.fd, 0, self.shape.nbytes)
             write_at(slot.fd, self.shape.header, 0)
         except OSError as error:
             slot.close()
@@ -496,7 +497,7 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
     for offset, nbytes in ranges:
         stop = offset + nbytes
         while offset < stop:
-            count = os.preadv(fd, [buffer[: min(READ_BYTES, stop - offset)]], offset)
+            count = read_into(fd, [buffer[: min(READ_BYTES, stop - offset)]], offset)
             if count == 0:
                 break
             hasher.update(buffer[:count])

@@ -53,6 +53,7 @@ from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets, require_links
 from atoll.store.versions import Versions
+from atoll.system_calls import memory_bytes
 
 LOG = logging.getLogger("atoll.server")
 
@@ -205,8 +206,7 @@ class Store:
         With `in_memory`, return the available memory in bytes.
         """
         if self.slots.in_memory:
-            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+            return memory_bytes()
         info = os.statvfs(self.directory)
         return info.f_bavail * info.f_frsize
 

@@ -14,13 +14,13 @@ Elements do not influence one another, so values in the padding do not matter. `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 from atoll.posix import read_at
+from atoll.system_calls import read_into
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, Segment
 from atoll.tensors.schema import TensorSpec
 
@@ -74,7 +74,7 @@ def read_pieces(fd: int, moves: Iterable[Move]) -> None:
         return offset + len(memory) == move[0] and not is_full
 
     for group in neighbours(moves, joins):
-        if os.preadv(fd, [memory for _, memory in group], group[0][0]) == sum(len(memory) for _, memory in group):
+        if read_into(fd, [memory for _, memory in group], group[0][0]) == sum(len(memory) for _, memory in group):
             continue
         for offset, memory in group:  # `preadv` read less than asked for
             read_at(fd, memory, offset)

@@ -25,7 +25,6 @@ part that is sent again is in the log again, and so is a range that another proc
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import threading
@@ -49,6 +48,7 @@ from atoll.posix import (
     replace_file,
     write_at,
 )
+from atoll.system_calls import lock, sync_data, unlock
 
 NAME, HEAD = "egress.jsonl", "egress.head"
 HEAD_BYTES = 512
@@ -172,7 +172,7 @@ class EgressLog(OwnedFile):
             self._require_unbroken()
             last = self._last or entry
             try:
-                os.fdatasync(self.fd)
+                sync_data(self.fd)
                 with self._locked():
                     if read_head(self.path)[0] < last.seq:
                         write_at(self._head.fd, _head_text(last.seq, last.hash), 0)
@@ -269,7 +269,7 @@ class _Locked:
     def __enter__(self) -> None:
         self._log._lock.acquire()
         try:
-            fcntl.flock(self._log.fd, fcntl.LOCK_EX)
+            lock(self._log.fd, wait=True)
             self._log._catch_up()
         except BaseException as error:
             self.__exit__()
@@ -279,7 +279,7 @@ class _Locked:
 
     def __exit__(self, *_: object) -> None:
         if self._log.fd >= 0:
-            fcntl.flock(self._log.fd, fcntl.LOCK_UN)
+            unlock(self._log.fd)
         self._log._lock.release()
 
 
@@ -303,9 +303,9 @@ def read_log(path: Path) -> Iterator[Entry]:
         raise file_error(error, path) from error
     last: Entry | None = None
     with open(fd, "rb") as file:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # a process may be writing the head
+        lock(fd, shared=True, wait=True)  # a process may be writing the head
         head = read_head(path) if os.fstat(fd).st_size or path.with_name(HEAD).exists() else (0, START)
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        unlock(fd)
         for line in file:
             if not line.endswith(b"\n"):
                 break

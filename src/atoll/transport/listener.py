@@ -12,9 +12,9 @@ import contextlib
 import errno
 import functools
 import logging
-import resource
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from aiohttp import web
 from atoll.errors import ConfigError, PortInUse
 from atoll.posix import return_free_memory
 from atoll.protocol import routes
+from atoll.system_calls import files_limits, set_files_limit
 from atoll.transport.rates import Rates, network_of
 from atoll.transport.request_body import NO_INNER, BodyInterceptor
 from atoll.transport.tls import ContextMaker, accept_tls
@@ -57,18 +58,18 @@ def raise_files_limit() -> int:
 
     Return the limit that is now in effect.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    soft, hard = files_limits()
+    wanted = min(hard, MOST_FILES)
+    if soft < wanted:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            set_files_limit(wanted)
     return files_limit()
 
 
 def files_limit() -> int:
     """Return the number of files that this process may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    soft, _ = files_limits()
+    return MOST_FILES if soft == sys.maxsize else soft
 
 
 def connections_within(files: int) -> int:

@@ -38,8 +38,9 @@ from atoll.errors import (
 )
 from atoll.filters.base import About, filtered
 from atoll.filters.site_filters import site_filters
-from atoll.posix import FULL, nameless_file, read_at, write_at
+from atoll.posix import FULL, read_at, write_at
 from atoll.protocol import messages, routes
+from atoll.system_calls import nameless_file
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, hash_of_secret, new_id, require_secret

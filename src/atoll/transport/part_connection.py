@@ -8,7 +8,6 @@ saves.
 from __future__ import annotations
 
 import http.client
-import os
 import socket
 import ssl
 import threading
@@ -18,6 +17,7 @@ from contextlib import suppress
 from urllib3.util.wait import wait_for_read
 
 from atoll.protocol.routes import PROBLEM_BYTES
+from atoll.system_calls import read_into
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.answer import BadAnswer, Pace, Response
 from atoll.transport.http_proxy import Proxy
@@ -250,7 +250,7 @@ class PartConnection:
 
     def _send(self, fd: int, offset: int, nbytes: int, pace: Pace) -> None:
         run = memoryview(self._scratch)[:nbytes]
-        run = run[: os.preadv(fd, [run], offset)]
+        run = run[: read_into(fd, [run], offset)]
         while run:  # not `sendall`, because its timeout is for the whole buffer
             count = self._connection.sock.send(run)
             run = run[count:]

@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 
 from aiohttp import web
 
+from atoll import system_calls
 from atoll.protocol import messages
 from atoll.protocol.openapi import STATUS_OF
 from atoll.transport.request_body import Idle, break_off
@@ -141,10 +142,7 @@ def read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
         The filled start of `scratch`; None if the byte at `offset` is not in the page cache, or if the file system does
         not support such reads.
     """
-    try:
-        done = os.preadv(fd, [scratch], offset, os.RWF_NOWAIT)
-    except OSError:  # not cached (EAGAIN), or not supported by the file system
-        return None
+    done = system_calls.read_cached(fd, scratch, offset)
     return scratch[:done] if done else None
 
 

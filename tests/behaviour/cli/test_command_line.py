@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -182,6 +183,8 @@ def test_new_files_train_without_a_server(atoll_command, tmp_path: Path, algorit
     outcome = atoll_command("new", "mine", "--algorithm", algorithm)
     assert outcome.returncode == 0, outcome.stderr
     assert "atoll server run.toml" in outcome.stdout
+    first, _, schema = (tmp_path / "mine" / "run.toml").read_text().split("\n")[0].partition("#:schema ")
+    assert (first, json.loads((tmp_path / "mine" / schema).read_text())["additionalProperties"]) == ("", False)
     settings = Settings.read(tmp_path / "mine" / "run.toml", environ={})
     assert (settings.run.name, settings.algorithm.name, settings.model.source) == ("mine", algorithm, "train:build")
     trained = subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "mine", capture_output=True, text=True)

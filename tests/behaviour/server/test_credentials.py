@@ -441,6 +441,15 @@ def test_credentials_conflict_or_race_without_harm(tmp_path: Path) -> None:
         assert sorted(answers) == [200] + [401] * 7
 
 
+def test_invitations_name_the_public_host(tmp_path: Path) -> None:
+    """Invitations of a server on all addresses have the first of its public names, and its port."""
+    names = {"trust.names": ["fl.example", "10.0.0.5"]}
+    with trusted(tmp_path, **names, **{"network.host": "0.0.0.0"}) as at:
+        assert at.invite("a").server == f"https://fl.example:{at.server.port}"
+    with trusted(tmp_path, **names) as at:
+        assert at.invite("b").server == at.server.url
+
+
 def test_the_servers_certificate_follows_its_names(tmp_path: Path) -> None:
     """The server's own certificate is made anew if its names change, and stays otherwise."""
     with trusted(tmp_path) as at:

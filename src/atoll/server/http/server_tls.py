@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from atoll.config import Settings
 from atoll.server.http.gate import has_tls, makes_tls, needs_credentials
+from atoll.tensors.reference import address_of
 from atoll.transport.authority_files import accept_clients_of, keep_authority, keep_server_certificate
 from atoll.transport.certificates import Keyed, common_name
 from atoll.transport.tls import server_context
@@ -39,10 +40,12 @@ class ServerTls:
         """The common name of the run's own authority; empty if it has none."""
         return "" if self.authority is None else common_name(self.authority.certificate)
 
-    def issues(self) -> tuple[str, Keyed | None, bool]:
+    def issues(self, port: int) -> tuple[str, Keyed | None, bool]:
         """Return how the server issues credentials: the arguments of `Issuing`. Call it after `context`."""
-        address = (self._settings.trust.address or "").rstrip("/")
+        trust, address = self._settings.trust, (self._settings.trust.address or "").rstrip("/")
         authority = None if address else self.authority  # the proxy in front does not pass certificates on
+        if not address and trust.names and self._settings.network.host in ANY_HOST:
+            address = address_of(trust.names[0], port, secure=self.is_used)
         return address, authority, makes_tls(self._settings)
 
     def read_settings(self) -> None:

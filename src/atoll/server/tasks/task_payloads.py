@@ -20,13 +20,14 @@ from atoll.blobs.ways_to_send import ChunkSizes, Cut, way_of
 from atoll.config import Settings
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, with_cause
-from atoll.posix import file_error, nameless_file, read_at
+from atoll.posix import file_error, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
 from atoll.server.coordinator.filter_table import Given, SiteFilters
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.user_code import UserThreads
 from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, TaskQueue, read_contents
+from atoll.system_calls import nameless_file
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 

@@ -45,6 +45,7 @@ from atoll.posix import (
 )
 from atoll.protocol.messages import Complete, Report
 from atoll.runtime import failpoint
+from atoll.system_calls import allocate
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
@@ -236,7 +237,7 @@ class ScratchFile(TensorFile):
             os.ftruncate(self.fd, self.nbytes)
             for offset, count in self._used:
                 if count:
-                    os.posix_fallocate(self.fd, offset, count)
+                    allocate(self.fd, offset, count)
         except OSError as error:
             if error.errno == errno.EFBIG:
                 raise StoreError(

@@ -36,6 +36,7 @@ from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.runtime import OWN_RANDOM
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
+from atoll.system_calls import memory_file
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.credential_store import SiteCredential
@@ -217,7 +218,7 @@ class PeerServer:
     def prove(self) -> TensorRef:
         """Serve a small object, and return the reference to it. With it, the server checks this worker's address."""
         content = os.urandom(2 * routes.DIGEST_BYTES)
-        cuts, fd = Cuts(0, len(content), PART_BYTES), os.memfd_create("atoll-proof", os.MFD_CLOEXEC)
+        cuts, fd = Cuts(0, len(content), PART_BYTES), memory_file("atoll-proof")
         try:
             write_at(fd, content, 0)
             return self.serve(fd, Manifest.of_cuts(cuts, [blake3(content).digest()]))
