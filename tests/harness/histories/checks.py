@@ -197,7 +197,7 @@ class Checks:
     def began_anew(self, run: RunCore) -> None:
         """Note whether SCAFFOLD's state has begun at zero again, which only some faults excuse."""
         generation = run.store.run_log.generation
-        if generation.number and self.algorithm == "scaffold":
+        if generation.number:
             require(self.may_begin_anew, f"the state of {self.algorithm} begins anew: {generation.reason}")
             self.begun_anew.add(generation.version)
 

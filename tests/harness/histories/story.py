@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from atoll import runtime
 from atoll.aggregation import make_version
@@ -39,13 +38,13 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.store import audit_log, journal
+from atoll.store import audit_log, journal, journal_tables
 from atoll.tensors.fragments import Split
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
 from atoll.worker.session import session
 from harness.histories.checks import Checks, Violation
-from harness.histories.disk import Disks
+from harness.histories.disk import Disks, no_checksum, no_checksums, no_damage
 from harness.histories.network import NETWORK, Faults, Network, Request, VirtualConnection, answer, http_to, route
 from harness.histories.scenario import LR, MOMENTUM, SITE_FAULTS, TIMEOUT_S, Fault, Scenario
 from harness.histories.virtual_loop import (
@@ -212,7 +211,8 @@ class History:
 
     def _check_answer(self, served: ServedRun, request: Request, arrived_s: float, status: int, data: bytes) -> None:
         site, method, path, headers, _ = request
-        self.checks.began_anew(served.run)
+        if self.scenario.kind == "scaffold":
+            self.checks.began_anew(served.run)
         lease = headers.get("Atoll-Lease", "")
         if status >= 400:
             self.counts[f"status {status}"] += 1
@@ -486,25 +486,31 @@ def shared_plan(values: PlanValues, split: Split, threads: int = 0) -> Aggregati
     return _plans[key]
 
 
+_SQLITE = {name: getattr(sqlite3, name) for name in dir(sqlite3) if not name.startswith("__")}
+
+
 @contextlib.contextmanager
 def virtual_world(history: History) -> Iterator[None]:
     """Let the server and the workers use the history's clock, network and disk."""
     chance, loop, disks = random.Random(f"ids {history.scenario.seed}"), history.loop, history.disks
-    databases = SimpleNamespace(**{name: getattr(sqlite3, name) for name in dir(sqlite3) if not name.startswith("__")})
-    databases.connect = disks.connect
+    databases = SimpleNamespace(**_SQLITE | {"connect": disks.connect})
 
     class Everything:
         def __contains__(self, name: str) -> bool:
             history.on_failpoint(name)
             return False
 
-    with contextlib.ExitStack() as stack:
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
         for target, name, value in (
             (time, "monotonic", loop.time),
             (uuid, "uuid4", lambda: uuid.UUID(int=chance.getrandbits(128))),
             (runtime, "_actions", Everything()),
             (audit_log, "_BOOT_ID", history.folder / "boot_id"),
             (journal, "sqlite3", databases),
+            (journal, "require_unchanged", no_damage),
+            (journal_tables, "write_checksums", no_checksums),
+            (journal_tables, "row_check", no_checksum),
             (journal.Journal, "checkpoint", lambda self, *_: disks.checkpoint(self.path)),
             (journal.os, "fsync", disks.fsync),
             (run_core, "ThreadPoolExecutor", InlineExecutor),
@@ -522,11 +528,16 @@ def virtual_world(history: History) -> Iterator[None]:
             (part_transfer, "ThreadPoolExecutor", GreenExecutor),
             (part_transfer, "wait", wait_for_all),
         ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(os.environ, {"ATOLL_NEW_STATE": "1"}))  # only SCAFFOLD's sites read it
+            replaced.append((target, name, vars(target)[name]))
+            setattr(target, name, value)
+        os.environ["ATOLL_NEW_STATE"] = "1"  # only SCAFFOLD's sites read it
         NETWORK.append(history.network)
-        stack.callback(NETWORK.pop)
         yield
+    finally:
+        NETWORK.clear()
+        os.environ.pop("ATOLL_NEW_STATE", None)
+        for target, name, value in reversed(replaced):
+            setattr(target, name, value)
 
 
 def play(seed: int | Scenario) -> Told:
