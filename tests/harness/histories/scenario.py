@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from harness.histories.network import Faults
 
 LR, MOMENTUM = 0.7, 0.9
 """Of the outer optimizer: with momentum and unequal weights, a lost, doubled or reordered update changes the result."""
-HEARTBEAT_S, TIMEOUT_S = 2.0, 5.0
+HEARTBEAT_S, TIMEOUT_S = 1.75, 4.0
 MOST_WEIGHT, MOST_STEPS = 1000.0, 100
 """Of an update that the server accepts."""
 
@@ -59,7 +60,7 @@ class Scenario:
         chance = random.Random(f"scenario {seed}")
         kind = chance.choice(KINDS)
         sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
-        heals_at_s = chance.uniform(2.5, 10.0)
+        heals_at_s = chance.uniform(2.0, 8.0)
         wire = Faults(
             delay_s=chance.choice((0.01, 0.05, 0.4)),
             lost=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -73,7 +74,7 @@ class Scenario:
             "rounds.total": chance.choice((0, 0, 2, 4)),
         }
         if kind == "quorum":
-            settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(2.0, 15.0)}
+            settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(1.5, 12.0)}
             settings["rounds.sites"] = max(settings["rounds.sites"], quorum)
         elif kind in ("barrier", "fednova", "scaffold"):
             settings |= {"rounds.min_sites": min(quorum, settings["rounds.sites"])}
@@ -84,7 +85,7 @@ class Scenario:
                 "async.max_staleness": chance.choice((None, None, 1, 3)),
             }
             if kind == "buffered":
-                settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 3.0))}
+                settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 2.5))}
         elif kind == "fragments":
             settings |= {"algorithm.name": "diloco", "diloco.num_fragments": 2, "diloco.sync_every": 4}
         if kind in ("fednova", "scaffold"):
@@ -150,5 +151,10 @@ class Scenario:
         }
 
     def model(self) -> dict[str, torch.Tensor]:
-        count = 17_000 if self.large else 6  # in two parts, or in one
-        return {"w": torch.arange(count, dtype=torch.float32) / 8, "b": torch.ones(3)}
+        """The first model. It is shared: do not change it."""
+        return model_of(17_000 if self.large else 6)  # in two parts, or in one
+
+
+@functools.cache
+def model_of(count: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(count, dtype=torch.float32) / 8, "b": torch.ones(3)}

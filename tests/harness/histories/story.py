@@ -27,6 +27,7 @@ from typing import Any
 from atoll import runtime
 from atoll.aggregation import make_version
 from atoll.aggregation.plan import AggregationPlan, PlanValues
+from atoll.config.settings import Settings
 from atoll.errors import AtollError
 from atoll.protocol import admin_messages, messages, run_events
 from atoll.rounds.machine import STATE_BEGINS, STOPPED
@@ -40,8 +41,10 @@ from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.store import audit_log, journal, journal_tables
 from atoll.tensors.fragments import Split
+from atoll.tensors.schema import Schema
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
+from atoll.worker.exchange.encode_update import Layouts
 from atoll.worker.session import session
 from harness.histories.checks import Checks, Violation
 from harness.histories.disk import Disks, no_checksum, no_checksums, no_damage
@@ -137,7 +140,7 @@ class History:
     # -- the server
 
     async def start_server(self) -> None:
-        settings = settings_beside("Server", self.scenario.all_settings(self.state_dir)).with_absolute_folders()
+        settings = self._settings()
         persistor, self._starts = Persistor(settings), self._starts + 1
         while True:
             try:
@@ -147,7 +150,7 @@ class History:
                 self._copy_state(power_loss=False)
                 self._dying = False
                 self._finish_copy()
-                settings = settings_beside("Server", self.scenario.all_settings(self.state_dir)).with_absolute_folders()
+                settings = self._settings()
         served = assemble(opened, UserCode(persistor, TaskFilters(settings)), clock=self.clock)
         served.coordinator.start(ADDRESS)
         self.served = served
@@ -156,6 +159,11 @@ class History:
         self.checks.started(served.run, self._before)
         self._before = None
         served.run.events.subscribe("the history", lambda event: self._on_event(served, event), self._fail)
+
+    def _settings(self) -> Settings:
+        """The settings of a server in the folder that the one before has left."""
+        settings = shared(settings_beside, "Server", self.scenario.all_settings(Path("/state")))
+        return settings.model_copy(update={"disk": settings.disk.model_copy(update={"state_dir": self.state_dir})})
 
     def clock(self) -> float:
         return self.loop.now_s
@@ -474,16 +482,41 @@ class History:
 # -- play
 
 
-_plans: dict[str, AggregationPlan] = {}
-_plan_of_values = AggregationPlan.of_values
+_made: dict[str, Any] = {}
+_plan_of_values, _layouts_of, _split_in = AggregationPlan.of_values, Layouts.of, messages.SchemaMessage.split_in
+
+
+def shared(make: Callable[..., Any], *given: Any, key: object = None) -> Any:
+    """Return `make(*given)`, a value that never changes, and that all histories with the same `key` share.
+
+    Args:
+        key: what the value depends on; None: its text is that of `given`.
+    """
+    text = repr((make, given if key is None else key))
+    if text not in _made:
+        _made[text] = make(*given)
+    return _made[text]
 
 
 def shared_plan(values: PlanValues, split: Split, threads: int = 0) -> AggregationPlan:
     """Return the plan that all histories with these values share."""
-    key = repr((values, split.schema.digest, split.places, threads))
-    if key not in _plans:
-        _plans[key] = _plan_of_values(values, split, threads)
-    return _plans[key]
+    plan: AggregationPlan = shared(
+        _plan_of_values, values, split, threads, key=(values, split.schema.digest, split.places, threads)
+    )
+    return plan
+
+
+def shared_layouts(info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
+    """Return the layouts that all histories with this codec share."""
+    key = schema.digest, info.codec, info.codec_options, info.downlink_codec, info.downlink_codec_options, rank
+    layouts: Layouts = shared(_layouts_of, info, schema, rank, key=key)
+    return layouts
+
+
+def shared_split(body: bytes | bytearray) -> Split:
+    """Return the schema that all histories with this answer share."""
+    split: Split = shared(_split_in, bytes(body))
+    return split
 
 
 _SQLITE = {name: getattr(sqlite3, name) for name in dir(sqlite3) if not name.startswith("__")}
@@ -517,6 +550,8 @@ def virtual_world(history: History) -> Iterator[None]:
             (persistors, "ThreadPoolExecutor", InlineExecutor),
             (make_version, "run_jobs", run_jobs),
             (AggregationPlan, "of_values", shared_plan),
+            (Layouts, "of", shared_layouts),
+            (messages.SchemaMessage, "split_in", shared_split),
             (session, "threading", GreenThreading),
             (session, "Latch", GreenEvent),
             (session, "OWN_RANDOM", random.Random(f"pauses {history.scenario.seed}")),

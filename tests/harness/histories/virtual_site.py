@@ -81,7 +81,7 @@ class Site:
         self.leaves_next = False
         self.finished = False
         self.own_weight = self.chance.choice((1.0, 2.0, 3.5))
-        self.away_until_s = self.chance.choice((0.0, 0.5, 3.0))
+        self.away_until_s = self.chance.choice((0.0, 0.5, 2.5))
 
     def start(self) -> None:
         """Begin a process of the site, in its folder."""
@@ -224,7 +224,7 @@ class Site:
 
     def _step(self, tensors: dict[str, torch.Tensor]) -> Report:
         """Train for a while. The update is noted as what this site forms next."""
-        most_s = 0.5 if self.history.is_healed else self.chance.choice((0.5, 4.0, 9.0))
+        most_s = 0.5 if self.history.is_healed else self.chance.choice((0.5, 3.0, 7.0))
         sleep(most_s * self.chance.random())
         base = as_arrays(tensors, tensors)
         self.trained += 1
