@@ -30,7 +30,10 @@ class Violation(AssertionError):
 class Formed:
     """An update that a site has formed: what it is in full precision, what it reports, and whether it may count.
 
-    With SCAFFOLD, `control` is the change of the site's control variate, by the names that it has in a version.
+    With SCAFFOLD, `control` is the change of the site's control variate, by the names that it has in a version. With a
+    codec that loses something, `carried` is what it had lost before, which this update brings, and `left` what it has
+    lost since. In streaming, `made` is the process and its number of local steps so far, of which `included` are in
+    the update.
     """
 
     site: str
@@ -39,6 +42,10 @@ class Formed:
     steps: int
     is_sound: bool = True
     control: Values = field(default_factory=dict)
+    carried: Values = field(default_factory=dict)
+    left: Values = field(default_factory=dict)
+    made: tuple[object, int] | None = None
+    included: float = 0.0
 
 
 @dataclass
@@ -46,12 +53,16 @@ class Model:
     """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
 
     With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
+    `left` has what the codec has lost of each site's updates so far, `steps` the process of each site's last update and
+    its number of local steps.
     """
 
     theta: dict[str, np.ndarray[Any, Any]]
     momentum: dict[str, np.ndarray[Any, Any]] | None = None
     control: Values = field(default_factory=dict)
     own: dict[str, tuple[float, Values]] = field(default_factory=dict)
+    left: Mapping[str, Values] = field(default_factory=dict)
+    steps: Mapping[str, tuple[object, int]] = field(default_factory=dict)
 
     def after(
         self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
@@ -70,7 +81,9 @@ class Model:
             step = sum(formed.values[name] * share for share, (formed, _) in zip(shares, updates, strict=True))
             moments[name] = step if self.momentum is None else momentum * self.momentum[name] + step
             theta[name] = value - lr * moments[name]
-        return Model(theta, moments)
+        left = {each.site: each.left for each, _ in updates}
+        made = {each.site: each.made for each, _ in updates if each.made is not None}
+        return Model(theta, moments, left={**self.left, **left}, steps={**self.steps, **made})
 
     def control_after(self, updates: Sequence[Formed], total_weight: float, *, from_zero: bool) -> dict[str, Any]:
         """c_i ← c_i + Δc_i for the sites of the updates; c = Σ w_i·c_i / W, whichever sites are in this round.
@@ -111,7 +124,10 @@ class Checks:
         counted: ticket → (fragment, version) that has its update.
         newest: fragment → the number of the newest version that was ever there.
         may_expire: reasons for which an acknowledged update may expire at any time.
+        of_digest: the models of all versions, by the digests of these versions.
         may_begin_anew: whether the algorithm's state may begin at zero again.
+        may_lose_residuals: whether a site may lose what its codec has lost of earlier updates.
+        counts_steps: whether each local step is in at most one update.
         begun_anew: versions at which it has.
         excused: why acknowledged updates may have expired since the last check; empty: they may not.
     """
@@ -126,6 +142,9 @@ class Checks:
     momentum: float
     algorithm: str = "fedavg"
     may_begin_anew: bool = False
+    may_lose_residuals: bool = False
+    counts_steps: bool = False
+    of_digest: dict[str, Model] = field(default_factory=dict)
     now_s: float = 0.0
     formed: dict[tuple[str, str], Formed] = field(default_factory=dict)
     acknowledged: dict[int, tuple[str, str]] = field(default_factory=dict)
@@ -165,7 +184,7 @@ class Checks:
                 require(round_.head == 0, f"version {round_.head} of fragment {fragment} was never made")
                 first = {n: v.astype(np.float64) for n, v in read(run, fragment, 0).items()}
                 control = {name: first.pop(name) for name in list(first) if name.startswith(CONTROL)}
-                self.models[fragment, 0] = Model(first, control=control)
+                self._know(run, fragment, 0, Model(first, control=control))
             if round_.head != known:
                 require(bool(self.excused), f"the server went back from version {known} to {round_.head}")
                 require(round_.head < known, f"version {round_.head} of fragment {fragment} came from nowhere")
@@ -283,10 +302,27 @@ class Checks:
             total = json.loads(run.store.versions.get(fragment, version).summary_json)["total_weight"]
             from_zero = run.store.run_log.generation.begins_at(base)
             made = replace(made, **before.control_after([each for each, _ in updates], total, from_zero=from_zero))
-        self.models[fragment, version] = made
+        self._require_once(before, [each for each, _ in updates], fragment, version)
+        self._know(run, fragment, version, made)
         self.heads[fragment] = self.newest[fragment] = version
         self.versions += 1
         self._require_values(run, fragment, version)
+
+    def _know(self, run: RunCore, fragment: int, version: int, model: Model) -> None:
+        self.models[fragment, version] = self.of_digest[run.store.versions.get(fragment, version).digest] = model
+
+    def _require_once(self, before: Model, updates: Sequence[Formed], fragment: int, version: int) -> None:
+        """What a codec has lost of a site's last update is in this one; and this one has no step that was in that."""
+        for each in updates:
+            where = f"in version {version} of fragment {fragment}, the update of {each.site}"
+            if not self.may_lose_residuals:
+                known = before.left.get(each.site) or {name: np.zeros_like(value) for name, value in each.carried.items()}
+                fits = all(np.array_equal(each.carried[name], value) for name, value in known.items())
+                require(fits, f"{where} carries the residual {each.carried}, not {known}")
+            process, steps = before.steps.get(each.site, (None, 0))
+            if self.counts_steps and each.made is not None:
+                new = each.made[1] - (steps if process is each.made[0] else 0)
+                require(each.included <= new + 0.5, f"{where} has {each.included:g} local steps, of {new} new ones")
 
     @staticmethod
     def _is_due(run: RunCore, ticket: int, fragment: int, base: int) -> bool:

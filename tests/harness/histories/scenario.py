@@ -34,7 +34,9 @@ class Fault:
         return self.number > 0.7
 
 
-KINDS = ("barrier", "quorum", "async", "buffered", "fragments", "fednova", "scaffold")
+KINDS = ("barrier", "quorum", "async", "buffered", "fragments", "streaming", "streaming", "fednova", "scaffold")
+FEEDBACK = ("int8", "int4", "topk")
+"""Codecs that lose something, which the site adds to its next update."""
 SITE_FAULTS = ("kill site", "kill site at", "power loss of site", "freeze", "rival", "cut off", "leave")
 SERVER_FAULTS = ("kill server", "kill server at", "power loss", "stop server", "disk full")
 OF_THE_ADMIN = ("pause", "roll back")
@@ -88,8 +90,20 @@ class Scenario:
                 settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 2.5))}
         elif kind == "fragments":
             settings |= {"algorithm.name": "diloco", "diloco.num_fragments": 2, "diloco.sync_every": 4}
+        elif kind == "streaming":
+            inflight = chance.choice((1, 2))
+            settings |= {
+                "algorithm.name": "diloco",
+                "diloco.num_fragments": chance.choice((1, 2, 2, 2)),
+                "diloco.sync_every": 4,
+                "diloco.fragment_sync_delay": chance.choice((0, 1, 2, 2)),
+                "diloco.fragment_update_alpha": chance.choice((0.0, 0.0, 0.5)),
+                "async.enabled": chance.random() < 0.3,
+            }
+            settings["diloco.max_inflight"] = min(inflight, settings["diloco.num_fragments"])
         if kind in ("fednova", "scaffold"):
             settings["algorithm.name"] = kind
+        settings["aggregation.upload_codec.name"] = chance.choice(("none", "none", chance.choice(FEEDBACK)))
         power = chance.random() < 0.5
         faults = [
             Fault(
@@ -115,7 +129,18 @@ class Scenario:
 
     @property
     def is_async(self) -> bool:
-        return self.kind in ("async", "buffered")
+        return bool(self.settings.get("async.enabled"))
+
+    @property
+    def may_lose_residuals(self) -> bool:
+        """Whether a fault may take what a site's codec has lost so far, or versions that it belongs to."""
+        losses = ("rival", "power loss of site", "roll back")
+        return (self.loses_power and not self.power) or any(each.what in losses for each in self.faults)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each local step is in at most one update: without a merge that keeps a share of local values."""
+        return self.kind == "streaming" and not self.settings["diloco.fragment_update_alpha"]
 
     @property
     def may_begin_anew(self) -> bool:
@@ -138,7 +163,6 @@ class Scenario:
             "algorithm.outer_optimizer.lr": LR,
             "algorithm.outer_optimizer.momentum": MOMENTUM,
             "algorithm.outer_optimizer.nesterov": False,
-            "aggregation.upload_codec.name": "none",
             "aggregation.max_weight": MOST_WEIGHT,
             "aggregation.max_steps": MOST_STEPS,
             "network.heartbeat_interval_s": HEARTBEAT_S,

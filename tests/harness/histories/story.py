@@ -45,7 +45,9 @@ from atoll.tensors.schema import Schema
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
 from atoll.worker.exchange.encode_update import Layouts
+from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.session import session
+from atoll.worker.training import synchroniser
 from harness.histories.checks import Checks, Violation
 from harness.histories.disk import Disks, no_checksum, no_checksums, no_damage
 from harness.histories.network import NETWORK, Faults, Network, Request, VirtualConnection, answer, http_to, route
@@ -62,7 +64,7 @@ from harness.histories.virtual_loop import (
     run_jobs,
     wait_for_all,
 )
-from harness.histories.virtual_site import ADDRESS, Site
+from harness.histories.virtual_site import ADDRESS, Site, form
 
 END_S = 240.0
 """Virtual seconds within which a run without further faults makes a version, and within which it ends."""
@@ -114,6 +116,8 @@ class History:
             lr=LR,
             algorithm=scenario.settings["algorithm.name"],
             may_begin_anew=scenario.may_begin_anew,
+            may_lose_residuals=scenario.may_lose_residuals,
+            counts_steps=scenario.counts_steps,
             momentum=MOMENTUM,
         )
         if scenario.may_begin_anew:
@@ -559,6 +563,9 @@ def virtual_world(history: History) -> Iterator[None]:
             (session, "has_left", lambda joined: None),
             (session, "command_sees_end", lambda: False),
             (participation, "http_to", http_to),
+            (synchroniser, "threading", GreenThreading),
+            (synchroniser, "Latch", GreenEvent),
+            (Exchange, "form", form),
             (part_transfer, "PartConnection", VirtualConnection),
             (part_transfer, "ThreadPoolExecutor", GreenExecutor),
             (part_transfer, "wait", wait_for_all),
