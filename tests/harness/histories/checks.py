@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,22 +48,25 @@ class Formed:
     made: tuple[object, int] | None = None
     included: float = 0.0
 
+    @staticmethod
+    def last_of(values: Values) -> float:
+        """The last element of a tensor, with which streaming counts steps."""
+        return float(values[min(values)][-1]) if values else 0.0
+
 
 @dataclass
 class Model:
     """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
 
     With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
-    `left` has what the codec has lost of each site's updates so far, `steps` the process of each site's last update and
-    its number of local steps.
+    `last` has the last update of each site.
     """
 
     theta: dict[str, np.ndarray[Any, Any]]
     momentum: dict[str, np.ndarray[Any, Any]] | None = None
     control: Values = field(default_factory=dict)
     own: dict[str, tuple[float, Values]] = field(default_factory=dict)
-    left: Mapping[str, Values] = field(default_factory=dict)
-    steps: Mapping[str, tuple[object, int]] = field(default_factory=dict)
+    last: Mapping[str, Formed] = field(default_factory=dict)
 
     def after(
         self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
@@ -81,9 +85,7 @@ class Model:
             step = sum(formed.values[name] * share for share, (formed, _) in zip(shares, updates, strict=True))
             moments[name] = step if self.momentum is None else momentum * self.momentum[name] + step
             theta[name] = value - lr * moments[name]
-        left = {each.site: each.left for each, _ in updates}
-        made = {each.site: each.made for each, _ in updates if each.made is not None}
-        return Model(theta, moments, left={**self.left, **left}, steps={**self.steps, **made})
+        return Model(theta, moments, last={**self.last, **{each.site: each for each, _ in updates}})
 
     def control_after(self, updates: Sequence[Formed], total_weight: float, *, from_zero: bool) -> dict[str, Any]:
         """c_i ← c_i + Δc_i for the sites of the updates; c = Σ w_i·c_i / W, whichever sites are in this round.
@@ -120,6 +122,7 @@ class Checks:
     Attributes:
         now_s: the virtual time.
         formed: (site, digest) → an update that a site has formed.
+        times: how often it has formed these bytes: updates of zeros are alike.
         acknowledged: ticket → site and digest of an update with a receipt.
         counted: ticket → (fragment, version) that has its update.
         newest: fragment → the number of the newest version that was ever there.
@@ -147,6 +150,7 @@ class Checks:
     of_digest: dict[str, Model] = field(default_factory=dict)
     now_s: float = 0.0
     formed: dict[tuple[str, str], Formed] = field(default_factory=dict)
+    times: Counter[tuple[str, str]] = field(default_factory=Counter)
     acknowledged: dict[int, tuple[str, str]] = field(default_factory=dict)
     counted: dict[int, tuple[int, int]] = field(default_factory=dict)
     models: dict[tuple[int, int], Model] = field(default_factory=dict)
@@ -212,6 +216,11 @@ class Checks:
             self.counted = {ticket: made for ticket, made in self.counted.items() if rows[ticket].state == "counted"}
 
     # -- as the run goes on
+
+    def has_formed(self, digest: str, formed: Formed) -> None:
+        """Note an update that a site has formed."""
+        self.formed[formed.site, digest] = formed
+        self.times[formed.site, digest] += 1
 
     def began_anew(self, run: RunCore) -> None:
         """Note whether SCAFFOLD's state has begun at zero again, which only some faults excuse."""
@@ -312,17 +321,28 @@ class Checks:
         self.models[fragment, version] = self.of_digest[run.store.versions.get(fragment, version).digest] = model
 
     def _require_once(self, before: Model, updates: Sequence[Formed], fragment: int, version: int) -> None:
-        """What a codec has lost of a site's last update is in this one; and this one has no step that was in that."""
+        """What a codec has lost of a site's last update is in this one; and this one has no step that was in that.
+
+        If a site in streaming goes on from the base of an update that has counted, what was lost of it is still in the
+        difference from that base. Then the update carries what the one before had carried.
+        """
         for each in updates:
             where = f"in version {version} of fragment {fragment}, the update of {each.site}"
+            zeros = {name: np.zeros_like(value) for name, value in each.carried.items()}
+            last = before.last.get(each.site) or replace(each, carried=zeros, left=zeros, made=None)
             if not self.may_lose_residuals:
-                known = before.left.get(each.site) or {name: np.zeros_like(value) for name, value in each.carried.items()}
-                fits = all(np.array_equal(each.carried[name], value) for name, value in known.items())
-                require(fits, f"{where} carries the residual {each.carried}, not {known}")
-            process, steps = before.steps.get(each.site, (None, 0))
+                fits = is_same(each.carried, last.left) or (
+                    each.made is not None and is_same(each.carried, last.carried)
+                )
+                require(fits, f"{where} carries the residual {each.carried}, not {last.left}")
             if self.counts_steps and each.made is not None:
-                new = each.made[1] - (steps if process is each.made[0] else 0)
-                require(each.included <= new + 0.5, f"{where} has {each.included:g} local steps, of {new} new ones")
+                new = each.made[1] - (last.made[1] if last.made and last.made[0] is each.made[0] else 0)
+                brought, owed = each.included - each.last_of(each.carried), -last.last_of(last.left)
+                owed = max(owed, 0.0) if self.may_lose_residuals else owed
+                require(
+                    brought <= new + owed + 0.1,
+                    f"{where} brings {brought:g} local steps, of {new} new ones after {last}",
+                )
 
     @staticmethod
     def _is_due(run: RunCore, ticket: int, fragment: int, base: int) -> bool:
@@ -346,7 +366,8 @@ class Checks:
             for ticket, (site, digest) in self.acknowledged.items()
             if (site, digest) == (row.site, row.digest) and ticket != row.ticket and ticket in self.counted
         ]
-        require(not twice, f"the update of ticket {row.ticket} counts already, under tickets {twice}")
+        is_known = len(twice) < self.times[row.site, row.digest or ""]
+        require(is_known, f"the update of ticket {row.ticket} counts already, under tickets {twice}")
         return formed
 
     def _require_values(self, run: RunCore, fragment: int, version: int) -> None:
@@ -425,6 +446,11 @@ def require_same(before: State, after: State) -> None:
             expected = set(after.rounds[index].expected)
             fits = before.ending or expected == set(round_.expected)
             require(fits, f"after the restart, the round waits for {expected}, not for {set(round_.expected)}")
+
+
+def is_same(one: Values, other: Values) -> bool:
+    """Whether two lists of values are the same, bit for bit."""
+    return all(np.array_equal(one[name], value) for name, value in other.items())
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Values:

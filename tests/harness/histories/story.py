@@ -160,6 +160,9 @@ class History:
         self.served = served
         self.checks.now_s = self.loop.now_s
         self.tell(f"the server starts with {served.run.store.versions.heads()}")
+        if self.checks.excused and not served.run.state.finished:  # the server's log tells the operator to do so
+            for site in self.sites.values():
+                site.finished = False
         self.checks.started(served.run, self._before)
         self._before = None
         served.run.events.subscribe("the history", lambda event: self._on_event(served, event), self._fail)

@@ -61,7 +61,7 @@ class SiteProcess(Process):
         part: its participation, once it has joined.
         forming: the update that it forms next or has formed last.
         control: the change of SCAFFOLD's control variate in that update; None with other algorithms.
-        forming_in: the exchange that forms it.
+        forming_in: the exchange that forms it, and the ticket; None once it is noted.
         sees_base: returns the update that is formed, if the loop that forms it is Atoll's own.
         steps: number of local steps so far.
     """
@@ -69,7 +69,7 @@ class SiteProcess(Process):
     part: Participation | None = None
     forming: Formed | None = None
     control: Values | None = None
-    forming_in: Exchange | None = None
+    forming_in: tuple[Exchange, int] | None = None
     sees_base: Callable[[Ticket, Tensors, Report], Formed] | None = None
     steps = 0
 
@@ -80,7 +80,7 @@ _form = Exchange.form
 def form(exchange: Exchange, ticket: Ticket, tensors: Tensors, report: Report, **more: Any) -> encode_update.Formed:
     """Do what `Exchange.form` does, and note which update the process forms."""
     process = own_process()
-    process.forming_in = exchange
+    process.forming_in = exchange, ticket.id
     if process.sees_base is not None:
         process.forming = process.sees_base(ticket, tensors, report)
     return _form(exchange, ticket, tensors, report, **more)
@@ -165,15 +165,16 @@ class Site:
 
     def _note_formed(self, process: Process) -> None:
         assert isinstance(process, SiteProcess)
-        exchange, formed = process.forming_in, process.forming
-        assert exchange is not None
-        assert formed is not None
-        assert exchange.outbox.note is not None
+        exchange, ticket = process.forming_in or (None, 0)
+        formed = process.forming
+        if exchange is None or formed is None or exchange.outbox.note is None or exchange.outbox.note.ticket != ticket:
+            return  # an update that was formed before is sealed again, for another ticket
+        process.forming_in = None
         if (residuals := exchange.local.residuals) is not None:
             carried, left = residuals_of(residuals)
             values = {name: value + carried[name] - left[name] for name, value in formed.values.items()}
             formed = replace(formed, values=values, carried=carried, left=left)
-        self.history.checks.formed[self.name, exchange.outbox.note.digest] = formed
+        self.history.checks.has_formed(exchange.outbox.note.digest, formed)
 
     # -- in its process
 
@@ -305,11 +306,10 @@ class Site:
         values = {name: base[name] - value for name, value in as_arrays(tensors, tensors).items()}
         is_sound = report.weight <= MOST_WEIGHT and all(np.isfinite(value).all() for value in values.values())
         process = own_process()
-        included = max((-float(value[-1]) for value in values.values()), default=0.0)
         return Formed(
             *(self.name, values, report.weight, report.steps, is_sound),
             made=(process, process.steps),
-            included=included,
+            included=-Formed.last_of(values),
         )
 
     def _add(self, tensors: dict[str, torch.Tensor], wrong: str) -> None:
