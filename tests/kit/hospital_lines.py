@@ -132,7 +132,7 @@ def run_over_a_line(
                 "ATOLL_DIR": str(folder / "a"),
             }
             site = started_on(here, folder, "site.py", env=where)
-            printed, _ = site.communicate(timeout=3600)
+            printed, _ = site.communicate(timeout=1800 + 600 * rounds)
             assert site.returncode == 0
             told, _ = relay.communicate(timeout=60)
             assert server.wait(120) == 0, (folder / "server.log").read_text()

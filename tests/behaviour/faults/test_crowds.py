@@ -6,6 +6,7 @@ import contextlib
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,15 +92,36 @@ def test_pauses_grow_while_attempts_fail(monkeypatch: pytest.MonkeyPatch) -> Non
         assert 0.75 * expected <= wait <= 1.25 * expected
 
 
+@pytest.mark.covers("F37", "F14")
+def test_the_end_of_a_silence_costs_no_long_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a site looks for a silent server, pauses grow; when its connection breaks, they begin anew."""
+    silent, broken = TransferStalled("It is silent."), ServerUnreachable("It was cut.")
+    looks: list[AtollError | None] = [silent, silent, silent, broken, broken, None]
+    waits = _waits_s([30.0], monkeypatch, silent, looks)
+    # after the attempt, after three looks in vain, then after two broken connections
+    for wait, expected in zip(waits, (0.25, 0.5, 1, 2, 0.25, 0.5), strict=True):
+        assert 0.75 * expected <= wait <= 1.25 * expected
+
+
 def _first_wait_s() -> float:
     """How long a site waits after its first failed attempt."""
     with pytest.MonkeyPatch.context() as patch:
         return _waits_s([0.0], patch)[0]
 
 
-def _waits_s(lasted_s: list[float], patch: pytest.MonkeyPatch, error: AtollError | None = None) -> list[float]:
-    """How long a site waits after each attempt, of which each fails after so many seconds."""
-    waited, now_s = list[float](), 100.0
+def _waits_s(
+    lasted_s: list[float],
+    patch: pytest.MonkeyPatch,
+    error: AtollError | None = None,
+    looks: Sequence[AtollError | None] = (),
+) -> list[float]:
+    """How long a site waits after each attempt, of which each fails after so many seconds, and each look in vain."""
+    waited, now_s, ends = list[float](), 100.0, iter([None, *looks])
+
+    def look() -> None:
+        if (end := next(ends, None)) is not None:
+            raise end
+
     patch.setattr(session, "time", SimpleNamespace(monotonic=lambda: now_s))
     patient = SimpleNamespace(
         most_s=3600.0, seconds=0.0, patience="", was_answered=True, is_too_long=False, require_patience=lambda *_: None
@@ -109,7 +131,7 @@ def _waits_s(lasted_s: list[float], patch: pytest.MonkeyPatch, error: AtollError
         site="a",
         reconnections=0,
         http=SimpleNamespace(lease="1"),
-        look_for_server=lambda: None,
+        look_for_server=look,
         _closing=SimpleNamespace(wait=waited.append),
         _failed=lambda error: None,
         _fatal=None,

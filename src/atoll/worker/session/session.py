@@ -990,6 +990,8 @@ class _Attempts:
                 self._lease, self._begun_s = session.http.lease, time.monotonic()
                 return self._lease
             except TRANSIENT as error:
+                if self._is_silent and not is_silence(error):  # after the silence, the network says something again
+                    self._pause_s = FIRST_BACKOFF_S
                 self._error, self._is_silent = error, is_silence(error)
 
     def failed(self, error: AtollError) -> None:
