@@ -168,7 +168,7 @@ LINES: dict[str, int] = {
     "worker": 270,
     "worker/exchange": 2562,
     "worker/peer": 962,
-    "worker/session": 928,
+    "worker/session": 930,
     "worker/tasks": 657,
     "worker/training": 2272,
 }
