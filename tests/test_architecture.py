@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "aggregation": 1339,
     "algorithms": 2015,
     "blobs": 474,
-    "cli": 4425,
+    "cli": 4399,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -166,11 +166,11 @@ LINES: dict[str, int] = {
     "trackers": 333,
     "transport": 4626,
     "worker": 270,
-    "worker/exchange": 2563,
-    "worker/peer": 963,
-    "worker/session": 928,
+    "worker/exchange": 2562,
+    "worker/peer": 962,
+    "worker/session": 930,
     "worker/tasks": 657,
-    "worker/training": 2265,
+    "worker/training": 2272,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

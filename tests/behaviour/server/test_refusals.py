@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from kit import serve
-from kit.requests import answer, begin_request, get, post
+from kit.requests import answer, begin_request, get, post, send
 from kit.servers import plain_server
 from kit.wire import WireSite, WireUpdate
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -63,6 +63,17 @@ def test_only_the_tickets_own_site_may_complete_it(b: WireSite, pushed: WireUpda
         assert told["code"] == "ticket_closed"
         assert "not issued to 'b'" in told["message"]
         assert pushed.complete()[0] == 200
+
+
+@pytest.mark.covers("F19")
+def test_only_a_tickets_own_site_learns_how_many_parts_its_update_has(b: WireSite, pushed: WireUpdate) -> None:
+    """A part that does not exist is refused as a wrong request if the ticket is the site's own, else as closed."""
+    # After a power loss, the ticket may be one of another fragment, with fewer parts. Its former site has to ask again.
+    status, told = send(pushed.site.url, "PUT", f"/v1/tickets/{pushed.ticket}/parts/1", b"", pushed.site.lease)
+    assert (status, told["code"]) == (400, "bad_request")
+    assert "Part 1 does not exist; the update has 1 part." in told["message"]
+    status, told = send(b.url, "PUT", f"/v1/tickets/{pushed.ticket}/parts/1", b"", b.lease)
+    assert (status, told["code"]) == (410, "ticket_closed")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,42 @@ def test_a_late_worker_waits_for_its_turn(tmp_path: Path) -> None:
         b.leave()
 
 
+@pytest.mark.covers("F23", "L7")
+def test_a_worker_that_missed_a_round_submits_its_other_fragment_first(tmp_path: Path) -> None:
+    """A worker that was cut off while a round closed does not wait for that fragment's next round while another site
+    waits for its update of the other fragment.
+    """
+    # Version 1 of fragment 0 is b's alone, and so is round 2. Had a waited for its end, b could not have closed it: it
+    # first needs the version of fragment 1, for which a has to submit.
+    options = OPTIONS | {"network.heartbeat_timeout_s": 2.0}
+    with new_server(tmp_path, **options) as server, Proxy(server.port) as proxy:
+        a, b = loop_of(proxy.url, tmp_path, "a"), Hand(server.url, "b")
+        with a:
+            proxy.cut()
+            wait_until(lambda: b.beat() is not None and state_of(server, "a") == "dead", "the end of a's lease")
+            b.submits(0)
+            wait_until(lambda: b.beat() is not None and versions(server) == [1, 0], "round 1 of fragment 0, without a")
+            b.ticket(0)
+            proxy.heal()
+            training = threading.Thread(target=lambda: [step_(a) for _ in range(4)], daemon=True)
+            training.start()
+            wait_until(lambda: waits_for(server, b, 1) == ["b"], "a's update of fragment 1")
+            b.submits(1)
+            wait_until(lambda: b.beat() is not None and not training.is_alive(), "four steps of a")
+            assert versions(server) == [1, 1]
+        b.leave()
+
+
+def state_of(server: atoll.Server, site: str) -> str:
+    return next(each.state for each in server.status().workers if each.site == site)
+
+
+def waits_for(server: atoll.Server, hand: Hand, fragment: int) -> list[str]:
+    """The sites whose update a round waits for. The other site stays alive."""
+    hand.beat()
+    return [each.site for each in server.status().fragments[fragment].waiting_for]
+
+
 # -- asynchronous runs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +31,10 @@ class Violation(AssertionError):
 class Formed:
     """An update that a site has formed: what it is in full precision, what it reports, and whether it may count.
 
-    With SCAFFOLD, `control` is the change of the site's control variate, by the names that it has in a version.
+    With SCAFFOLD, `control` is the change of the site's control variate, by the names that it has in a version. With a
+    codec that loses something, `carried` is what it had lost before, which this update brings, and `left` what it has
+    lost since. In streaming, `made` is the process and its number of local steps so far, of which `included` are in
+    the update.
     """
 
     site: str
@@ -39,6 +43,15 @@ class Formed:
     steps: int
     is_sound: bool = True
     control: Values = field(default_factory=dict)
+    carried: Values = field(default_factory=dict)
+    left: Values = field(default_factory=dict)
+    made: tuple[object, int] | None = None
+    included: float = 0.0
+
+    @staticmethod
+    def last_of(values: Values) -> float:
+        """The last element of a tensor, with which streaming counts steps."""
+        return float(values[min(values)][-1]) if values else 0.0
 
 
 @dataclass
@@ -46,12 +59,14 @@ class Model:
     """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
 
     With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
+    `last` has the last update of each site.
     """
 
     theta: dict[str, np.ndarray[Any, Any]]
     momentum: dict[str, np.ndarray[Any, Any]] | None = None
     control: Values = field(default_factory=dict)
     own: dict[str, tuple[float, Values]] = field(default_factory=dict)
+    last: Mapping[str, Formed] = field(default_factory=dict)
 
     def after(
         self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
@@ -70,7 +85,7 @@ class Model:
             step = sum(formed.values[name] * share for share, (formed, _) in zip(shares, updates, strict=True))
             moments[name] = step if self.momentum is None else momentum * self.momentum[name] + step
             theta[name] = value - lr * moments[name]
-        return Model(theta, moments)
+        return Model(theta, moments, last={**self.last, **{each.site: each for each, _ in updates}})
 
     def control_after(self, updates: Sequence[Formed], total_weight: float, *, from_zero: bool) -> dict[str, Any]:
         """c_i ← c_i + Δc_i for the sites of the updates; c = Σ w_i·c_i / W, whichever sites are in this round.
@@ -107,11 +122,15 @@ class Checks:
     Attributes:
         now_s: the virtual time.
         formed: (site, digest) → an update that a site has formed.
+        times: how often it has formed these bytes: updates of zeros are alike.
         acknowledged: ticket → site and digest of an update with a receipt.
         counted: ticket → (fragment, version) that has its update.
         newest: fragment → the number of the newest version that was ever there.
         may_expire: reasons for which an acknowledged update may expire at any time.
+        of_digest: the models of all versions, by the digests of these versions.
         may_begin_anew: whether the algorithm's state may begin at zero again.
+        may_lose_residuals: whether a site may lose what its codec has lost of earlier updates.
+        counts_steps: whether each local step is in at most one update.
         begun_anew: versions at which it has.
         excused: why acknowledged updates may have expired since the last check; empty: they may not.
     """
@@ -126,8 +145,12 @@ class Checks:
     momentum: float
     algorithm: str = "fedavg"
     may_begin_anew: bool = False
+    may_lose_residuals: bool = False
+    counts_steps: bool = False
+    of_digest: dict[str, Model] = field(default_factory=dict)
     now_s: float = 0.0
     formed: dict[tuple[str, str], Formed] = field(default_factory=dict)
+    times: Counter[tuple[str, str]] = field(default_factory=Counter)
     acknowledged: dict[int, tuple[str, str]] = field(default_factory=dict)
     counted: dict[int, tuple[int, int]] = field(default_factory=dict)
     models: dict[tuple[int, int], Model] = field(default_factory=dict)
@@ -165,7 +188,7 @@ class Checks:
                 require(round_.head == 0, f"version {round_.head} of fragment {fragment} was never made")
                 first = {n: v.astype(np.float64) for n, v in read(run, fragment, 0).items()}
                 control = {name: first.pop(name) for name in list(first) if name.startswith(CONTROL)}
-                self.models[fragment, 0] = Model(first, control=control)
+                self._know(run, fragment, 0, Model(first, control=control))
             if round_.head != known:
                 require(bool(self.excused), f"the server went back from version {known} to {round_.head}")
                 require(round_.head < known, f"version {round_.head} of fragment {fragment} came from nowhere")
@@ -194,10 +217,15 @@ class Checks:
 
     # -- as the run goes on
 
+    def has_formed(self, digest: str, formed: Formed) -> None:
+        """Note an update that a site has formed."""
+        self.formed[formed.site, digest] = formed
+        self.times[formed.site, digest] += 1
+
     def began_anew(self, run: RunCore) -> None:
         """Note whether SCAFFOLD's state has begun at zero again, which only some faults excuse."""
         generation = run.store.run_log.generation
-        if generation.number and self.algorithm == "scaffold":
+        if generation.number:
             require(self.may_begin_anew, f"the state of {self.algorithm} begins anew: {generation.reason}")
             self.begun_anew.add(generation.version)
 
@@ -283,10 +311,38 @@ class Checks:
             total = json.loads(run.store.versions.get(fragment, version).summary_json)["total_weight"]
             from_zero = run.store.run_log.generation.begins_at(base)
             made = replace(made, **before.control_after([each for each, _ in updates], total, from_zero=from_zero))
-        self.models[fragment, version] = made
+        self._require_once(before, [each for each, _ in updates], fragment, version)
+        self._know(run, fragment, version, made)
         self.heads[fragment] = self.newest[fragment] = version
         self.versions += 1
         self._require_values(run, fragment, version)
+
+    def _know(self, run: RunCore, fragment: int, version: int, model: Model) -> None:
+        self.models[fragment, version] = self.of_digest[run.store.versions.get(fragment, version).digest] = model
+
+    def _require_once(self, before: Model, updates: Sequence[Formed], fragment: int, version: int) -> None:
+        """What a codec has lost of a site's last update is in this one; and this one has no step that was in that.
+
+        If a site in streaming goes on from the base of an update that has counted, what was lost of it is still in the
+        difference from that base. Then the update carries what the one before had carried.
+        """
+        for each in updates:
+            where = f"in version {version} of fragment {fragment}, the update of {each.site}"
+            zeros = {name: np.zeros_like(value) for name, value in each.carried.items()}
+            last = before.last.get(each.site) or replace(each, carried=zeros, left=zeros, made=None)
+            if not self.may_lose_residuals:
+                fits = is_same(each.carried, last.left) or (
+                    each.made is not None and is_same(each.carried, last.carried)
+                )
+                require(fits, f"{where} carries the residual {each.carried}, not {last.left}")
+            if self.counts_steps and each.made is not None:
+                new = each.made[1] - (last.made[1] if last.made and last.made[0] is each.made[0] else 0)
+                brought, owed = each.included - each.last_of(each.carried), -last.last_of(last.left)
+                owed = max(owed, 0.0) if self.may_lose_residuals else owed
+                require(
+                    brought <= new + owed + 0.1,
+                    f"{where} brings {brought:g} local steps, of {new} new ones after {last}",
+                )
 
     @staticmethod
     def _is_due(run: RunCore, ticket: int, fragment: int, base: int) -> bool:
@@ -310,7 +366,8 @@ class Checks:
             for ticket, (site, digest) in self.acknowledged.items()
             if (site, digest) == (row.site, row.digest) and ticket != row.ticket and ticket in self.counted
         ]
-        require(not twice, f"the update of ticket {row.ticket} counts already, under tickets {twice}")
+        is_known = len(twice) < self.times[row.site, row.digest or ""]
+        require(is_known, f"the update of ticket {row.ticket} counts already, under tickets {twice}")
         return formed
 
     def _require_values(self, run: RunCore, fragment: int, version: int) -> None:
@@ -376,8 +433,12 @@ def require_same(before: State, after: State) -> None:
 
     def of_open(state: State, index: int) -> dict[str, Any]:
         round_ = state.rounds[index]
-        states = {site: (ticket.id, ticket.state) for site, ticket in round_.tickets.items()}
-        return {site: each for site, each in states.items() if each[1] != "expired"}  # it is given another
+        # an expired one is given anew; an asynchronous run asks a site again that sat out with an older version
+        return {
+            site: (each.id, each.state)
+            for site, each in round_.tickets.items()
+            if each.state != "expired" and not (each.state == "sat out" and each.base_version < round_.head)
+        }
 
     was, now = facts(before), facts(after)
     for name, value in was.items():
@@ -389,6 +450,11 @@ def require_same(before: State, after: State) -> None:
             expected = set(after.rounds[index].expected)
             fits = before.ending or expected == set(round_.expected)
             require(fits, f"after the restart, the round waits for {expected}, not for {set(round_.expected)}")
+
+
+def is_same(one: Values, other: Values) -> bool:
+    """Whether two lists of values are the same, bit for bit."""
+    return all(np.array_equal(one[name], value) for name, value in other.items())
 
 
 def as_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> Values:

@@ -111,8 +111,8 @@ def _byte_routes(served: ServedRun) -> ByteRoutes:
 async def _put_part(served: ServedRun, lease: Lease, ticket: int, part: int, body: bytes) -> messages.Receipt | None:
     run, loop, receiver = served.run, asyncio.get_running_loop(), PartReceiver(served)
     row = run.store.tickets.get(ticket)
-    nbytes = run.plan.fragments[row.fragment].update.parts[part].nbytes
     served.leases.require_open(lease, ticket)
+    nbytes = run.plan.fragments[row.fragment].update.parts[part].nbytes
     run.require_space()
     served.updates.begins(lease.site, ticket, row.fragment)
 

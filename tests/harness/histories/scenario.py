@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from harness.histories.network import Faults
 
 LR, MOMENTUM = 0.7, 0.9
 """Of the outer optimizer: with momentum and unequal weights, a lost, doubled or reordered update changes the result."""
-HEARTBEAT_S, TIMEOUT_S = 2.0, 5.0
+HEARTBEAT_S, TIMEOUT_S = 1.75, 4.0
 MOST_WEIGHT, MOST_STEPS = 1000.0, 100
 """Of an update that the server accepts."""
 
@@ -33,7 +34,9 @@ class Fault:
         return self.number > 0.7
 
 
-KINDS = ("barrier", "quorum", "async", "buffered", "fragments", "fednova", "scaffold")
+KINDS = ("barrier", "quorum", "async", "buffered", "fragments", "streaming", "streaming", "fednova", "scaffold")
+FEEDBACK = ("int8", "int4", "topk")
+"""Codecs that lose something, which the site adds to its next update."""
 SITE_FAULTS = ("kill site", "kill site at", "power loss of site", "freeze", "rival", "cut off", "leave")
 SERVER_FAULTS = ("kill server", "kill server at", "power loss", "stop server", "disk full")
 OF_THE_ADMIN = ("pause", "roll back")
@@ -59,7 +62,7 @@ class Scenario:
         chance = random.Random(f"scenario {seed}")
         kind = chance.choice(KINDS)
         sites = tuple("abcd"[: chance.choice((2, 2, 2, 3, 3, 4))])
-        heals_at_s = chance.uniform(2.5, 10.0)
+        heals_at_s = chance.uniform(2.0, 8.0)
         wire = Faults(
             delay_s=chance.choice((0.01, 0.05, 0.4)),
             lost=chance.choice((0.0, 0.0, 0.02, 0.1)),
@@ -73,7 +76,7 @@ class Scenario:
             "rounds.total": chance.choice((0, 0, 2, 4)),
         }
         if kind == "quorum":
-            settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(2.0, 15.0)}
+            settings |= {"rounds.quorum": quorum, "rounds.deadline_s": chance.uniform(1.5, 12.0)}
             settings["rounds.sites"] = max(settings["rounds.sites"], quorum)
         elif kind in ("barrier", "fednova", "scaffold"):
             settings |= {"rounds.min_sites": min(quorum, settings["rounds.sites"])}
@@ -84,11 +87,23 @@ class Scenario:
                 "async.max_staleness": chance.choice((None, None, 1, 3)),
             }
             if kind == "buffered":
-                settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 3.0))}
+                settings |= {"async.buffer_size": 2, "async.grace_s": chance.choice((0.0, 2.5))}
         elif kind == "fragments":
             settings |= {"algorithm.name": "diloco", "diloco.num_fragments": 2, "diloco.sync_every": 4}
+        elif kind == "streaming":
+            inflight = chance.choice((1, 2))
+            settings |= {
+                "algorithm.name": "diloco",
+                "diloco.num_fragments": chance.choice((1, 2, 2, 2)),
+                "diloco.sync_every": 4,
+                "diloco.fragment_sync_delay": chance.choice((0, 1, 2, 2)),
+                "diloco.fragment_update_alpha": chance.choice((0.0, 0.0, 0.5)),
+                "async.enabled": chance.random() < 0.3,
+            }
+            settings["diloco.max_inflight"] = min(inflight, settings["diloco.num_fragments"])
         if kind in ("fednova", "scaffold"):
             settings["algorithm.name"] = kind
+        settings["aggregation.upload_codec.name"] = chance.choice(("none", "none", chance.choice(FEEDBACK)))
         power = chance.random() < 0.5
         faults = [
             Fault(
@@ -114,7 +129,18 @@ class Scenario:
 
     @property
     def is_async(self) -> bool:
-        return self.kind in ("async", "buffered")
+        return bool(self.settings.get("async.enabled"))
+
+    @property
+    def may_lose_residuals(self) -> bool:
+        """Whether a fault may take what a site's codec has lost so far, or versions that it belongs to."""
+        losses = ("rival", "power loss of site", "roll back")
+        return (self.loses_power and not self.power) or any(each.what in losses for each in self.faults)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each local step is in at most one update: without a merge that keeps a share of local values."""
+        return self.kind == "streaming" and not self.settings["diloco.fragment_update_alpha"]
 
     @property
     def may_begin_anew(self) -> bool:
@@ -137,7 +163,6 @@ class Scenario:
             "algorithm.outer_optimizer.lr": LR,
             "algorithm.outer_optimizer.momentum": MOMENTUM,
             "algorithm.outer_optimizer.nesterov": False,
-            "aggregation.upload_codec.name": "none",
             "aggregation.max_weight": MOST_WEIGHT,
             "aggregation.max_steps": MOST_STEPS,
             "network.heartbeat_interval_s": HEARTBEAT_S,
@@ -150,5 +175,10 @@ class Scenario:
         }
 
     def model(self) -> dict[str, torch.Tensor]:
-        count = 17_000 if self.large else 6  # in two parts, or in one
-        return {"w": torch.arange(count, dtype=torch.float32) / 8, "b": torch.ones(3)}
+        """The first model. It is shared: do not change it."""
+        return model_of(17_000 if self.large else 6)  # in two parts, or in one
+
+
+@functools.cache
+def model_of(count: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(count, dtype=torch.float32) / 8, "b": torch.ones(3)}

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from atoll import runtime
 from atoll.aggregation import make_version
 from atoll.aggregation.plan import AggregationPlan, PlanValues
+from atoll.config.settings import Settings
 from atoll.errors import AtollError
 from atoll.protocol import admin_messages, messages, run_events
 from atoll.rounds.machine import STATE_BEGINS, STOPPED
@@ -39,13 +39,17 @@ from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.store import audit_log, journal
+from atoll.store import audit_log, journal, journal_tables
 from atoll.tensors.fragments import Split
+from atoll.tensors.schema import Schema
 from atoll.transport import part_transfer
 from atoll.worker.exchange import participation
+from atoll.worker.exchange.encode_update import Layouts
+from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.session import session
+from atoll.worker.training import synchroniser
 from harness.histories.checks import Checks, Violation
-from harness.histories.disk import Disks
+from harness.histories.disk import Disks, no_checksum, no_checksums, no_damage
 from harness.histories.network import NETWORK, Faults, Network, Request, VirtualConnection, answer, http_to, route
 from harness.histories.scenario import LR, MOMENTUM, SITE_FAULTS, TIMEOUT_S, Fault, Scenario
 from harness.histories.virtual_loop import (
@@ -60,7 +64,7 @@ from harness.histories.virtual_loop import (
     run_jobs,
     wait_for_all,
 )
-from harness.histories.virtual_site import ADDRESS, Site
+from harness.histories.virtual_site import ADDRESS, Site, form
 
 END_S = 240.0
 """Virtual seconds within which a run without further faults makes a version, and within which it ends."""
@@ -112,6 +116,8 @@ class History:
             lr=LR,
             algorithm=scenario.settings["algorithm.name"],
             may_begin_anew=scenario.may_begin_anew,
+            may_lose_residuals=scenario.may_lose_residuals,
+            counts_steps=scenario.counts_steps,
             momentum=MOMENTUM,
         )
         if scenario.may_begin_anew:
@@ -138,7 +144,7 @@ class History:
     # -- the server
 
     async def start_server(self) -> None:
-        settings = settings_beside("Server", self.scenario.all_settings(self.state_dir)).with_absolute_folders()
+        settings = self._settings()
         persistor, self._starts = Persistor(settings), self._starts + 1
         while True:
             try:
@@ -148,15 +154,23 @@ class History:
                 self._copy_state(power_loss=False)
                 self._dying = False
                 self._finish_copy()
-                settings = settings_beside("Server", self.scenario.all_settings(self.state_dir)).with_absolute_folders()
+                settings = self._settings()
         served = assemble(opened, UserCode(persistor, TaskFilters(settings)), clock=self.clock)
         served.coordinator.start(ADDRESS)
         self.served = served
         self.checks.now_s = self.loop.now_s
         self.tell(f"the server starts with {served.run.store.versions.heads()}")
+        if self.checks.excused and not served.run.state.finished:  # the server's log tells the operator to do so
+            for site in self.sites.values():
+                site.finished = False
         self.checks.started(served.run, self._before)
         self._before = None
         served.run.events.subscribe("the history", lambda event: self._on_event(served, event), self._fail)
+
+    def _settings(self) -> Settings:
+        """The settings of a server in the folder that the one before has left."""
+        settings = shared(settings_beside, "Server", self.scenario.all_settings(Path("/state")))
+        return settings.model_copy(update={"disk": settings.disk.model_copy(update={"state_dir": self.state_dir})})
 
     def clock(self) -> float:
         return self.loop.now_s
@@ -212,7 +226,8 @@ class History:
 
     def _check_answer(self, served: ServedRun, request: Request, arrived_s: float, status: int, data: bytes) -> None:
         site, method, path, headers, _ = request
-        self.checks.began_anew(served.run)
+        if self.scenario.kind == "scaffold":
+            self.checks.began_anew(served.run)
         lease = headers.get("Atoll-Lease", "")
         if status >= 400:
             self.counts[f"status {status}"] += 1
@@ -474,43 +489,76 @@ class History:
 # -- play
 
 
-_plans: dict[str, AggregationPlan] = {}
-_plan_of_values = AggregationPlan.of_values
+_made: dict[str, Any] = {}
+_plan_of_values, _layouts_of, _split_in = AggregationPlan.of_values, Layouts.of, messages.SchemaMessage.split_in
+
+
+def shared(make: Callable[..., Any], *given: Any, key: object = None) -> Any:
+    """Return `make(*given)`, a value that never changes, and that all histories with the same `key` share.
+
+    Args:
+        key: what the value depends on; None: its text is that of `given`.
+    """
+    text = repr((make, given if key is None else key))
+    if text not in _made:
+        _made[text] = make(*given)
+    return _made[text]
 
 
 def shared_plan(values: PlanValues, split: Split, threads: int = 0) -> AggregationPlan:
     """Return the plan that all histories with these values share."""
-    key = repr((values, split.schema.digest, split.places, threads))
-    if key not in _plans:
-        _plans[key] = _plan_of_values(values, split, threads)
-    return _plans[key]
+    plan: AggregationPlan = shared(
+        _plan_of_values, values, split, threads, key=(values, split.schema.digest, split.places, threads)
+    )
+    return plan
+
+
+def shared_layouts(info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
+    """Return the layouts that all histories with this codec share."""
+    key = schema.digest, info.codec, info.codec_options, info.downlink_codec, info.downlink_codec_options, rank
+    layouts: Layouts = shared(_layouts_of, info, schema, rank, key=key)
+    return layouts
+
+
+def shared_split(body: bytes | bytearray) -> Split:
+    """Return the schema that all histories with this answer share."""
+    split: Split = shared(_split_in, bytes(body))
+    return split
+
+
+_SQLITE = {name: getattr(sqlite3, name) for name in dir(sqlite3) if not name.startswith("__")}
 
 
 @contextlib.contextmanager
 def virtual_world(history: History) -> Iterator[None]:
     """Let the server and the workers use the history's clock, network and disk."""
     chance, loop, disks = random.Random(f"ids {history.scenario.seed}"), history.loop, history.disks
-    databases = SimpleNamespace(**{name: getattr(sqlite3, name) for name in dir(sqlite3) if not name.startswith("__")})
-    databases.connect = disks.connect
+    databases = SimpleNamespace(**_SQLITE | {"connect": disks.connect})
 
     class Everything:
         def __contains__(self, name: str) -> bool:
             history.on_failpoint(name)
             return False
 
-    with contextlib.ExitStack() as stack:
+    replaced: list[tuple[Any, str, Any]] = []
+    try:
         for target, name, value in (
             (time, "monotonic", loop.time),
             (uuid, "uuid4", lambda: uuid.UUID(int=chance.getrandbits(128))),
             (runtime, "_actions", Everything()),
             (audit_log, "_BOOT_ID", history.folder / "boot_id"),
             (journal, "sqlite3", databases),
+            (journal, "require_unchanged", no_damage),
+            (journal_tables, "write_checksums", no_checksums),
+            (journal_tables, "row_check", no_checksum),
             (journal.Journal, "checkpoint", lambda self, *_: disks.checkpoint(self.path)),
             (journal.os, "fsync", disks.fsync),
             (run_core, "ThreadPoolExecutor", InlineExecutor),
             (persistors, "ThreadPoolExecutor", InlineExecutor),
             (make_version, "run_jobs", run_jobs),
             (AggregationPlan, "of_values", shared_plan),
+            (Layouts, "of", shared_layouts),
+            (messages.SchemaMessage, "split_in", shared_split),
             (session, "threading", GreenThreading),
             (session, "Latch", GreenEvent),
             (session, "OWN_RANDOM", random.Random(f"pauses {history.scenario.seed}")),
@@ -518,15 +566,23 @@ def virtual_world(history: History) -> Iterator[None]:
             (session, "has_left", lambda joined: None),
             (session, "command_sees_end", lambda: False),
             (participation, "http_to", http_to),
+            (synchroniser, "threading", GreenThreading),
+            (synchroniser, "Latch", GreenEvent),
+            (Exchange, "form", form),
             (part_transfer, "PartConnection", VirtualConnection),
             (part_transfer, "ThreadPoolExecutor", GreenExecutor),
             (part_transfer, "wait", wait_for_all),
         ):
-            stack.enter_context(mock.patch.object(target, name, value))
-        stack.enter_context(mock.patch.dict(os.environ, {"ATOLL_NEW_STATE": "1"}))  # only SCAFFOLD's sites read it
+            replaced.append((target, name, vars(target)[name]))
+            setattr(target, name, value)
+        os.environ["ATOLL_NEW_STATE"] = "1"  # only SCAFFOLD's sites read it
         NETWORK.append(history.network)
-        stack.callback(NETWORK.pop)
         yield
+    finally:
+        NETWORK.clear()
+        os.environ.pop("ATOLL_NEW_STATE", None)
+        for target, name, value in reversed(replaced):
+            setattr(target, name, value)
 
 
 def play(seed: int | Scenario) -> Told:

@@ -8,6 +8,7 @@ and all its sites, in an order that the seed decides.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import selectors
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -29,26 +30,13 @@ MOST_AT_ONCE = 50_000
 """Rounds of the loop without virtual time passing, after which a history is a loop without an end."""
 
 
-class _Clock(selectors.BaseSelector):
-    """A selector without files: to wait is to move the loop's clock."""
-
-    loop: VirtualLoop
+class _NoFiles(selectors.BaseSelector):
+    """A selector without files, which asyncio asks for."""
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         raise NotImplementedError
 
-    unregister = modify = get_map = register  # type: ignore[assignment]  # there are no files
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise Stalled("nothing is due any more")
-        if timeout > 0:
-            self.loop.now_s += timeout
-            self.loop.at_once = 0
-        self.loop.at_once += 1
-        if self.loop.at_once > MOST_AT_ONCE:
-            raise Stalled("a loop without an end")
-        return []
+    unregister = modify = get_map = select = register  # type: ignore[assignment]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -63,9 +51,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, delay_s: Callable[[], float]) -> None:
         self.now_s, self.at_once, self._delay_s = 0.0, 0, delay_s
-        clock = _Clock()
-        clock.loop = self
-        super().__init__(clock)
+        super().__init__(_NoFiles())
+
+    def _run_once(self) -> None:
+        """Do what asyncio's loop does in one round, where to wait is to move the clock."""
+        ready, timers = self._ready, self._scheduled  # type: ignore[attr-defined]
+        while timers and timers[0]._cancelled:
+            heapq.heappop(timers)._scheduled = False
+        if not ready and not self._stopping:  # type: ignore[attr-defined]
+            if not timers:
+                raise Stalled("nothing is due any more")
+            if timers[0]._when > self.now_s:
+                self.now_s, self.at_once = timers[0]._when, 0
+        self.at_once += 1
+        if self.at_once > MOST_AT_ONCE:
+            raise Stalled("a loop without an end")
+        while timers and timers[0]._when <= self.now_s:
+            timer = heapq.heappop(timers)
+            timer._scheduled = False
+            ready.append(timer)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
     def time(self) -> float:
         return self.now_s

@@ -5,19 +5,29 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from atoll.errors import AtollError, Superseded, UpdateRefused
-from atoll.protocol.messages import Report
+from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import Accepted, Finished, Lost, Open, Refused, TooLate, VersionGone, require
+from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import extra_name
+from atoll.worker.exchange import encode_update
 from atoll.worker.exchange.encode_update import Finish
+from atoll.worker.exchange.exchange import Exchange
+from atoll.worker.exchange.local_state import Residuals
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
+from atoll.worker.training.fragment_order import SyncRules
+from atoll.worker.training.metrics import GlobalModelMetrics
 from atoll.worker.training.round_backends import ServerBackend
 from atoll.worker.training.submitted_groups import given_groups
+from atoll.worker.training.synchroniser import Synchroniser
 from harness.histories.checks import Checks, Formed, Values, Violation, as_arrays
 from harness.histories.disk import copy, lose_power_at_site
 from harness.histories.scenario import MOST_STEPS, MOST_WEIGHT, TIMEOUT_S, Scenario
@@ -51,11 +61,40 @@ class SiteProcess(Process):
         part: its participation, once it has joined.
         forming: the update that it forms next or has formed last.
         control: the change of SCAFFOLD's control variate in that update; None with other algorithms.
+        forming_in: the exchange that forms it, and the ticket; None once it is noted.
+        sees_base: returns the update that is formed, if the loop that forms it is Atoll's own.
+        steps: number of local steps so far.
     """
 
     part: Participation | None = None
     forming: Formed | None = None
     control: Values | None = None
+    forming_in: tuple[Exchange, int] | None = None
+    sees_base: Callable[[Ticket, Tensors, Report], Formed] | None = None
+    steps = 0
+
+
+_form = Exchange.form
+
+
+def form(exchange: Exchange, ticket: Ticket, tensors: Tensors, report: Report, **more: Any) -> encode_update.Formed:
+    """Do what `Exchange.form` does, and note which update the process forms."""
+    process = own_process()
+    process.forming_in = exchange, ticket.id
+    if process.sees_base is not None:
+        process.forming = process.sees_base(ticket, tensors, report)
+    return _form(exchange, ticket, tensors, report, **more)
+
+
+def residuals_of(state: Residuals) -> tuple[Values, Values]:
+    """What the codec had lost before the update that was just formed, and what it has lost with it."""
+    now, names = state.note.current, list(state._segments)
+    both = (
+        {name: state._files[file].values(state._segments[name], 0, state._segments[name].spec.numel) for name in names}
+        for file in (now, 1 - now)
+    )
+    before, after = (as_arrays(values, names) for values in both)
+    return before, after
 
 
 def own_process() -> SiteProcess:
@@ -81,7 +120,7 @@ class Site:
         self.leaves_next = False
         self.finished = False
         self.own_weight = self.chance.choice((1.0, 2.0, 3.5))
-        self.away_until_s = self.chance.choice((0.0, 0.5, 3.0))
+        self.away_until_s = self.chance.choice((0.0, 0.5, 2.5))
 
     def start(self) -> None:
         """Begin a process of the site, in its folder."""
@@ -126,9 +165,16 @@ class Site:
 
     def _note_formed(self, process: Process) -> None:
         assert isinstance(process, SiteProcess)
-        for exchange in process.part.exchanges if process.part else ():
-            if (note := exchange.outbox.note) is not None and process.forming is not None:
-                self.history.checks.formed.setdefault((self.name, note.digest), process.forming)
+        exchange, ticket = process.forming_in or (None, 0)
+        formed = process.forming
+        if exchange is None or formed is None or exchange.outbox.note is None or exchange.outbox.note.ticket != ticket:
+            return  # an update that was formed before is sealed again, for another ticket
+        process.forming_in = None
+        if (residuals := exchange.local.residuals) is not None:
+            carried, left = residuals_of(residuals)
+            values = {name: value + carried[name] - left[name] for name, value in formed.values.items()}
+            formed = replace(formed, values=values, carried=carried, left=left)
+        self.history.checks.has_formed(exchange.outbox.note.digest, formed)
 
     # -- in its process
 
@@ -136,10 +182,12 @@ class Site:
         history, why = self.history, "ended"
         part: Participation | None = None
         try:
-            is_loop = history.scenario.kind == "fragments"
+            kind = history.scenario.kind
+            is_loop = kind in ("fragments", "streaming")
             part = take_part(ADDRESS, self.name, folder=folder, loop=LoopTerms() if is_loop else None)
             process.part = part
-            (self._train_fragments if is_loop else self._train)(part)
+            train = {"fragments": self._train_fragments, "streaming": self._train_streaming}.get(kind, self._train)
+            train(part)
             self.finished = part.session.finished
             part.leave()
         except Superseded:
@@ -222,9 +270,60 @@ class Site:
                     exchange.forget_outbox_progress()
         part.session.finished = len(finished) == len(part.exchanges)
 
+    def _train_streaming(self, part: Participation) -> None:
+        """Train as DiLoCo does, with the package's own loop, and with steps that add to all tensors."""
+        process, session = own_process(), part.session
+        tensors = {name: torch.zeros_like(value) for name, value in self.history.scenario.model().items()}
+        process.sees_base = self._formed_in_streaming
+        rules = SyncRules.of(session.info, session.info.sync_every)
+        unmeasured = GlobalModelMetrics(None, lambda: self.name)
+        sync = Synchroniser(
+            session, part.exchanges, lambda: tensors, rules, self._report_in_streaming, unmeasured, max_retries=3
+        )
+        try:
+            sync.start()
+            while not self.leaves_next and not sync.finished:
+                sleep((0.2 if self.history.is_healed else self.chance.choice((0.2, 0.5, 2.0))) * self.chance.random())
+                process.steps += 1
+                self._add(tensors, "nan" if self.chance.random() < 0.02 else "")
+                if sync.begins(process.steps):
+                    sync.after_step(process.steps)
+            sync.drain()
+        except BaseException:
+            sync.abandon()
+            raise
+        session.finished = sync.finished
+
+    def _report_in_streaming(self, base: VersionRef, steps: int) -> Report:
+        weight = 2 * MOST_WEIGHT if self.chance.random() < 0.03 else self.chance.choice((1.0, 2.0, 3.5))
+        if self.sits_out and self.chance.random() < 0.15:
+            weight = 0.0
+        return Report(weight=weight, steps=steps)
+
+    def _formed_in_streaming(self, ticket: Ticket, tensors: Tensors, report: Report) -> Formed:
+        """The update of these tensors: the difference from the version that its ticket names."""
+        base = self.history.checks.of_digest[ticket.base.digest].theta
+        values = {name: base[name] - value for name, value in as_arrays(tensors, tensors).items()}
+        is_sound = report.weight <= MOST_WEIGHT and all(np.isfinite(value).all() for value in values.values())
+        process = own_process()
+        return Formed(
+            *(self.name, values, report.weight, report.steps, is_sound),
+            made=(process, process.steps),
+            included=-Formed.last_of(values),
+        )
+
+    def _add(self, tensors: dict[str, torch.Tensor], wrong: str) -> None:
+        """Train one step: each last element counts the steps."""
+        self.trained += 1
+        for value in tensors.values():
+            value[:-1] += self.chance.randint(-16, 16) / 8 + self.trained / 1024
+            value[-1] += 1.0
+            if wrong == "nan":
+                value[0] = float("nan")
+
     def _step(self, tensors: dict[str, torch.Tensor]) -> Report:
         """Train for a while. The update is noted as what this site forms next."""
-        most_s = 0.5 if self.history.is_healed else self.chance.choice((0.5, 4.0, 9.0))
+        most_s = 0.5 if self.history.is_healed else self.chance.choice((0.5, 3.0, 7.0))
         sleep(most_s * self.chance.random())
         base = as_arrays(tensors, tensors)
         self.trained += 1

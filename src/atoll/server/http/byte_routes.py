@@ -305,12 +305,12 @@ class PartReceiver:
         run = self._run
         row, settings = run.store.tickets.get(ticket), run.settings
         layout = run.plan.fragments[row.fragment].update
+        self._leases.require_open(lease, ticket)  # first: after a power loss, another fragment may have the number
         if part >= len(layout.parts):
             raise BadRequest(
                 f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
                 "Divide the update into parts as the ticket's layout says.",
             )
-        self._leases.require_open(lease, ticket)
         planned = layout.parts[part]
         rest_bytes = require_part_bytes(request, planned.nbytes, LENGTH_BYTES + routes.CONTROL_BODY_BYTES)
         run.require_space()

@@ -562,7 +562,7 @@ class Synchroniser:
             return lost
         reply: Next | Lost | None = None
         if fragment.ticket is None:
-            reply, waited = self._next_round(exchange)
+            reply, waited = self._next_round(fragment)
             if reply is None:
                 return False
             if isinstance(reply, Lost):
@@ -573,6 +573,8 @@ class Synchroniser:
         ticket, base = fragment.ticket, exchange.base.note
         if ticket is not None and base is not None and ticket.base.digest == base.digest:
             return True
+        if isinstance(reply, Wait) and base is not None and reply.head.digest == base.digest:
+            return True  # nothing to catch up with; another fragment is due
         if reply is None:
             reply = exchange.ask_and_resend(0.0, retries=self._retries)
             if isinstance(reply, Lost):
@@ -604,16 +606,24 @@ class Synchroniser:
             fragment.ticket = None if is_over else fragment.ticket
         return None
 
-    def _next_round(self, exchange: Exchange) -> tuple[Next | Lost | None, bool]:
+    def _next_round(self, fragment: FragmentState) -> tuple[Next | Lost | None, bool]:
         """Wait for the next round of a fragment.
+
+        If rounds of the fragment have closed without this worker, so that another fragment comes first now, do not
+        wait: other workers may need the update of that fragment before they submit one of this fragment.
 
         Returns:
             A pair. First the server's reply; `Lost` if the server cannot be reached; None if the update of another
             fragment has failed and must be submitted first. Second, whether this worker waited.
         """
+        exchange = fragment.exchange
         if self._is_whole:
             return exchange.ask_and_resend(retries=self._retries), False
         reply = exchange.ask_and_resend(0.0, retries=self._retries)
+        if isinstance(reply, Wait) and reply.round > fragment.round:
+            fragment.heard(reply)
+            if self._order.pick(self._candidates) != fragment.index:
+                return reply, False
         waited = isinstance(reply, Wait)
         while isinstance(reply, Wait):
             if self._broken():
