@@ -75,15 +75,15 @@ class WorkflowFacts:
         rows = self._journal.rows(
             "SELECT of_call FROM workflow_facts WHERE place = ? AND kind = 'end' ORDER BY number", self._place
         )
-        return self._select("AND kind = 'call'"), {number for (number,) in rows}
+        return self._select("AND kind = 'call' ORDER BY number"), {number for (number,) in rows}
 
     def of_call(self, number: int) -> list[FactRow]:
         """Return what came of a call: answers, then its end, in order."""
-        return self._select("AND of_call = ? AND kind != 'call'", number)
+        return self._select("AND of_call = ? AND kind != 'call' ORDER BY number", number)
 
     def answers(self) -> list[FactRow]:
         """Return all answers."""
-        return self._select("AND kind = 'answer'")
+        return self._select("AND kind = 'answer' ORDER BY number")
 
     def open(self, row: FactRow) -> int:
         """Return a descriptor of the file with an answer's payload; the caller closes it.
@@ -102,7 +102,7 @@ class WorkflowFacts:
         return fd
 
     def _select(self, where: str = "", *values: Any) -> list[FactRow]:
-        return self._journal.select(FACTS, f"WHERE place = ? {where} ORDER BY number", self._place, *values)
+        return self._journal.select(FACTS, f"WHERE place = ? {where}", self._place, *values)
 
     # -- writing
 
@@ -180,20 +180,20 @@ class WorkflowFacts:
         for file in files:
             (self._folder / file).unlink(missing_ok=True)
 
-    def drop(self, why: str) -> bool:
-        """Keep the facts no longer: the run goes on, but a restart begins the workflow from its beginning.
-
-        Returns:
-            Whether there were any.
-        """
-        if not self.kept:
+    def make_room(self, why: str) -> bool:
+        """Drop the facts if they have files, because the disk has too little space. Return whether they had."""
+        if not self.kept or not self._select("AND file != '' LIMIT 1"):
             return False
+        self.drop(f"the disk has too little space. {why.rstrip('.')}")
+        return True
+
+    def drop(self, why: str) -> None:
+        """Keep the facts no longer: the run goes on, but a restart begins the workflow from its beginning."""
         why = f"what it has got is no longer kept: {why}"
         row = FactRow(self._place, 0, 0, "dropped", value_json=why)
         self.forget(then=row)
         self.why_dropped = f"A restart of the server would begin the workflow from its beginning: {why}."
         LOG.warning("%s To go on after a restart, raise the setting, or free disk space.", self.why_dropped)
-        return True
 
 
 ANEW = "Restore the state directory from a backup, or begin anew with --fresh."

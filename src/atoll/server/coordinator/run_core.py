@@ -144,7 +144,7 @@ class RunCore:
         try:
             self.store.require_space(self.settings.disk.min_free_bytes)
         except DiskFull as error:
-            if self.store.facts.drop(f"the disk has too little space. {error.message}".rstrip(".")):
+            if self.store.facts.make_room(error.message):
                 self.require_space()
                 return
             if not self.no_space:

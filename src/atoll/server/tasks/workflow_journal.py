@@ -167,7 +167,7 @@ class WorkflowJournal:
             if turn >= 0:
                 call = self._own.pop(turn, None)
                 if call is not None and call.asked != asked:
-                    raise self._differs(asked, call, f"call {turn + 1}")
+                    raise self._differs(f"call {turn} is {described(asked)}, but was {described(call.asked)}")
             else:
                 call = self._other(asked)
             if call is not None:
@@ -191,15 +191,13 @@ class WorkflowJournal:
             if self._replayed != replayed:
                 until_s, replayed = time.monotonic() + ASKED_S, self._replayed
             if not self._moved.wait(until_s - time.monotonic()):
-                raise self._differs(asked, tasks[0], "a call of another thread")
+                raise self._differs(
+                    f"a thread of it asks {described(asked)}, but none asks {described(tasks[0].asked)}"
+                )
 
-    def _differs(self, asked: Asked, call: Call | None, which: str) -> RunFailed:
-        before = "no call there" if call is None else described(call.asked)
-        now = "nothing" if not asked else described(asked)
+    def _differs(self, why: str) -> RunFailed:
         self.difference = self.difference or RunFailed(
-            f"The workflow {self.name} asks otherwise than before the restart: {which} is {now}, but the journal has "
-            f"{before}.",
-            REMEDY,
+            f"The workflow {self.name} asks otherwise than before the restart: {why}.", REMEDY
         )
         return self.difference
 
@@ -211,7 +209,8 @@ class WorkflowJournal:
         """
         left = [*self._own.values(), *_tasks(self._others)]
         if left:
-            raise self._differs((), min(left, key=lambda call: call.number), "at its end, it asks")
+            first = min(left, key=lambda call: call.number)
+            raise self._differs(f"it has ended without {described(first.asked)}")
 
     # -- facts, on the event loop
 
