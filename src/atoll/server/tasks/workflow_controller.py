@@ -374,9 +374,11 @@ class Controller:
         try:  # not as the coroutine's result: its future would keep the results, and their files, until gc runs
             if outcome is None:
                 self.ask(self._collect(task, call, payloads, limits, heard, before))
-            else:
+            elif on_result is not None:
                 self.ask(_told(task, before, heard))
-                raise_recorded(outcome)
+            else:
+                results.extend(Result(task, answer) for answer in before)
+            raise_recorded(outcome or {})
         except BaseException:
             results.clear()
             raise
