@@ -12,7 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
@@ -46,6 +48,8 @@ from atoll.errors import AtollError, ConfigError
 from atoll.format_text import listed
 from atoll.protocol import status_messages
 from atoll.runtime import return_freed_memory
+from atoll.simulate.inputs import put_aside
+from atoll.store.reader import has_run
 
 if TYPE_CHECKING:
     from atoll.server.serve import Server
@@ -63,6 +67,12 @@ def command(
     directory: Dir = None,
     token_file: TokenFile = None,
     rounds: Rounds = None,
+    fresh: Annotated[
+        bool,
+        typer.Option(
+            "--fresh", help="Begin a new run, with new credentials; the earlier one is kept in a folder beside it."
+        ),
+    ] = False,
     log_json: LogJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -82,6 +92,8 @@ def command(
                 "Give the run file: atoll server run.toml. `atoll new` writes one; `atoll run --example digits` runs "
                 "an example.",
             )
+        if fresh and has_run(settings.disk.state_dir):
+            put_aside(settings.disk.state_dir)
         run_until_finished(settings)
     except ConfigError as error:
         if run_file is not None or not Path("run.toml").is_file():

@@ -155,7 +155,8 @@ def _workflows(ended: set[int], last: list[status_messages.WorkflowStatus]) -> l
     found = [each.model_copy(update={"state": "done"}) if place in ended else each for place, each in enumerate(last)]
     place = next((place for place, each in enumerate(found) if each.state != "done"), None)
     if place is not None and found[place].state != "failed":
-        how = "continues its rounds" if found[place].kind == "train" else "begins it again"
+        words = {"train": "continues its rounds", "cross_site_evaluation": "begins it again"}
+        how = words.get(found[place].kind, "goes on with it")
         update = {"state": "running", "quiet_s": 0.0, "detail": UNDER_WAY + how}
         found[place] = found[place].model_copy(update=update)
     return found

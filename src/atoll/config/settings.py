@@ -739,6 +739,13 @@ class Disk(Group):
     objects_expire_s: float = Field(
         86400.0, gt=0, description="Longest time that the server keeps an object, in seconds."
     )
+    workflow_max_bytes: int = Field(
+        64 * 2**30,
+        ge=0,
+        description="Largest total size of what a workflow of tasks has got from its sites, which the server keeps "
+        "until the workflow ends: with it, the workflow goes on after a restart. Beyond that, or if the disk has too "
+        "little space, nothing of it is kept, and a restart begins the workflow again. 0: always.",
+    )
     min_free_bytes: int = Field(
         256 * 2**20,
         ge=0,

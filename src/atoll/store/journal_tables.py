@@ -30,7 +30,7 @@ from atoll.protocol.messages import Report
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds", "events"),
-    *("configs", "identities"),
+    *("configs", "identities", "workflow_facts"),
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed."""
 
@@ -401,6 +401,34 @@ class IdentityRow:
 
 
 @dataclass(frozen=True, slots=True)
+class FactRow:
+    """What a workflow's function has asked its controller, or has got. The journal keeps this until the workflow ends.
+
+    Attributes:
+        place: position of the workflow in the run's list.
+        number: position of the fact among those of the workflow, from 0.
+        of_call: number of the call that the fact belongs to; of a call itself its own.
+        kind: `call`: the function has asked. `answer`: a site has answered the call's task. `end`: the task is over.
+            `dropped`: the facts did not fit, and are no longer kept.
+        turn: position of the call among those of the function's own thread; −1 for calls of other threads.
+        asked_json: what was asked, as JSON; empty for other kinds.
+        value_json: what came of it, as JSON.
+        file: name of the file with an answer's payload; empty if there is none.
+        nbytes: size of that file.
+    """
+
+    place: int
+    number: int
+    of_call: int
+    kind: Literal["call", "answer", "end", "dropped"]
+    turn: int = -1
+    asked_json: str = ""
+    value_json: str = ""
+    file: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRow:
     """One entry of the audit log. `hash` is the BLAKE3 of the other fields, `prev_hash` the previous entry's hash."""
 
@@ -565,14 +593,15 @@ SITE_ROUNDS = Table(
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 CONFIGS = Table("configs", ConfigRow, "PRIMARY KEY (site, round)")
 IDENTITIES = Table("identities", IdentityRow, "PRIMARY KEY (site)")
+FACTS = Table("workflow_facts", FactRow, "PRIMARY KEY (place, number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
 TABLES = (
     *(RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS),
-    *(HISTORY, SITE_ROUNDS, GENERATIONS, CONFIGS, IDENTITIES, AUDIT),
+    *(HISTORY, SITE_ROUNDS, GENERATIONS, CONFIGS, IDENTITIES, FACTS, AUDIT),
 )
-SCHEMA_VERSION = 13
+SCHEMA_VERSION = 14
 
 SCHEMA = f"""
 CREATE TABLE meta (

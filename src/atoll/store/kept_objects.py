@@ -314,10 +314,8 @@ class ObjectStore:
         self._objects[object_id] = entry
         return entry, secret
 
-    def take(self, object_id: str, secret: str) -> tuple[Entry, int]:
-        """Remove a complete object from the store, and return it with a descriptor that the caller closes.
-
-        The file is unlinked at once. Its bytes exist until the descriptor is closed.
+    def opened(self, object_id: str, secret: str) -> tuple[Entry, int, Path]:
+        """Return a complete object with a descriptor of its file, which the caller closes, and with the file's path.
 
         Raises:
             Gone: the store does not have the object, or it has expired.
@@ -326,9 +324,7 @@ class ObjectStore:
         """
         entry = self.complete_one(object_id, secret)
         self._require_not_own(entry)
-        fd = self.reader(entry)
-        self.drop(entry)
-        return entry, fd
+        return entry, self.reader(entry), self._path(entry, "safetensors")
 
     def make_own(self, object_id: str, secret: str) -> Entry:
         """Take over a complete object from its publisher. It stays until `drop` or the server's next start.

@@ -62,7 +62,23 @@ _IDENTITIES = (
 ) STRICT""",
 )
 
-MIGRATIONS: dict[int, tuple[str, ...]] = {12: _ADMIN, 13: _IDENTITIES}
+_FACTS = (
+    """CREATE TABLE workflow_facts (
+    place INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    of_call INTEGER NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ('call', 'answer', 'end', 'dropped')),
+    turn INTEGER NOT NULL DEFAULT -1,
+    asked_json TEXT NOT NULL DEFAULT '',
+    value_json TEXT NOT NULL DEFAULT '',
+    file TEXT NOT NULL DEFAULT '',
+    nbytes INTEGER NOT NULL DEFAULT 0,
+    row_check INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (place, number)
+) STRICT""",
+)
+
+MIGRATIONS: dict[int, tuple[str, ...]] = {12: _ADMIN, 13: _IDENTITIES, 14: _FACTS}
 """Version of the journal → the statements that lead to it from the version before."""
 OLDEST = min(MIGRATIONS) - 1
 """The oldest version from which migrations lead to today's."""

@@ -528,8 +528,9 @@ class RunLog:
             self._audit.append("workflow", place=index, name=name)
 
     def forget_workflows_from(self, index: int) -> None:
-        """Delete the records of ended workflows at position `index` and later, so that these workflows run again."""
+        """Delete what the journal has of the workflows at position `index` and later, so that they run again."""
         with self._journal.transaction():
+            self._journal.execute("DELETE FROM workflow_facts WHERE place >= ?", index)
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", index)
 
     def _not_open(self, fragment: int, base_version: int) -> StoreError:

@@ -54,6 +54,7 @@ from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets, require_links
 from atoll.store.versions import Versions
 from atoll.system_calls import memory_bytes
+from atoll.store.workflow_facts import WorkflowFacts
 
 LOG = logging.getLogger("atoll.server")
 
@@ -78,6 +79,7 @@ class Store:
         slots: the preallocated tensor files.
         tickets: the tickets and their updates.
         identities: the credentials of the sites.
+        facts: what the present workflow has got from sites.
         versions: the versions, and the encoded differences between versions (deltas).
     """
 
@@ -133,6 +135,7 @@ class Store:
         self.tickets = Tickets(journal, self.audit, self.slots)
         self.events = EventRows(journal)
         self.identities = Identities(journal, self.audit)
+        self.facts = WorkflowFacts(journal, directory / "answers")
         self.versions = Versions(
             journal,
             self.audit,

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness.processes import Nursery
-from kit.flower_apps import LEGACY_CLIENT, LEGACY_SERVER, write_app
+from harness.processes import Nursery, Process, RestartedProcess, free_port
+from kit.flower_apps import CLIENT, LEGACY_CLIENT, LEGACY_SERVER, SERVER, write_app
 from kit.processes import Outcome, command, url_of
 from kit.workflows import workflow_server
 
@@ -77,6 +77,49 @@ def test_a_killed_site_counts_each_message_once(tmp_path: Path, nursery: Nursery
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert [metrics["train"][str(number)]["seen"] for number in (1, 2)] == [1, 2]
     np.testing.assert_allclose(np.load(tmp_path / "final.npz")["arr_0"], np.full((2, 3), 10 / 3))
+
+
+def test_an_app_goes_on_after_its_server_was_killed(tmp_path: Path, nursery: Nursery) -> None:
+    """A ServerApp whose server is killed at each message ends with the same bits. No client does a message twice."""
+    client = CLIENT.replace(
+        "    assert msg.content",
+        """    with Path(f"done-{context.node_config['partition-id']}").open("a") as file:
+        file.write(f"{seen}\\n")
+    assert msg.content""",
+    )
+    # the values that clients begin with are drawn at random, as the weights of a new model are
+    server = SERVER.replace("np.zeros(4, np.float32)", "np.random.rand(4)")
+    server = server.replace(
+        "    strategy = ", "    Path('drawn').open('a').write(f'{np.random.rand()}\\n')\n    strategy = "
+    )
+    write_app(tmp_path, server.replace("import json", "import json\nfrom pathlib import Path", 1), client)
+    port = free_port()
+    step = '[[workflow.steps]]\nkind = "flower"\napp = "adds"\nrun_config = {num-server-rounds = 1}\n'
+    (tmp_path / "run.toml").write_text(f"rounds.sites = 2\nnetwork.port = {port}\n{step}")
+
+    def start(failpoints: str) -> Process:
+        log = tmp_path / "server.log"
+        return nursery.start("atoll", "server", "run.toml", cwd=tmp_path, failpoints=failpoints, log=log)
+
+    served = RestartedProcess(start, ["workflow.fact=kill@1"] * 40)
+    env = {"ATOLL_SERVER": f"http://127.0.0.1:{port}", "ATOLL_DIR": str(tmp_path / "files")}
+    sites = [
+        nursery.start(
+            *("atoll", "worker", "--flower", "adds", "--site", f"site-{number}"),
+            *("--node-config", f"partition-id={number - 1}"),
+            cwd=tmp_path,
+            env=env,
+        )
+        for number in (1, 2)
+    ]
+    assert served.wait(150) == 0, (tmp_path / "server.log").read_text()
+    assert [each.wait(60) for each in sites] == [0, 0]
+    # begin; for `train` and `evaluate`: sites twice, the task, 2 answers, its end, the replies
+    assert served.deaths == 1 + 2 * 7
+    assert [(tmp_path / f"done-{place}").read_text() for place in (0, 1)] == ["1\n", "1\n"]
+    assert len(set((tmp_path / "drawn").read_text().split())) == 1
+    final = np.load(tmp_path / "final.npz")
+    np.testing.assert_allclose(final["arr_0"], np.full((2, 3), 5 / 3), rtol=1e-15)
 
 
 def test_a_task_that_is_no_message_fails_alone(tmp_path: Path, nursery: Nursery) -> None:

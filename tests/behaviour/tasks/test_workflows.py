@@ -198,8 +198,8 @@ def test_a_site_fetches_a_reference_from_its_owner(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("T14")
-def test_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
-    """If a server stops in the middle of its workflow, a restarted server runs the workflow from its start."""
+def test_without_room_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -> None:
+    """If a server without room for answers stops in the middle of its workflow, the next start begins it again."""
     begun: list[int] = []
     sent = threading.Event()
 
@@ -209,14 +209,15 @@ def test_a_restart_begins_the_workflow_again(nursery: Nursery, tmp_path: Path) -
             controller.send("a", "hang", {"w": torch.ones(1)})
         sent.set()
 
-    server = workflow_server(tmp_path, main).start()
+    no_room = {"disk.workflow_max_bytes": 0}
+    server = workflow_server(tmp_path, main, **no_room).start()
     first = site(nursery, tmp_path, server, "a")
     wait_until((tmp_path / "a.hung").exists, "the task at the site")
     first.kill()
     server.stop()
     assert not sent.is_set()  # what it waited for ended it
     assert kept_objects(tmp_path) == []
-    with workflow_server(tmp_path, main) as again:
+    with workflow_server(tmp_path, main, **no_room) as again:
         assert again.wait(30)
         assert sent.is_set()
     assert begun == [1, 2]
@@ -260,11 +261,12 @@ def test_sites_outlive_a_restart(nursery: Nursery, tmp_path: Path) -> None:
         came.append(controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload)
 
     port = free_port()
-    server = workflow_server(tmp_path, before, **{"network.port": port}).start()
+    settings = {"network.port": port, "disk.workflow_max_bytes": 0}  # the next start has another function
+    server = workflow_server(tmp_path, before, **settings).start()
     worker = site(nursery, tmp_path, server, "a")
     wait_until(lambda: came, "the first answer")
     server.stop()
-    with workflow_server(tmp_path, after, **{"network.port": port}) as again:
+    with workflow_server(tmp_path, after, **settings) as again:
         assert again.wait(60)
         again.run()
     assert worker.wait() == 0

@@ -231,7 +231,7 @@ def test_a_killed_server_continues_its_workflow(nursery: Nursery, tmp_path: Path
 
 @pytest.mark.covers("P12")
 def test_an_interrupted_workflow_begins_again(nursery: Nursery, tmp_path: Path) -> None:
-    """If a server is killed during a workflow of tasks, the restarted server begins this workflow again. It does not
+    """If a server is killed during a workflow of tasks, the restarted server runs its function again. It does not
     repeat the workflows before.
     """
     run = Run(nursery, tmp_path, BEFORE, TRAIN, step("hold"))
@@ -240,7 +240,7 @@ def test_an_interrupted_workflow_begins_again(nursery: Nursery, tmp_path: Path) 
     server.kill()
     shown = nursery.start("atoll", "status", "--dir", "state", cwd=tmp_path)
     assert shown.wait() == 0
-    interrupted = "flow.py:hold: running; was under way; if no server runs, `atoll server` begins it again"
+    interrupted = "flow.py:hold: running; was under way; if no server runs, `atoll server` goes on with it"
     for number, line in enumerate(("before: done", "train: done", interrupted), 1):
         assert f"workflow {number} of 3 {line}" in shown.output()
     run.let_go()

@@ -60,6 +60,8 @@ CHECKS: dict[str, str | list[str]] = {
         TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', NULL)",
         TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, 2)",
     ],
+    "workflow_facts: kind IN ('call', 'answer', 'end', 'dropped')": "INSERT INTO workflow_facts (place, number, "
+    "of_call, kind) VALUES (0, 0, 0, 'other')",
     "identities: state IN ('invited', 'enrolled', 'revoked')": IDENTITY + IDENTITY_ROW.format(state="gone"),
 }
 """Constraint → rows that break it and no other."""
@@ -102,6 +104,8 @@ UNIQUES: dict[str, str | list[str]] = {
     "audit.seq": "INSERT INTO audit VALUES (1, '', '', '{}', '', '')",
     "events.number": "INSERT INTO events (number, of_site, event_json) VALUES (7, 0, '{}'), (7, 0, '{}')",
     "exports_under_way.path": "INSERT INTO exports_under_way VALUES ('here'), ('here')",
+    "workflow_facts.place, workflow_facts.number": "INSERT INTO workflow_facts (place, number, of_call, kind) "
+    "VALUES (0, 0, 0, 'call'), (0, 0, 0, 'end')",
     "workflows.place": "INSERT INTO workflows (place, name, ended_at) VALUES (0, 'a', ''), (0, 'b', '')",
     "meta.id": "INSERT INTO meta (id, epoch, finished) VALUES (1, 0, 0)",
     "run.id": "INSERT INTO run SELECT * FROM run",

@@ -33,6 +33,7 @@ class TaskGrid(Grid):
         self._controller = controller
         self._run = Run.create_empty(fm.RUN_ID)
         self._news = threading.Condition()
+        self._sites: dict[int, str] = {}
         self._pending: dict[str, Message] = {}
         self._replies: dict[str, Message] = {}
         self._failure: BaseException | None = None
@@ -54,7 +55,9 @@ class TaskGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         """Return the numbers of the sites that take part now."""
-        return [fm.node_id_of(site) for site in self._controller.sites()]
+        sites = {fm.node_id_of(site): site for site in self._controller.sites()}
+        self._sites |= sites
+        return list(sites)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Send messages, and return their ids.
@@ -63,8 +66,8 @@ class TaskGrid(Grid):
             UsageError: a message is for a number that no site has.
         """
         self._raise_failure()
-        site_of = {fm.node_id_of(site): site for site in self._controller.run.roster}
-        groups: dict[tuple[int, str, str, float], list[Message]] = {}
+        site_of = self._sites | {fm.node_id_of(site): site for site in self._controller.run.roster}
+        groups: dict[tuple[int, str, str, float], tuple[int, list[Message]]] = {}
         ids = list[str]()
         for message in messages:
             about = message.metadata
@@ -73,38 +76,47 @@ class TaskGrid(Grid):
                     f"A message is for node {about.dst_node_id}, which has never joined.",
                     f"Use numbers from grid.get_node_ids(). Joined: {listed(sorted(site_of.values())) or 'none'}.",
                 )
-            ids.append(uuid.uuid4().hex)
             key = id(message.content), about.message_type, about.group_id, about.ttl
-            groups.setdefault(key, []).append(fm.identified(message, ids[-1]))
-        for group in groups.values():
+            if key not in groups:  # the task of the group has its turn now, whatever its thread does when
+                groups[key] = self._controller.journal.turn(), []
+            turn, group = groups[key]
+            ids.append(uuid.uuid4().hex if turn < 0 else f"{turn}.{len(group)}")
+            group.append(fm.identified(message, ids[-1]))
+        for turn, group in groups.values():
             to = {site_of[each.metadata.dst_node_id]: fm.without_content(each) for each in group}
             with self._news:
                 self._pending |= {each.metadata.message_id: each for each in to.values()}
-            threading.Thread(target=self._send, args=(to, [group[0]]), name="atoll-flower", daemon=True).start()
+            threading.Thread(target=self._send, args=(to, [group[0]], turn), name="atoll-flower", daemon=True).start()
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
         """Return the replies to messages that have come since the last call."""
         self._raise_failure()
-        with self._news:
-            return [self._replies.pop(each) for each in list(message_ids) if each in self._replies]
+        wanted = list(message_ids)
+        found = self._controller.polled("replies", lambda: [each for each in wanted if each in self._replies])
+        with self._news:  # after a restart, replies that the app had got come again in a moment
+            self._news.wait_for(lambda: self._failure is not None or all(each in self._replies for each in found))
+            self._raise_failure()
+            return [self._replies.pop(each) for each in found]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages, and wait for the replies, for at most `timeout` seconds."""
         ids = self.push_messages(messages)
         del messages  # frees the memory of their records
-        with self._news:
-            self._news.wait_for(
-                lambda: self._failure is not None or not any(each in self._pending for each in ids), timeout
-            )
+        if not self._controller.journal.next_kind():  # else the app had waited before a restart
+            with self._news:
+                self._news.wait_for(
+                    lambda: self._failure is not None or not any(each in self._pending for each in ids), timeout
+                )
         return self.pull_messages(ids)
 
-    def _send(self, to: dict[str, Message], content: list[Message]) -> None:
+    def _send(self, to: dict[str, Message], content: list[Message], turn: int) -> None:
         """Send one content to several sites, and hear their replies.
 
         Args:
             to: site → its message, without the content.
             content: a message with this content; it is taken out of the list, so that its memory can be freed.
+            turn: the turn of the task among the calls of the app.
         """
         about = content[0].metadata
 
@@ -113,6 +125,7 @@ class TaskGrid(Grid):
             self._reply(message, self._replied(message, result))
 
         try:
+            self._controller.journal.lend(turn)
             self._controller.broadcast(
                 about.message_type,
                 fm.to_task(content.pop()),

@@ -7,6 +7,7 @@ so the site itself makes the message's id and number of the destination.
 from __future__ import annotations
 
 import hashlib
+import time
 from typing import Any
 
 from flwr.app import Error, Message, RecordDict
@@ -36,13 +37,12 @@ def identify(node_id: int) -> None:
 
 
 def to_task(message: Message) -> dict[str, Any]:
-    """Return the payload of a task with a message of the ServerApp."""
+    """Return the payload of a task with a message of the ServerApp. The same content makes the same payload."""
     about = message.metadata
     return {
         "message_type": about.message_type,
         "group_id": about.group_id,
         "ttl": about.ttl,
-        "created_at": about.created_at,
         "records": to_payload(message.content),
     }
 
@@ -66,7 +66,7 @@ def from_task(task: str, payload: Any, node_id: int) -> Message:
             dst_node_id=node_id,
             reply_to_message_id="",
             group_id=str(payload["group_id"]),
-            created_at=float(payload["created_at"]),
+            created_at=time.time(),
             ttl=float(payload["ttl"]),
             message_type=str(payload["message_type"]),
         )

@@ -134,7 +134,8 @@ class RunCore:
     def require_space(self) -> None:
         """Raise an error if the disk has less than `disk.min_free_bytes` left.
 
-        The first such error is logged, and so is the first call after it that finds enough space.
+        What is kept so that a workflow goes on after a restart makes room first. The first such error is logged, and so
+        is the first call after it that finds enough space.
 
         Raises:
             DiskFull: the disk has too little space; the request can be repeated later.
@@ -143,6 +144,9 @@ class RunCore:
         try:
             self.store.require_space(self.settings.disk.min_free_bytes)
         except DiskFull as error:
+            if self.store.facts.make_room(error.message):
+                self.require_space()
+                return
             if not self.no_space:
                 LOG.warning("uploads to %s are refused: %s", folder, error)
                 self.events.tell(run_events.Warned(text=str(error)))

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from blake3 import blake3
 
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.blobs.object_file import Contents, write_object
 from atoll.blobs.ways_to_send import ChunkSizes, Cut, read_plain
-from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, Gone, PartCorrupt, TicketClosed
+from atoll.errors import AtollError, BadRequest, Busy, ConfigError, Conflict, DiskFull, Gone, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile, file_error
 from atoll.protocol import run_events
 from atoll.protocol import task_messages as tm
@@ -30,7 +33,6 @@ from atoll.server.coordinator.run_core import RunCore
 from atoll.server.coordinator.user_code import shared
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.tensors.payload import Packed
-from atoll.tensors.reference import new_id
 
 LOG = logging.getLogger("atoll.server")
 
@@ -55,6 +57,7 @@ class Answer(OwnedFile):
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
         lost: why the server stopped waiting for the answer: `gone` (the site left or died) or `stuck` (no
             progress); empty if it did not stop.
+        kept: name of the file in which the payload is kept for a restart; empty if it is not.
     """
 
     site: str
@@ -65,6 +68,7 @@ class Answer(OwnedFile):
     contents: Contents | None = None
     fd: int = -1
     lost: str = ""
+    kept: str = ""
 
 
 @dataclass(eq=False)
@@ -114,6 +118,13 @@ class TaskPayload:
         """
         entry = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.TaskBody(object=key_to(entry, key.secret)), _stored=entry)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the payload. Read it only before `hold`."""
+        if self._draft is None:
+            return blake3((self.body.plain or "").encode()).hexdigest()
+        return self._draft[1].id
 
     @property
     def key(self) -> tm.ObjectKey:
@@ -168,6 +179,21 @@ class TaskPayloads:
             payload.discard()
 
 
+@dataclass(frozen=True)
+class TaskFacts:
+    """What the journal of a workflow has of a task.
+
+    Attributes:
+        task: id of the task.
+        before: answers from before a restart of the server.
+        record: writes an answer, within the transaction of its event.
+    """
+
+    task: str
+    before: Sequence[Answer]
+    record: Callable[[Answer], None]
+
+
 @dataclass(eq=False)
 class OpenTask:
     """A task that was sent, and waits for answers.
@@ -178,6 +204,7 @@ class OpenTask:
         payloads: the payloads.
         sites: sites that the task is for.
         begun_s: time at which the task was sent, by `time.monotonic`.
+        record: writes an answer into the workflow's journal, within the transaction of its event.
         answers: site → its answer.
         arriving: (site, key) → running work that reads and filters an answer. The end of the task cancels it.
     """
@@ -187,6 +214,7 @@ class OpenTask:
     payloads: TaskPayloads
     sites: tuple[str, ...]
     begun_s: float
+    record: Callable[[Answer], None] = lambda answer: None
     answers: dict[str, Answer] = field(default_factory=dict)
     arriving: dict[tuple[str, str], asyncio.Future[None]] = field(default_factory=dict)
 
@@ -273,6 +301,7 @@ class TaskQueue(Extension):
         moves: number of tasks sent plus answers received.
         names: names of all tasks that were sent.
         warned: name of a task → a warning about it.
+        awaited: ids of the tasks that were open before a restart, until the workflow has asked for them again.
     """
 
     name = "tasks"
@@ -298,6 +327,7 @@ class TaskQueue(Extension):
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "without_tensors": 0}
         self.warned: dict[str, str] = {}
         self.names: set[str] = set()
+        self.awaited: set[str] = set()
         self._ended: deque[TaskStatus] = deque(maxlen=SHOWN)
         self._open: dict[str, OpenTask] = {}
         self._answer_keys: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
@@ -327,7 +357,14 @@ class TaskQueue(Extension):
     # -- called by the workflow
 
     def open(
-        self, name: str, sites: Sequence[str], payloads: TaskPayloads, *, streamed: bool, sizes: ChunkSizes
+        self,
+        name: str,
+        sites: Sequence[str],
+        payloads: TaskPayloads,
+        *,
+        streamed: bool,
+        sizes: ChunkSizes,
+        facts: TaskFacts,
     ) -> OpenTask:
         """Send a task to sites, and return it. If a site's filters failed, their error counts as the site's answer.
 
@@ -337,6 +374,7 @@ class TaskQueue(Extension):
             payloads: the payloads, which are written already.
             streamed: whether sites stream their answers.
             sizes: sizes of the parts of answers, in bytes.
+            facts: what the workflow's journal has of the task.
 
         Raises:
             Busy: the store of objects is full. The task is not sent, and the payloads are removed.
@@ -349,7 +387,7 @@ class TaskQueue(Extension):
             payloads.discard()
             raise
         message = tm.TaskMessage(
-            task=new_id(),
+            task=facts.task,
             name=name,
             streamed=streamed,
             tensor_chunk_bytes=sizes.tensor,
@@ -357,11 +395,14 @@ class TaskQueue(Extension):
             body=payloads.shared.body if payloads.shared else tm.TaskBody(),
         )
         number = sum(self.counts.values()) + 1
-        task = OpenTask(number, message, payloads, tuple(sites), time.monotonic())
+        task = OpenTask(number, message, payloads, tuple(sites), time.monotonic(), facts.record)
+        task.answers |= {answer.site: answer for answer in facts.before}
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
-        self._run.events.tell(run_events.TaskOpened(task=name, sites=list(sites)))
+        if facts.task not in self.awaited:  # else the event is from before a restart
+            self._run.events.tell(run_events.TaskOpened(task=name, sites=list(sites)))
+        self.awaited.discard(facts.task)
         for site, error in payloads.failed.items():
             self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
@@ -377,7 +418,8 @@ class TaskQueue(Extension):
             lost: `gone` (the site left or died) or `stuck` (it makes no progress).
             why: text of the error.
         """
-        self._set_answer(task, Answer(site, "", error=why, lost=lost))
+        with contextlib.suppress(DiskFull):  # the next look at the site tries again
+            self._set_answer(task, Answer(site, "", error=why, lost=lost))
 
     def end(self, task: OpenTask) -> None:
         """End a task: refuse further answers, and remove the payloads. Idempotent."""
@@ -400,7 +442,8 @@ class TaskQueue(Extension):
 
     def warnings(self) -> Collection[str]:
         """Return the warnings about tasks."""
-        return self.warned.values()
+        dropped = self._run.store.facts.why_dropped
+        return [*self.warned.values(), *([dropped] if dropped else [])]
 
     def workflows_status(self) -> list[WorkflowStatus]:
         """Return the status of each workflow, in order."""
@@ -445,7 +488,12 @@ class TaskQueue(Extension):
 
         Raises:
             TicketClosed: the task is over, or was not sent to this site.
+            Busy: the workflow is about to ask for the task again, after a restart.
         """
+        if task_id in self.awaited:
+            busy = Busy(f"Task {task_id[:8]} is not open again yet after the server's restart.", "Try again.")
+            busy.retry_after_s = 1.0
+            raise busy
         task = self._open.get(task_id)
         if task is None or site not in task.sites:
             name = f"{task.message.name!r} ({task_id[:8]})" if task else task_id[:8]
@@ -472,10 +520,20 @@ class TaskQueue(Extension):
         self._set_answer(task, answer)
         self._run.wake()
 
+    def recognise(self, answers: Iterable[tuple[str, str, str]]) -> None:
+        """Recognise these answers if sites send them again: (id of the task, site, key), from before a restart."""
+        for task_id, site, key in answers:
+            self._remember(task_id, site, key)
+
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
+        with self._run.store.journal.transaction():
+            task.record(answer)
+            self._run.events.tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
         task.answers[answer.site] = answer
-        self._run.events.tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
-        self._answer_keys[task.message.task, answer.site] = answer.key
+        self._remember(task.message.task, answer.site, answer.key)
+
+    def _remember(self, task_id: str, site: str, key: str) -> None:
+        self._answer_keys[task_id, site] = key
         while len(self._answer_keys) > REMEMBERED:
             del self._answer_keys[next(iter(self._answer_keys))]
 
@@ -519,10 +577,12 @@ class TaskQueue(Extension):
             TicketClosed: the task is over, or was not sent to this site.
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
             DiskFull: the disk has too little space.
+            Busy: the workflow is about to ask for the task again, after a restart.
         """
         site, body = lease.site, message.body
         object_key = body.object if body is not None else None
-        key = object_key.object if object_key is not None else message.model_dump_json()
+        text = message.model_dump_json()
+        key = object_key.object if object_key is not None else blake3(text.encode()).hexdigest()
         self.require_workflow()
         try:
             if (body is None) == (message.error is None):
@@ -537,7 +597,7 @@ class TaskQueue(Extension):
                 self.answer(task, Answer(site, key, text=text))
             else:
                 await self._take_once(task, site, key, object_key)
-        except DiskFull:  # the site sends the answer again, with the same object
+        except (DiskFull, Busy):  # the site sends the answer again, with the same object
             raise
         except AtollError:
             if object_key is not None:
@@ -559,19 +619,23 @@ class TaskQueue(Extension):
         what = f"The answer of site {site}"
         if self._answer_filter is not None:
             self._run.require_space()
-        entry, fd = self.objects.take(object_key.object, object_key.secret)
-        answer = Answer(site, key, way="inline" if entry.inline else "streamed", fd=fd)
+        entry, fd, path = self.objects.opened(object_key.object, object_key.secret)
+        answer, facts = Answer(site, key, way="inline" if entry.inline else "streamed", fd=fd), self._run.store.facts
         try:
             if entry.manifest.id != object_key.digest:
                 raise Conflict(f"{what} does not match its digest.", "Send the answer again.")
-            loop = asyncio.get_running_loop()
-            answer.contents = await loop.run_in_executor(self._run.io, read_contents, answer, entry.cuts, what)
+            io = functools.partial(asyncio.get_running_loop().run_in_executor, self._run.io)
+            answer.contents = contents = await io(read_contents, answer, entry.cuts, what)
             if self._answer_filter is not None:
                 answer = await self._answer_filter(answer, task.message.name)
+            if facts.kept and answer.contents is not None:
+                answer.kept = await io(facts.keep, answer.fd, path if answer.contents is contents else None)
             self.answer(task.message.task, answer)
         except Exception:  # if cancelled, a thread may still read the file; it is closed with its last reference
             answer.close()
+            facts.discard(answer.kept)
             raise
+        self.objects.drop(entry)  # only now: after a kill, the site sends the same answer again
 
     async def get_evaluation(self) -> tm.Evaluation:
         """Return the results so far of the newest cross-site evaluation, as a matrix of sites and models.

@@ -6,16 +6,20 @@
             results = controller.broadcast("train", model, min_responses=2, timeout_s=600)
             model = {"w": sum(result.payload["w"] for result in results) / len(results)}
 
-The server calls the function in a thread. After a restart of the server, it calls the function again.
+The server calls the function in a thread. After a restart of the server, it calls the function again: what the function
+has got from its controller before, it gets again, from the journal (`workflow_journal`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import logging
 import math
 import os
+import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,17 +30,26 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.blobs.object_file import Stored
 from atoll.blobs.ways_to_send import ChunkSizes, read_plain
-from atoll.errors import RunFailed, StoreError, UsageError
+from atoll.errors import AtollError, RunFailed, StoreError, UsageError
 from atoll.format_text import listed, number_of
 from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
-from atoll.server.coordinator.background_writes import BackgroundWriter
+from atoll.server.coordinator.background_writes import BackgroundWriter, until_passed
 from atoll.server.coordinator.run_core import RunCore
 from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters
-from atoll.server.tasks.task_queue import Answer, TaskPayloads, TaskQueue
-from atoll.tensors.payload import pack
+from atoll.server.tasks.task_queue import Answer, TaskFacts, TaskPayloads, TaskQueue
+from atoll.server.tasks.workflow_journal import (
+    Call,
+    WorkflowJournal,
+    digest_of,
+    generators,
+    raise_recorded,
+    set_generators,
+)
+from atoll.tensors.payload import Packed, pack
+from atoll.tensors.reference import new_id
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -225,6 +238,7 @@ class Controller:
 
     Attributes:
         name: name of the workflow, as in the run file.
+        journal: what the function has observed. Integrations use it.
         run, queue, background: the run, its tasks and the writer of its files, for the workflows that Atoll ships;
             their interfaces may change without notice.
     """
@@ -236,20 +250,40 @@ class Controller:
         background: BackgroundWriter,
         loop: asyncio.AbstractEventLoop,
         filters: TaskFilters,
-        name: str = "workflow",
+        journal: WorkflowJournal,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.name, self.run, self.queue, self.background = name, run, queue, background
-        self._loop, self._note = loop, note
+        self.name, self.run, self.queue, self.background = journal.name, run, queue, background
+        self._loop, self._note, self.journal = loop, note, journal
         self._lock, self._stopped = threading.Lock(), False
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.workflow.tensor_part_bytes, run.settings.workflow.array_part_bytes)
         self._filters = filters
         self._writer = PayloadWriter(run, queue, filters, self._sizes, self.ask)
+        self._random: random.Random | None = None
 
     def note(self, text: str) -> None:
         """Show a text in the status, such as how far the workflow is. The call counts as progress of the workflow."""
         self._note(str(text)[:200])
+
+    def now(self) -> float:
+        """Return the time in seconds since 1970. Use it in place of `time.time()`: a restart repeats its answers."""
+
+        async def look() -> float:
+            return time.time()
+
+        return float(self._observed(["now"], look))
+
+    @property
+    def random(self) -> random.Random:
+        """Random numbers of this run, which a restart repeats. Use it in one thread only."""
+
+        async def draw() -> int:
+            return secrets.randbits(63)
+
+        if self._random is None:
+            self._random = random.Random(self._observed(["seed"], draw))
+        return self._random
 
     def sites(self, at_least: int = 0, *, timeout_s: float | None = None) -> list[str]:
         """Return the names of the sites that take part now, sorted.
@@ -261,18 +295,17 @@ class Controller:
         Raises:
             RunFailed: fewer than `at_least` sites take part after `timeout_s`.
         """
+        return list(self._observed(["sites", at_least], lambda: self._present(at_least, timeout_s)))
+
+    async def _present(self, at_least: int, timeout_s: float | None) -> list[str]:
         alive = self.run.alive
-
-        async def wait() -> list[str]:
-            if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
-                names = ", ".join(alive()) or "none"
-                raise RunFailed(
-                    f"Only {len(alive())} of {number_of(at_least, 'site')} joined within {timeout_s:g} s: {names}.",
-                    "Start the other sites, or raise timeout_s.",
-                )
-            return alive()
-
-        return self.ask(wait())
+        if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
+            names = ", ".join(alive()) or "none"
+            raise RunFailed(
+                f"Only {len(alive())} of {number_of(at_least, 'site')} joined within {timeout_s:g} s: {names}.",
+                "Start the other sites, or raise timeout_s.",
+            )
+        return alive()
 
     def broadcast(
         self,
@@ -313,9 +346,24 @@ class Controller:
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         limits = AnswerLimits(min_responses, timeout_s, progress_timeout_s)
-        chosen, timeout_s = self._chosen(task, sites, limits)
-        payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
+        _require_name(task)
+        named, packed, journal = None if sites is None else _named(sites), pack(payload), self.journal
         del payload  # frees its memory during the wait
+        turn = journal.turn()
+        call = self._replayed_task(turn, task, named, packed)
+        if is_live := call is None:
+            call, payloads, timeout_s = self._sent(turn, task, named, packed, limits)
+            limits = replace(limits, timeout_s=timeout_s)
+            before, outcome = list[Answer](), None
+        else:
+            self.queue.names.add(task)
+            raise_recorded(call.value)
+            before, outcome = journal.answers(call)
+            payloads = TaskPayloads()
+            if outcome is None:
+                missing = [site for site in call.value["sites"] if site not in {answer.site for answer in before}]
+                payloads = self._writer.write(task, missing, packed, limits.timeout_s)
+        del packed
         results: list[Result] = []
 
         def heard(result: Result) -> None:
@@ -324,12 +372,54 @@ class Controller:
                 on_result(result)
 
         try:  # not as the coroutine's result: its future would keep the results, and their files, until gc runs
-            self.ask(self._collect(task, chosen, payloads, replace(limits, timeout_s=timeout_s), heard))
+            if outcome is None:
+                self.ask(self._collect(task, call, payloads, limits, heard, before))
+            elif on_result is not None:
+                self.ask(_told(task, before, heard))
+            else:
+                results.extend(Result(task, answer) for answer in before)
+            raise_recorded(outcome or {})
         except BaseException:
             results.clear()
             raise
-        self._filters.warn_of_strangers(self.run.roster)
+        if is_live:
+            self._filters.warn_of_strangers(self.run.roster)
         return sorted(results, key=lambda result: result.site)
+
+    def _replayed_task(self, turn: int, task: str, named: list[str] | None, packed: Packed) -> Call | None:
+        """Return a task as the journal has it, with its answers so far; None if the journal does not have it."""
+        cut = self.journal.cut_before(turn, task)
+        if cut is None:
+            return None
+        sizes = ChunkSizes(*cut["sizes"]) if "sizes" in cut else self._sizes
+        digest = digest_of(task, packed, sizes, streamed=cut.get("streamed", self._is_streamed(task)))
+        return self._replayed(turn, ["task", task, digest, named])
+
+    def _sent(
+        self, turn: int, task: str, named: list[str] | None, packed: Packed, limits: AnswerLimits
+    ) -> tuple[Call, TaskPayloads, float | None]:
+        """Choose the sites of a new task, and write its payload. Return also the seconds left for the answers."""
+        streamed = self._is_streamed(task)
+        call = Call(-1, turn, ())
+
+        def asked(digest: str) -> list[Any]:
+            known = digest or not self.journal.is_kept
+            return ["task", task, digest if known else digest_of(task, packed, self._sizes, streamed=streamed), named]
+
+        try:
+            chosen, timeout_s = self._chosen(task, named, limits)
+            payloads = self._writer.write(task, chosen, packed, timeout_s)
+        except AtollError as error:
+            call.asked, failure = asked(""), error
+            self.ask(self._recorded(lambda: self.journal.begin(call, failure)))
+            raise
+        call.asked = asked(payloads.shared.digest if payloads.shared is not None else "")
+        sizes = [self._sizes.tensor, self._sizes.np]
+        call.value = {"id": new_id(), "sites": chosen, "sizes": sizes, "streamed": streamed}
+        return call, payloads, timeout_s
+
+    def _is_streamed(self, task: str) -> bool:
+        return task in self.run.settings.workflow.streamed_tasks
 
     def send(
         self,
@@ -363,7 +453,8 @@ class Controller:
         if not payloads.own and not payloads.failed:
             payloads.shared = self._writer.written(task, packed)
         results: list[Result] = []
-        await self._collect(task, [site], payloads, limits, results.append)
+        call = Call(-1, -1, (), {"id": new_id(), "sites": [site], "streamed": self._is_streamed(task)})
+        await self._collect(task, call, payloads, limits, results.append)
         return results[0]
 
     def ask(self, work: Coroutine[Any, Any, T]) -> T:
@@ -394,16 +485,78 @@ class Controller:
         for future in calls:
             future.cancel()
 
+    # -- the journal
+
+    def begin(self) -> None:
+        """Begin the function in this thread: its global random numbers are those of its first start."""
+
+        async def look() -> dict[str, Any]:
+            return generators()
+
+        self.journal.enter()
+        set_generators(self._observed(["begin"], look))
+
+    def polled(self, kind: str, look: Callable[[], list[str]]) -> list[str]:
+        """Return what a function finds that looks for news again and again. News are journalled, their absence is not.
+
+        Args:
+            kind: a word for the news, in the journal.
+            look: returns names of the news that are there.
+        """
+        before = self.journal.next_kind()
+        if before and before != kind:
+            return []
+        if before or (self.journal.is_own_thread and look()):
+
+            async def found() -> list[str]:
+                return look()
+
+            return list(self._observed([kind], found))
+        return look()
+
+    def _observed(self, asked: list[Any], look: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """Return an observation: that of the journal, or a new one, which is journalled."""
+        turn = self.journal.turn()
+        call = self._replayed(turn, asked)
+        if call is None:
+            call = Call(-1, turn, asked)
+            self.ask(self._observe(call, look))
+        raise_recorded(call.value)
+        return call.value["value"]
+
+    async def _observe(self, call: Call, look: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        try:
+            call.value = {"value": await look()}
+        except AtollError as error:
+            failure = error
+            await self._recorded(lambda: self.journal.begin(call, failure))
+            raise
+        await self._recorded(lambda: self.journal.begin(call))
+
+    def _replayed(self, turn: int, asked: list[Any]) -> Call | None:
+        """Return a call as the journal has it; None if it does not have it. If it has another, end the workflow."""
+        try:
+            return self.journal.replayed(turn, asked)
+        except RunFailed as error:
+            self.journal.fail(error)
+            self.stop()
+            raise ServerStops from None
+
+    async def _recorded(self, write: Callable[[], None]) -> None:
+        async def attempt() -> None:
+            write()
+
+        await until_passed(attempt, f"the journal of workflow {self.name} cannot be written")
+
     # -- inside
 
     def _chosen(self, task: str, sites: Sequence[str] | None, limits: AnswerLimits) -> tuple[list[str], float | None]:
         """Return the sites that a task goes to, and the seconds that are left for their answers."""
-        _require_name(task)
         needed, timeout_s = limits.min_responses or 0, limits.timeout_s
         if sites is None:
-            chosen = self.sites(max(1, needed), timeout_s=timeout_s)
+            chosen = self.ask(self._present(max(1, needed), timeout_s))
         else:
-            chosen, begin_s = _named(sites), time.monotonic()
+            chosen, begin_s = list(sites), time.monotonic()
             self.ask(self._require_joined(task, chosen, timeout_s))
             if timeout_s is not None:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
@@ -455,21 +608,30 @@ class Controller:
     async def _collect(
         self,
         name: str,
-        sites: Sequence[str],
+        call: Call,
         payloads: TaskPayloads,
         limits: AnswerLimits,
         on_result: Callable[[Result], None],
+        before: Sequence[Answer] = (),
     ) -> None:
-        queue, min_responses, heard = self.queue, limits.min_responses, set[str]()
-        streamed = name in self.run.settings.workflow.streamed_tasks
-        task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
+        queue, min_responses, heard, journal = self.queue, limits.min_responses, set[str](), self.journal
+        if call.number < 0:
+            await self._recorded(lambda: journal.begin(call))
+        task = queue.open(
+            name,
+            call.value["sites"],
+            payloads,
+            streamed=call.value["streamed"],
+            sizes=self._sizes,
+            facts=TaskFacts(call.value["id"], before, functools.partial(journal.answered, call)),
+        )
 
         def answered() -> bool:
             for site in task.missing:
                 lost, why = limits.exceeded(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
-            for site in task.answers.keys() - heard:
+            for site in [site for site in task.answers if site not in heard]:  # in the order in which they came
                 heard.add(site)
                 on_result(Result(name, task.answers[site]))
             enough = min_responses is not None and task.good >= min_responses
@@ -484,12 +646,16 @@ class Controller:
                     f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",
                 )
-        except BaseException:
+        except BaseException as error:
+            queue.end(task)
             for answer in task.answers.values():
                 answer.close()
+            if isinstance(error, AtollError):
+                failure = error
+                await self._recorded(lambda: journal.over(call, failure))
             raise
-        finally:
-            queue.end(task)
+        queue.end(task)
+        await self._recorded(lambda: journal.over(call))
 
     async def _until(
         self, done: Callable[[], bool], timeout_s: float | None, awaited: Callable[[], str] | None = None
@@ -512,6 +678,11 @@ class Controller:
                 LOG.info("%s", awaited())
             await self.run.changed(min(deadline_s - now_s, 1.0))
         return True
+
+
+async def _told(task: str, answers: Sequence[Answer], heard: Callable[[Result], None]) -> None:
+    for answer in answers:
+        heard(Result(task, answer))
 
 
 def _named(sites: Sequence[str]) -> list[str]:

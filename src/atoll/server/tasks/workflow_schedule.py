@@ -1,7 +1,8 @@
 """Executes the workflows of a run in order: its rounds (training), cross-site evaluations, functions of the user.
 
 The journal records which of `workflow.steps` have ended, and a restarted server does not repeat them. If a restart
-interrupts training, training continues from its last version. Any other interrupted workflow begins again.
+interrupts training, training continues from its last version. An interrupted function goes on, too: it runs again, and
+gets from its journal what it had got (`workflow_journal`). An interrupted evaluation begins again.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from atoll.server.coordinator.user_code import Components, Function
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.task_queue import TaskQueue
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
+from atoll.server.tasks.workflow_journal import WorkflowJournal
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
@@ -219,6 +221,10 @@ class WorkflowSchedule:
             LOG.info("filters for the payloads that are sent to sites: %s", self._filters.data)
         if self.recorded:
             self._mark_ended()
+        disk = self._settings.disk
+        self._run.store.facts.max_bytes = disk.workflow_max_bytes if disk.in_files else 0
+        index = next((index for index, step in enumerate(self.steps) if step.state != "done"), 0)
+        self._open_journal(index)  # before the first request: a site may send an answer again
         self._task = self._run.spawn(self._main())
 
     def stop(self) -> None:
@@ -262,6 +268,17 @@ class WorkflowSchedule:
         for index in ended:
             self.steps[index].state = "done"
 
+    def _open_journal(self, index: int) -> WorkflowJournal:
+        """Begin or continue with the journal of a workflow. Those that Atoll ships have none."""
+        step, facts = self.steps[index], self._run.store.facts
+        facts.end()
+        if not step.trains and step.entry.kind != EVALUATES:
+            facts.begin(index, step.entry.name)
+        journal = WorkflowJournal(facts, step.entry.name)
+        self._queue.recognise(journal.answers_before())
+        self._queue.awaited = journal.open_tasks()
+        return journal
+
     async def _main(self) -> None:
         for index, step in enumerate(self.steps):
             if step.state == "done":
@@ -274,9 +291,8 @@ class WorkflowSchedule:
             try:
                 await (self._train(step) if step.trains else self._send_tasks(step, index))
                 step.state = "done"
-                if self.recorded:
-                    record = functools.partial(self._record, index, step.entry.name)
-                    await until_passed(record, f"the end of workflow {step.entry.name} cannot be written")
+                record = functools.partial(self._record, index, step.entry.name)
+                await until_passed(record, f"the end of workflow {step.entry.name} cannot be written")
             except Exception as error:
                 step.state, step.detail = "failed", str(error) if isinstance(error, AtollError) else repr(error)
                 raise
@@ -290,7 +306,11 @@ class WorkflowSchedule:
         self._run.finished.set()
 
     async def _record(self, index: int, name: str) -> None:
-        self._run.store.run_log.end_workflow(index, name)
+        store = self._run.store
+        with store.journal.transaction():
+            if self.recorded:
+                store.run_log.end_workflow(index, name)
+            store.facts.forget()
         failpoint("workflow.ended")
 
     async def _train(self, step: WorkflowRun) -> None:
@@ -330,18 +350,28 @@ class WorkflowSchedule:
             )
 
     async def _send_tasks(self, step: WorkflowRun, index: int) -> None:
+        journal = self._open_journal(index)
         await self._wait_for_sites(step, index)
         loop = asyncio.get_running_loop()
-        self._controller = controller = Controller(
-            self._run, self._queue, self._background, loop, self._filters, step.entry.name, step.note
-        )
         ended: asyncio.Future[BaseException | None] = loop.create_future()
+        journal.fail = functools.partial(_end, loop, ended)
+        self._controller = controller = Controller(
+            self._run, self._queue, self._background, loop, self._filters, journal, step.note
+        )
         work = (step.function, controller, loop, ended)
         threading.Thread(target=_call, args=work, name="atoll-workflow", daemon=True).start()
         try:
             error = await self._watched(ended, step)
+        except RunFailed:  # no progress: the next start begins the workflow again
+            self._run.store.facts.forget()
+            raise
         finally:
             controller.stop()  # also for threads that the function has left running
+            self._queue.awaited.clear()
+        if journal.difference is not None:  # the journal stays: the function may ask as before again
+            raise journal.difference
+        if error is not None:
+            self._run.store.facts.forget()
         if isinstance(error, AtollError) and step.entry.kind:
             raise error
         if error is not None:  # also SystemExit, because otherwise the server would wait for ever
@@ -421,15 +451,24 @@ def _call(
     assert function is not None
     error: BaseException | None = None
     try:
+        controller.begin()
         returned: Any = function(controller)
         if inspect.isawaitable(returned) or inspect.isgenerator(returned) or inspect.isasyncgen(returned):
             error = RunFailed(
                 f"it returned an object of type {type(returned).__name__}, which is never run.", "Use a plain function."
             )
+        controller.journal.require_all_asked()
     except ServerStops:
         return
     except BaseException as raised:
         error = raised
+    _end(loop, ended, error)
+
+
+def _end(
+    loop: asyncio.AbstractEventLoop, ended: asyncio.Future[BaseException | None], error: BaseException | None
+) -> None:
+    """Set the future of a workflow's end, from its thread."""
 
     def end() -> None:
         if not ended.done():

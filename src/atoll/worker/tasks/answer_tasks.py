@@ -604,8 +604,9 @@ class TaskWorker:
                 LOG.warning("%s: the tensors of task %r did not arrive; retrying: %s", self.site, task.name, error)
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
-                if isinstance(error, Gone) and lost != task.id:
-                    lost = task.id  # probably the task is over; if it comes again, fail it
+                body = reply.task.body.object
+                if isinstance(error, Gone) and body is not None and lost != body.object:
+                    lost = body.object  # probably the task is over, or the server restarted; if this comes again, fail
                     continue
                 task.fail(error)
                 continue
