@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from atoll.protocol.messages import Report
 from atoll.store.file_slots import VERSION
-from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
+from atoll.store.journal_tables import AUDIT, AuditRow, PartRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Store
 from atoll.store.versions import VersionDigests
 
@@ -114,7 +114,7 @@ def send_part(store: Store, ticket: int, part: int, update: bytes) -> None:
     offset, nbytes = SHAPES.update_parts[part]
     writer = store.tickets.spool(ticket).begin_part(part)
     writer.write(update[offset : offset + nbytes])
-    store.tickets.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
+    store.tickets.record_part(PartRow(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0), writer)
     writer.abandon()
 
 

@@ -34,6 +34,7 @@ from atoll.blobs.ways_to_send import Cut
 from atoll.errors import BadRequest, Busy, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
+from atoll.store.journal_tables import PartRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.store import Store
 from atoll.store.update_spool import PartWriter, WriterCancelled
@@ -80,7 +81,7 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
-        store.tickets.spool(1)
+        store.tickets.name_spool(store.tickets.spool(1))
         assert store.tickets.get(1).slot is not None
         raise ZeroDivisionError
     with pytest.raises(Gone):
@@ -88,8 +89,13 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     assert store.slots.holds()["spool-0-0.bin"] == {}
 
     store.tickets.issue(1, "b", 0, 0)
-    assert store.tickets.get(1).slot is None
     spool = store.tickets.spool(1)
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        send_part(store, 1, 0, update_of("b", 0))
+        raise ZeroDivisionError
+    assert (store.tickets.get(1).slot, store.tickets.parts(1)) == (None, {})
+    assert store.tickets.spool(1) is spool  # it stays the ticket's
+    send_part(store, 1, 0, update_of("b", 0))
     assert store.tickets.get(1).slot == spool.slot.number
 
     for part in (0, 1):
@@ -251,12 +257,12 @@ def test_rewriting_a_part_removes_its_record(store: Store) -> None:
     old = store.tickets.spool(1).begin_part(0)
     assert store.tickets.parts(1) == {}
     with pytest.raises(WriterCancelled):  # not all bytes are there
-        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
+        store.tickets.record_part(PartRow(1, 0, b"d" * 32, 1.0), old)
     new = store.tickets.spool(1).begin_part(0)
     new.write(b"N" * 16)
     with pytest.raises(WriterCancelled):  # a late inspection of what the old one wrote
-        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
-    store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
+        store.tickets.record_part(PartRow(1, 0, b"d" * 32, 1.0), old)
+    store.tickets.record_part(PartRow(1, 0, blake3(b"N" * 16).digest(), 1.0), new)
 
 
 def test_a_part_writes_only_its_own_range(store: Store) -> None:
