@@ -125,17 +125,17 @@ def send_parts(store: Store, ticket: int, site: str, base_version: int) -> None:
         send_part(store, ticket, part, update_of(site, base_version))
 
 
-def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
+def accept(store: Store, ticket: int, update: bytes = b"", last: PartRow | None = None) -> TicketRow:
     """Have an update accepted: by default the one that its site has sent."""
     row = store.tickets.get(ticket)
     update = update or update_of(row.site, row.base_version)
-    store.tickets.whole(row)
+    store.tickets.whole(row, last)
     store.tickets.make_durable(row)
     with store.journal.transaction():
         digest, order = blake3(update).hexdigest(), store.tickets.next_order()
         report = Report(weight=2.0, steps=10, metrics={"loss": 0.5})
         store.tickets.accept(
-            replace(row, state="accepted", digest=digest, report=report, norm=3.0, accepted_order=order)
+            replace(row, state="accepted", digest=digest, report=report, norm=3.0, accepted_order=order), last
         )
     return store.tickets.get(ticket)
 

@@ -130,6 +130,34 @@ def test_an_incomplete_update_is_not_accepted(store: Store) -> None:
     assert store.tickets.get(1).state == "open"
 
 
+def test_the_last_part_is_recorded_with_the_acceptance(store: Store) -> None:
+    """The part that came with the message about an update is recorded in the transaction that accepts the update."""
+    store.tickets.issue(1, "a", 0, 0)
+    send_part(store, 1, 0, update_of("a", 0))
+    last = PartRow(1, 1, b"d" * 32, 1.0)
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        accept(store, 1, last=last)
+        raise ZeroDivisionError
+    assert (store.tickets.get(1).state, list(store.tickets.parts(1))) == ("open", [0])
+    assert accept(store, 1, last=last).state == "accepted"
+    assert store.tickets.parts(1)[1] == last
+
+
+def test_the_journal_is_asked_again_only_after_a_change(store: Store) -> None:
+    """A row that was read is read from SQLite again only after a statement that names its table."""
+    asked = list[str]()
+    store.tickets.issue(1, "a", 0, 0)
+    store.journal._db.set_trace_callback(lambda sql: asked.append(sql) if sql.startswith("SELECT") else None)
+    assert store.tickets.get(1) == store.tickets.get(1)
+    with store.journal.transaction():
+        store.journal.count("versions")  # another table
+    assert store.tickets.get(1).state == "open"
+    assert len([sql for sql in asked if "FROM tickets" in sql]) == 1
+    store.tickets.refuse(1, "NaN in w")
+    assert store.tickets.get(1).state == "refused"
+    store.journal._db.set_trace_callback(None)
+
+
 def test_a_closed_ticket_accepts_no_parts(store: Store) -> None:
     """A refused or expired ticket accepts no more parts, and the error says why."""
     for ticket, site in ((1, "a"), (2, "b")):
