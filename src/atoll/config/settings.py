@@ -586,7 +586,8 @@ class Limits(Group):
         ge=0,
         description="Seconds for which a round waits, after its first update, for a site that has never contributed; "
         "or as long again as that update took, if this is longer. Later rounds give the site a ticket, but do not wait "
-        "for it until it has contributed. 0: no limit.",
+        "for it until it has contributed. If sites with ever new names never contribute, rounds wait for them for "
+        "twice this time, then for a fifth of the time. 0: no limit.",
     )
     weight_share: float = Field(
         0.5,

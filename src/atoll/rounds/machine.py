@@ -22,7 +22,17 @@ from typing import assert_never
 from atoll.rounds import events, leases
 from atoll.rounds.closing_policy import Barrier, StayOpen
 from atoll.rounds.early_stopping import Measurement
-from atoll.rounds.state import PAUSED, CurrentRound, FragmentSnapshot, Rules, Snapshot, State, StateDraft, StepResult
+from atoll.rounds.state import (
+    IN_VAIN_SHARE,
+    PAUSED,
+    CurrentRound,
+    FragmentSnapshot,
+    Rules,
+    Snapshot,
+    State,
+    StateDraft,
+    StepResult,
+)
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTicket, advance
 
 NEXT_ROUND = "counts from the next round on"
@@ -226,8 +236,9 @@ def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusedUpda
         draft.change(proven=draft.state.proven | {ticket.site}, late=draft.state.late - {ticket.site})
     _drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)
-    if state == "accepted" and round_.phase == "open" and round_.first_s is None:
-        draft.change_round(ticket.fragment, first_s=draft.now_s)
+    if state == "accepted" and round_.phase == "open":
+        first_s = draft.now_s if round_.first_s is None else round_.first_s
+        draft.change_round(ticket.fragment, first_s=first_s, last_s=draft.now_s)
     if ticket.site in draft.state.seen_s:
         draft.see(ticket.site)
     _review_rounds(draft)
@@ -499,8 +510,16 @@ def _review_rounds(draft: StateDraft) -> None:
             newcomers = draft.state.newcomers(fragment)
             if late := {site for site, until_s in newcomers.items() if draft.now_s >= until_s}:
                 draft.change(late=draft.state.late | late)
+                _waited_in_vain(draft, fragment)
             _revise(draft, fragment)
             _judge(draft, fragment)
+
+
+def _waited_in_vain(draft: StateDraft, fragment: int) -> None:
+    """Count the time for which a round has waited for sites that did not contribute."""
+    round_ = draft.round(fragment)
+    in_vain_s = draft.now_s - (round_.opened_s if round_.last_s is None else round_.last_s)
+    draft.change_round(fragment, last_s=draft.now_s, in_vain_s=round_.in_vain_s + in_vain_s)
 
 
 def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
@@ -530,6 +549,8 @@ def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
         frozen=(),
         until_s=None,
         first_s=draft.now_s if waits else None,
+        last_s=draft.now_s if waits else None,
+        in_vain_s=max(0.0, round_.in_vain_s - IN_VAIN_SHARE * (draft.now_s - round_.opened_s)),
     )
     draft.effects.append(events.RoundOpened(fragment, round_.head, tuple(expected)))
     draft.wake = True

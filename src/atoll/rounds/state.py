@@ -24,6 +24,9 @@ from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.transitions import IllegalTransition, IssuedTicket
 
+IN_VAIN_SHARE = 0.2
+"""Share of the time for which rounds may wait for sites that never contribute, beyond the time that each has."""
+
 PAUSED = "the run is paused, so no site gets a ticket until its admin resumes it"
 
 
@@ -140,6 +143,9 @@ class CurrentRound:
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
         first_s: time when the round first had an accepted update: the start of the grace time; None if it has none.
+        last_s: time when it last had one, or last gave up waiting for a site; None if neither has happened.
+        in_vain_s: seconds that rounds have waited for sites that did not contribute, less `IN_VAIN_SHARE` of the time
+            since.
         sat_out_rounds: number of rounds of the fragment that ended without a version, because all sites sat out.
         sat_out_in_a_row: number of these rounds that started from `head`.
     """
@@ -153,6 +159,8 @@ class CurrentRound:
     until_s: float | None = None
     lost: int = 0
     first_s: float | None = None
+    last_s: float | None = None
+    in_vain_s: float = 0.0
     sat_out_rounds: int = 0
     sat_out_in_a_row: int = 0
 
@@ -229,17 +237,21 @@ class State:
         It waits for `rules.first_update_s` after its first update, or for as long again as that update took if this is
         longer. If sites sat out and none has submitted, the time counts from the round's beginning. It also waits for
         `rules.first_update_s` after it began to wait for the site. Without an end, the site is left out.
+
+        Strangers could hold each round under a new name. So rounds wait in vain for twice this time, and then for
+        `IN_VAIN_SHARE` of the time that passes.
         """
-        round_, wait_s = self.rounds[fragment], self.rules.first_update_s
-        if round_.phase != "open" or self.paused or not wait_s or self.proven.issuperset(round_.expected):
+        round_, limit_s = self.rounds[fragment], self.rules.first_update_s
+        if round_.phase != "open" or self.paused or not limit_s or self.proven.issuperset(round_.expected):
             return {}
         if round_.first_s is not None:
-            until_s = round_.first_s + max(wait_s, round_.first_s - round_.opened_s)
+            from_s, longest_s = round_.first_s, max(limit_s, round_.first_s - round_.opened_s)
         elif round_.sat_out:
-            until_s = round_.opened_s + wait_s
+            from_s, longest_s = round_.opened_s, limit_s
         else:
             return {}
-        since_s = round_.expected
+        left_s = max(0.0, 2 * longest_s - round_.in_vain_s)
+        until_s, wait_s, since_s = from_s + min(longest_s, left_s), min(limit_s, left_s), round_.expected
         return {site: max(until_s, since_s[site] + wait_s) for site in since_s if site not in self.proven}
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from harness.processes import Nursery
 from kit.flower_apps import LEGACY_CLIENT, LEGACY_SERVER, write_app
 from kit.processes import Outcome, command, url_of
+from kit.workflows import workflow_server
 
 pytest.importorskip("flwr")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -75,3 +77,21 @@ def test_a_killed_site_counts_each_message_once(tmp_path: Path, nursery: Nursery
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert [metrics["train"][str(number)]["seen"] for number in (1, 2)] == [1, 2]
     np.testing.assert_allclose(np.load(tmp_path / "final.npz")["arr_0"], np.full((2, 3), 10 / 3))
+
+
+def test_a_task_that_is_no_message_fails_alone(tmp_path: Path, nursery: Nursery) -> None:
+    """A Flower site answers a task of another kind of workflow with an error, and goes on to the next one."""
+    write_app(tmp_path)
+    errors: list[str] = []
+
+    def two_tasks(controller: Any) -> None:
+        for number in range(2):
+            controller.sites(at_least=1, timeout_s=90)
+            (found,) = controller.broadcast("train", {"number": number})
+            errors.append(found.error)
+
+    with workflow_server(tmp_path, two_tasks) as server:
+        words = ("worker", "--flower", "adds", "--site", "a")
+        site = nursery.start("atoll", *words, cwd=tmp_path, env={"ATOLL_SERVER": server.url})
+        assert site.wait(120) == 0, site.output()
+    assert ["The task holds no message of a Flower app" in error for error in errors] == [True, True]

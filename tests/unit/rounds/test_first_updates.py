@@ -129,6 +129,33 @@ def test_a_site_that_joins_a_long_round_has_its_time(story):
     assert run.state.late == {"b", "new"}
 
 
+def test_ever_new_names_hold_rounds_for_a_fifth_of_the_time(story):
+    """Under a new name in each round, a stranger holds rounds for twice the limit, then for a fifth of the time.
+
+    Site a trains for 100 s. Left of 2·100 s: 200; 200 − 100 + 200/5 = 140; 140 − 100 + 200/5 = 80; 180/5 = 36;
+    136/5 = 27.2.
+    """
+    run, waits = story("a", first_update_s=100, heartbeat_timeout_s=0), []
+    run.submit("a")
+    for number in range(5):
+        run.join(f"ghost-{number}")
+        run.commit()
+        run.wait(100)
+        run.submit("a")
+        waits.append(run.state.next_deadline_s - run.now_s)
+        run.wait(waits[-1])
+        assert run.phase() == "closing"
+    assert waits == pytest.approx([100, 100, 80, 36, 27.2])
+    run.join("honest")
+    run.commit()
+    ticket = run.ticket("honest")
+    run.submit("a")
+    assert run.phase() == "open"
+    run.accept(ticket)
+    run.commit()
+    assert run.expected() == ("a", "honest")  # from its first update on
+
+
 def test_a_round_that_others_sit_out_ends_without_the_late_site(story):
     """If all others sit a round out, a site that has never contributed holds it no longer than the limit."""
     run = story("abg", first_update_s=100, heartbeat_timeout_s=0)

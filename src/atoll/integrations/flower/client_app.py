@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,16 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config) -> No
         base = Path(os.environ.get("ATOLL_DIR") or ".atoll")
         assert worker.info is not None  # `tasks` always has a server
         kept = KeptState(base / worker.site / worker.info.run, base)
-        for task in worker.tasks():
-            message = fm.from_task(task.id, task.payload, node_id)
-            task.payload, context.state = None, kept.begin(task.id)
+
+        def reply(task: str, payload: Any) -> dict[str, Any]:
+            message = fm.from_task(task, payload, node_id)
+            context.state = kept.begin(task)
             answer = _answer(client_app, message, context)
             kept.end(context.state)
-            task.answer(answer)
+            return answer
+
+        for task in worker.tasks():
+            worker.answer_with(task, partial(reply, task.id))
 
 
 def _answer(client_app: Any, message: Message, context: Context) -> dict[str, Any]:
