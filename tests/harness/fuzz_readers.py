@@ -29,7 +29,7 @@ from atoll.blobs.object_file import pack_object
 from atoll.blobs.ways_to_send import read_plain
 from atoll.config.site_policy import read_policy
 from atoll.json_files import NoteDamaged, note_from, seal
-from atoll.protocol import messages, run_events
+from atoll.protocol import messages, routes, run_events
 from atoll.protocol.invitation import Invitation
 from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.read_message import framed, read_framed, read_message
@@ -61,12 +61,14 @@ class Reader:
         seeds: valid ones.
         errors: what it may raise.
         kind: class of the message; None if it is none. Then its fields are changed, too.
+        most_bytes: what a transport lets through; longer ones never come to the reader.
     """
 
     read: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
     errors: tuple[type[BaseException], ...]
     kind: type[BaseModel] | None = None
+    most_bytes: int = routes.MANIFEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -86,24 +88,25 @@ class Case:
         return f"{self.reader}: {self.shown or self.data[:700]!r}"
 
 
-def message_kinds() -> dict[str, type[BaseModel]]:
-    """Return every message that one side sends to the other, but the schema, which has a reader of its own."""
-    kinds = {
-        kind
-        for operation in OPERATIONS
-        for kind in (operation.request, operation.reply)
-        if isinstance(kind, type) and issubclass(kind, BaseModel)
-    }
-    return {
-        kind.__name__: kind for kind in {*kinds, messages.Problem, run_events.EventQuery} - {messages.SchemaMessage}
-    }
+def message_kinds() -> dict[type[BaseModel], int]:
+    """Return every message that one side sends to the other → its most bytes; the schema has a reader of its own."""
+    found: dict[type[BaseModel], int] = {messages.Problem: routes.PROBLEM_BYTES}
+    found[run_events.EventQuery] = routes.CONTROL_BODY_BYTES
+    for operation in OPERATIONS:
+        sides = (operation.request, operation.body_bytes), (operation.reply, routes.answer_bytes(operation.path))
+        for kind, most in sides:
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and kind is not messages.SchemaMessage:
+                found[kind] = max(most, found.get(kind, 0))
+    return found
 
 
 def readers() -> dict[str, Reader]:
     """Return all readers of bytes by their names."""
     found = {
-        f"message {name}": Reader(partial(read_message, kind), (encode(example(kind)).encode(),), (ValueError,), kind)
-        for name, kind in message_kinds().items()
+        f"message {kind.__name__}": Reader(
+            partial(read_message, kind), (encode(example(kind)).encode(),), (ValueError,), kind, most
+        )
+        for kind, most in message_kinds().items()
     }
     ticket = messages.TicketReply(status="wait", head_version=0, head_digest="0" * 64)
     complete = messages.Complete(digest="0" * 64)
@@ -193,6 +196,8 @@ def watched(
 def read_case(found: dict[str, Reader], findings: Findings, case: Case) -> None:
     """Read the bytes of a case."""
     reader = found[case.reader]
+    if len(case.data) > reader.most_bytes:
+        return
     watched(case, lambda: reader.read(case.data), reader.errors, findings)
 
 

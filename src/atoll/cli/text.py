@@ -438,15 +438,17 @@ def print_line(text: str) -> None:
     global _last_line
     if logs_json() and not text.startswith("{"):  # errors are JSON already
         text = json_line("atoll.cli", text)
-    if _last_line is not None:
-        _last_line.join(UNREAD_S)
-        if _last_line.is_alive():
+    before = _last_line
+    if before is not None:
+        before.join(UNREAD_S)
+        if before.is_alive():
             return
-    _last_line = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}, daemon=True)
-    _last_line.start()
-    _last_line.join(UNREAD_S)
-    if _last_line.is_alive():
-        atexit.register(_leave_unread, _last_line)
+    line = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}, daemon=True)
+    line.start()
+    _last_line = line  # once it runs: another thread that prints at the same time may wait for it
+    line.join(UNREAD_S)
+    if line.is_alive():
+        atexit.register(_leave_unread, line)
 
 
 def _leave_unread(line: threading.Thread) -> None:

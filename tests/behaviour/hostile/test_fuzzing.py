@@ -45,7 +45,7 @@ def test_a_server_survives_any_request(tmp_path: Path, values: Values, findings:
 def test_readers_refuse_damaged_bytes_in_their_own_words(values: Values, findings: Findings) -> None:
     """Every message, header and text from others is read or refused with the error that its reader declares."""
     found = readers()
-    assert {f"message {name}" for name in message_kinds()} < {*found}
+    assert {f"message {kind.__name__}" for kind in message_kinds()} < {*found}
     try_for(
         lambda chance: reader_case(found, values, chance),
         lambda case: read_case(found, findings, case),

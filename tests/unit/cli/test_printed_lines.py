@@ -245,3 +245,21 @@ def test_a_silent_command_says_what_it_awaits(
         assert soon == []
         wait_until(lambda: said[-1].startswith("the server starts ("), "the new text")
     assert not [each for each in threading.enumerate() if each.name == "atoll-awaited"]
+
+
+def test_lines_of_two_threads_are_both_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line may be printed in the moment in which another one's thread begins."""
+
+    class Begins(threading.Thread):
+        def start(self) -> None:
+            monkeypatch.undo()
+            other = threading.Thread(target=cli_text.print_line, args=("from the other thread",))
+            other.start()
+            other.join()
+            super().start()
+
+    monkeypatch.setattr(cli_text.threading, "Thread", Begins)
+    cli_text.print_line("from this thread")
+    assert sorted(capsys.readouterr().err.splitlines()) == ["from the other thread", "from this thread"]

@@ -540,9 +540,16 @@ class TaskWorker:
         If the function raises an error, or its answer cannot be sent, answer that the task has failed.
         """
         try:
-            packed = pack(handler(task.payload))  # if the answer cannot be packed, the handler has failed
+            answer = handler(task.payload)
         except Exception as error:
             LOG.exception("%s: task %r failed", self.site, task.name)
+            task.fail(error)
+            return
+        try:
+            packed = pack(answer)
+            del answer
+        except UsageError as error:
+            LOG.error("%s: the answer to task %r cannot be sent: %s", self.site, task.name, error)
             task.fail(error)
             return
         task.payload = None  # free its memory during the upload
