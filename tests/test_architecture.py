@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "aggregation": 1339,
     "algorithms": 2015,
     "blobs": 474,
-    "cli": 4397,
+    "cli": 4399,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -169,7 +169,7 @@ LINES: dict[str, int] = {
     "worker/exchange": 2562,
     "worker/peer": 962,
     "worker/session": 928,
-    "worker/tasks": 650,
+    "worker/tasks": 657,
     "worker/training": 2265,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
