@@ -214,6 +214,7 @@ class LocalSite:
     def _with_files(self, ticket: messages.Ticket, base: Pin[VersionRow]) -> LocalRound:
         try:
             spool = self._run.store.tickets.spool(ticket.id)
+            self._run.store.tickets.name_spool(spool)
         except BaseException:
             self._versions.give_back(base)
             raise

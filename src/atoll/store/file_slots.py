@@ -2,7 +2,7 @@
 
 Each use of a slot adds a hold (a counted reference). A slot with a hold is never rewritten or removed. Kinds of holds:
 
-    journal    a row of the journal (the server's database) refers to the slot
+    journal    a row of the journal (the server's database) refers to the slot, or will once a part has arrived
     writer     the slot is being written
     pull       the slot is being read, for example to send the version in it to a worker
     reader     the slot is being read at a worker of a swarm; such workers have slots of their own

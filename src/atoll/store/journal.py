@@ -15,6 +15,7 @@ import re
 import sqlite3
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,10 +49,10 @@ LOG_CHANGES = 1000
 """The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a
 commit survives does not depend on it: a `synced` one writes the whole log to the disk."""
 
-SELDOM_CHANGED = {"meta", "run", "shapes", "heads", "versions", "deltas", "history", "generations"}
-"""Tables that change about once a round, and are read many times: the journal remembers what it has read of them."""
+REMEMBERED = set(CHECKED) - {"events", "site_rounds", "configs", "identities"}
+"""Tables of which the journal remembers what it has read, until they change. Answers from other tables may be long."""
 MOST_ANSWERS = 200
-"""Number of answers that are remembered at most. A client can ask for any version, so it has to be bounded."""
+"""Number of answers that are remembered at most, for each set of tables. A client can ask for any version."""
 _TABLES = {*CHECKED, "audit", "counters", "exports_under_way"}
 
 NEW_RUN = (
@@ -94,7 +95,8 @@ class Journal:
         self._checkpointing = threading.Lock()
         self._checkpoints: sqlite3.Connection | None = None  # copies the write-ahead log beside this thread's changes
         self._copied_changes = 0  # number of changed rows when it last did
-        self._answers: dict[tuple[Any, ...], Any] = {}  # query, its values, how it was fetched → the answer
+        # tables of a query → query, its values, how it was fetched → the answer
+        self._answers: defaultdict[frozenset[str], dict[tuple[Any, ...], Any]] = defaultdict(dict)
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
         self._open_files()
@@ -281,9 +283,9 @@ class Journal:
 
     def _begin_change(self, sql: str) -> None:
         assert self._depth, "a change outside of a transaction"
-        changed = _tables_in(sql) & SELDOM_CHANGED
-        if changed:
-            self._answers = {key: each for key, each in self._answers.items() if changed.isdisjoint(_tables_in(key[0]))}
+        changed = _tables_in(sql)
+        for tables in [tables for tables in self._answers if not tables.isdisjoint(changed)]:
+            del self._answers[tables]
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
         """Return the rows of a table that match `where`, as dataclass objects.
@@ -310,20 +312,20 @@ class Journal:
         return found
 
     def _ask(self, sql: str, values: tuple[Any, ...], fetch: Callable[[sqlite3.Cursor], Answer]) -> Answer:
-        """Return the answer to a query. If all its tables change seldom, ask SQLite only once until one changes.
+        """Return the answer to a query. If all its tables are remembered, ask SQLite only once until one changes.
 
         Only this process writes the journal, through this connection. Outside of a transaction, each question to SQLite
         locks and unlocks the file.
         """
         with self.lock, self._translated:
-            if not (tables := _tables_in(sql)) or not tables <= SELDOM_CHANGED:
+            if not (tables := _tables_in(sql)) or not tables <= REMEMBERED:
                 return fetch(self._db.execute(sql, values))
-            key = sql, values, fetch
-            if key not in self._answers:
-                if len(self._answers) >= MOST_ANSWERS:
-                    self._answers.clear()
-                self._answers[key] = fetch(self._db.execute(sql, values))
-            answer: Answer = self._answers[key]
+            known, key = self._answers[tables], (sql, values, fetch)
+            if key not in known:
+                if len(known) >= MOST_ANSWERS:
+                    known.clear()
+                known[key] = fetch(self._db.execute(sql, values))
+            answer: Answer = known[key]
             return answer
 
     def value(self, sql: str, *values: Any) -> Any:
@@ -431,6 +433,7 @@ class Journal:
         with self.lock:
             if not self.closed:
                 self.closed = True
+                self._answers.clear()
                 with self._checkpointing:
                     if self._checkpoints is not None:
                         self._checkpoints.close()

@@ -147,6 +147,8 @@ class Tickets:
     def spool(self, ticket: int) -> Spool:
         """Return the spool (the file of the update) of an open or accepted ticket. The first call assigns the file.
 
+        The journal names the file from the first recorded part on, or after `name_spool`.
+
         Raises:
             Gone: this run has never issued the ticket.
             TicketClosed, UpdateRefused: the ticket is neither open nor accepted.
@@ -155,26 +157,39 @@ class Tickets:
         with self._journal.lock:
             if ticket in self._spools:
                 return self._spools[ticket]
-            row = self.get(ticket)
-            if not row.is_live:
-                raise why_closed(row)
+            row = self._require_live(ticket)
             if row.slot is not None:
                 return self._open_spool(row, self._slots.pool(SPOOL, row.fragment)[row.slot])
         pool = self._slots.pool(SPOOL, row.fragment)
         slot = pool.take(WRITER)  # without the lock, because creating a file may be slow
         try:
-            with self._journal.transaction():
-                take = "UPDATE tickets SET slot = ? WHERE ticket = ? AND state = 'open' AND slot IS NULL"
-                if self._journal.execute(take, slot.number, ticket):
+            with self._journal.lock:
+                row = self._require_live(ticket)  # it may have ended while the file was created
+                if ticket not in self._spools:
                     pool.hold(slot, JOURNAL)
-                    self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
-                    return self._open_spool(row, slot)
-                row = self.get(ticket)
-                if not row.is_live:  # it has ended while the file was created
-                    raise why_closed(row)
+                    if self._journal.in_transaction:
+                        self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
+                    self._open_spool(row, slot)
                 return self._spools[ticket]
         finally:
             pool.drop(slot, WRITER)
+
+    def _require_live(self, ticket: int) -> TicketRow:
+        row = self.get(ticket)
+        if not row.is_live:
+            raise why_closed(row)
+        return row
+
+    def name_spool(self, spool: Spool) -> None:
+        """Let the journal name a spool: only then may another process write to it, which outlives a kill of this one.
+
+        The next start gives a file that the journal does not name to another ticket.
+        """
+        if not spool.is_named:
+            with self._journal.transaction():
+                self.change("slot = ?", [spool.ticket], spool.slot.number)
+                spool.is_named = True
+                self._journal.after_rollback(lambda: setattr(spool, "is_named", False))
 
     def _open_spool(self, row: TicketRow, slot: Slot) -> Spool:
         power = self._journal.durability == "power"
@@ -185,6 +200,7 @@ class Tickets:
             self._slots.shapes_of(row.fragment).update_parts,
             forget=self._forget_part,
             sync=(lambda: self._journal.sync(slot.fd, str(slot.path))) if power else None,
+            is_named=row.slot is not None,
         )
         if row.state == "accepted":
             spool.close(why_closed(row))
@@ -198,7 +214,7 @@ class Tickets:
             spool.pool.drop(slot, JOURNAL)
 
     def _forget_part(self, ticket: int, part: int) -> None:
-        if self._journal.row("SELECT 1 FROM parts WHERE ticket = ? AND part = ?", ticket, part):
+        if part in self.parts(ticket):
             with self._journal.transaction():
                 self.drop_part(ticket, part)
 
@@ -210,13 +226,19 @@ class Tickets:
         """Return the parts of a ticket's update that are on disk and checked: part number → row."""
         return {row.part: row for row in self._journal.select(PARTS, "WHERE ticket = ? ORDER BY part", ticket)}
 
-    def whole(self, row: TicketRow) -> dict[int, PartRow]:
+    def whole(self, row: TicketRow, last: PartRow | None = None) -> dict[int, PartRow]:
         """Return all parts of a ticket's update, if all are on disk and checked: part number → row.
+
+        Args:
+            row: the ticket.
+            last: one of the parts, if it is not recorded yet.
 
         Raises:
             Conflict: parts are missing. The message says how many, and which is the first.
         """
         parts, count = self.parts(row.ticket), len(self._slots.shapes_of(row.fragment).update_parts)
+        if last is not None:
+            parts[last.part] = last
         missing = [part for part in range(count) if part not in parts]
         if missing:
             raise Conflict(
@@ -226,30 +248,28 @@ class Tickets:
             )
         return parts
 
-    def record_part(
-        self, ticket: int, part: int, digest: bytes, sumsq: float, writer: PartWriter | None = None
-    ) -> None:
+    def record_part(self, row: PartRow, writer: PartWriter | None = None) -> None:
         """Record that a part of an open ticket's update is on disk and passed its check.
 
         Args:
-            ticket: number of the ticket.
-            part: number of the part.
-            digest: BLAKE3 of the part's bytes, 32 bytes.
-            sumsq: sum of squares of the part's values; finite.
+            row: the part.
             writer: writer of the part's bytes. If a newer writer has begun the part, raise `WriterCancelled`.
 
         Raises:
             WriterCancelled: another request is writing the part again.
         """
         with self._journal.transaction():
-            if ticket in self._spools:
-                self._spools[ticket].require_written(part, writer)
-            self._journal.insert(
-                PARTS,
-                PartRow(ticket, part, digest, sumsq),
-                "ON CONFLICT (ticket, part) DO UPDATE SET digest = excluded.digest, sumsq = excluded.sumsq",
-            )
-            self._journal.after_commit(lambda: failpoint("part.recorded"))
+            if row.ticket in self._spools:
+                self._spools[row.ticket].require_written(row.part, writer)
+            self._put_part(row)
+
+    def _put_part(self, row: PartRow) -> None:
+        if row.ticket in self._spools:
+            self.name_spool(self._spools[row.ticket])
+        self._journal.insert(
+            PARTS, row, "ON CONFLICT (ticket, part) DO UPDATE SET digest = excluded.digest, sumsq = excluded.sumsq"
+        )
+        self._journal.after_commit(lambda: failpoint("part.recorded"))
 
     def close_spools(self) -> None:
         """Close the files of all arriving updates, so that later writes fail. Call it when the server stops."""
@@ -270,13 +290,17 @@ class Tickets:
             self._journal.sync(spool.fd, str(spool.slot.path))
             self._journal.sync_folder(spool.slot.path.parent)  # the file may be new
 
-    def accept(self, row: TicketRow) -> None:
+    def accept(self, row: TicketRow, last: PartRow | None = None) -> None:
         """Accept the update of an open ticket. Call it inside a transaction, after `whole` and `make_durable`.
 
         Args:
             row: the ticket as it is to be: accepted, with the values of its update except `bytes`.
+            last: one of its parts, which is recorded now; None: all are recorded.
         """
+        if last is not None:
+            self._put_part(last)
         spool = self.spool(row.ticket)  # in a swarm no part was written, so this creates the spool
+        self.name_spool(spool)
         failpoint("accept.before")
         nbytes = self._slots.shapes_of(row.fragment).update_bytes
         self.change(
@@ -472,7 +496,8 @@ class Tickets:
                 spool = self._spools.pop(row.ticket, None)
                 if spool:
                     spool.close(why_closed(replace(row, state=state, reason=reason)))
-                if row.slot is not None:
+                    spool.pool.drop(spool.slot, JOURNAL)
+                elif row.slot is not None:
                     pool = pools[row.fragment]
                     pool.drop(pool[row.slot], JOURNAL)
 

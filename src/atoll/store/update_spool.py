@@ -105,6 +105,7 @@ class Spool:
         forget: function that deletes the record of a part, given the numbers of ticket and part. It is called under the
             journal's lock, before the part is written again.
         sync: function that fsyncs the file, called after each part; None with durability `process`.
+        is_named: whether the ticket's row in the journal has the number of the slot.
     """
 
     def __init__(
@@ -116,8 +117,10 @@ class Spool:
         *,
         forget: Callable[[int, int], None],
         sync: Callable[[], None] | None,
+        is_named: bool,
     ) -> None:
         self.ticket, self.pool, self.slot, self.ranges, self.sync = ticket, pool, slot, ranges, sync
+        self.is_named = is_named
         self._forget = forget
         self._writers: dict[int, PartWriter] = {}
         self._locks: dict[int, threading.Lock] = {}

@@ -91,13 +91,13 @@ def acknowledge_before_journal(monkeypatch):
     """The server answers with a receipt, and writes the update into its journal a moment later."""
     accept = UpdateAdmission.accept
 
-    def later(self, row, message, norm):
+    def later(self, row, message, norm, last=None):
         import asyncio
 
         def write():
             kept = None if self._run.store.journal.closed else self._run.store.tickets.get(row.ticket)
             if kept is not None and not kept.is_in:
-                accept(self, row, message, norm)
+                accept(self, row, message, norm, last)
 
         asyncio.get_running_loop().call_later(0.05, write)
         return replace(row, state="accepted", digest=message.digest, report=message.report, norm=norm)

@@ -229,16 +229,18 @@ def test_a_malformed_message_after_a_part_is_refused(tmp_path: Path, body: str) 
 
 
 def test_a_wrong_update_digest_is_a_conflict(tmp_path: Path) -> None:
-    """If a small update is sent in one request and its digest is wrong, the server answers 409. The right message alone
-    then completes the update.
-    """
+    """If a small update is sent in one request and its digest is wrong, the server answers 409 and records nothing."""
     with World(tmp_path, ones(), "a", rounds=1) as world:
         update = WireSite(world.server.url, "a").train(1.0)
-        wrong = framed_text(json.dumps(update.message | {"digest": "0" * 64}).encode())
-        path = f"/v1/tickets/{update.ticket}/parts/0"
-        status, told = send(world.server.url, "PUT", path, update.body(0) + wrong, update.site.lease)
+        wrong, right = (
+            framed_text(json.dumps(message).encode())
+            for message in (update.message | {"digest": "0" * 64}, update.message)
+        )
+        path = f"/v1/tickets/{update.ticket}"
+        status, told = send(world.server.url, "PUT", f"{path}/parts/0", update.body(0) + wrong, update.site.lease)
         assert (status, told["code"]) == (409, "conflict")
-        assert update.complete()[0] == 200
+        assert send(world.server.url, "GET", path)[1]["parts"] == []
+        assert send(world.server.url, "PUT", f"{path}/parts/0", update.body(0) + right, update.site.lease)[0] == 200
 
 
 @pytest.mark.parametrize(("mib", "parts"), [(0.5, 1), (3.9, 1), (4.1, SHARES), (40, SHARES), (63, SHARES), (100, 7)])

@@ -14,7 +14,7 @@ from atoll.rounds import events
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.server.coordinator.event_log import EventLog
 from atoll.server.coordinator.ledger import Ledger, write_change
-from atoll.store.journal_tables import RunRow
+from atoll.store.journal_tables import PartRow, RunRow
 from atoll.store.store import FileShape, FragmentShapes, Store
 
 SHAPES = FragmentShapes(FileShape(8, b"", (((0, 8),),)), None, update_bytes=8, update_parts=((0, 8),))
@@ -54,7 +54,7 @@ def test_an_event_refused_by_the_journal_changes_nothing(store: Store, monkeypat
         ledger.record(events.WorkerJoined(site))
     for site, lease in (("a", 1), ("b", 2)):
         ledger.record(events.TicketRequested(site, lease, 0))
-        store.tickets.record_part(lease, 0, b"d" * 32, 1.0)
+        store.tickets.record_part(PartRow(lease, 0, b"d" * 32, 1.0))
 
     def submit(ticket: int) -> None:
         row = store.tickets.get(ticket)

@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from atoll.protocol.messages import Report
 from atoll.store.file_slots import VERSION
-from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
+from atoll.store.journal_tables import AUDIT, AuditRow, PartRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Store
 from atoll.store.versions import VersionDigests
 
@@ -114,7 +114,7 @@ def send_part(store: Store, ticket: int, part: int, update: bytes) -> None:
     offset, nbytes = SHAPES.update_parts[part]
     writer = store.tickets.spool(ticket).begin_part(part)
     writer.write(update[offset : offset + nbytes])
-    store.tickets.record_part(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0, writer)
+    store.tickets.record_part(PartRow(ticket, part, blake3(update[offset : offset + nbytes]).digest(), 1.0), writer)
     writer.abandon()
 
 
@@ -125,17 +125,17 @@ def send_parts(store: Store, ticket: int, site: str, base_version: int) -> None:
         send_part(store, ticket, part, update_of(site, base_version))
 
 
-def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
+def accept(store: Store, ticket: int, update: bytes = b"", last: PartRow | None = None) -> TicketRow:
     """Have an update accepted: by default the one that its site has sent."""
     row = store.tickets.get(ticket)
     update = update or update_of(row.site, row.base_version)
-    store.tickets.whole(row)
+    store.tickets.whole(row, last)
     store.tickets.make_durable(row)
     with store.journal.transaction():
         digest, order = blake3(update).hexdigest(), store.tickets.next_order()
         report = Report(weight=2.0, steps=10, metrics={"loss": 0.5})
         store.tickets.accept(
-            replace(row, state="accepted", digest=digest, report=report, norm=3.0, accepted_order=order)
+            replace(row, state="accepted", digest=digest, report=report, norm=3.0, accepted_order=order), last
         )
     return store.tickets.get(ticket)
 

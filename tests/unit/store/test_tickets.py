@@ -34,6 +34,7 @@ from atoll.blobs.ways_to_send import Cut
 from atoll.errors import BadRequest, Busy, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
+from atoll.store.journal_tables import PartRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.store import Store
 from atoll.store.update_spool import PartWriter, WriterCancelled
@@ -80,7 +81,7 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
-        store.tickets.spool(1)
+        store.tickets.name_spool(store.tickets.spool(1))
         assert store.tickets.get(1).slot is not None
         raise ZeroDivisionError
     with pytest.raises(Gone):
@@ -88,8 +89,13 @@ def test_an_undone_change_leaves_tickets_unchanged(store: Store) -> None:
     assert store.slots.holds()["spool-0-0.bin"] == {}
 
     store.tickets.issue(1, "b", 0, 0)
-    assert store.tickets.get(1).slot is None
     spool = store.tickets.spool(1)
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        send_part(store, 1, 0, update_of("b", 0))
+        raise ZeroDivisionError
+    assert (store.tickets.get(1).slot, store.tickets.parts(1)) == (None, {})
+    assert store.tickets.spool(1) is spool  # it stays the ticket's
+    send_part(store, 1, 0, update_of("b", 0))
     assert store.tickets.get(1).slot == spool.slot.number
 
     for part in (0, 1):
@@ -122,6 +128,34 @@ def test_an_incomplete_update_is_not_accepted(store: Store) -> None:
     with pytest.raises(Conflict, match=r"lacks 1 of 2 parts \(first: part 0\)"):
         accept(store, 1)
     assert store.tickets.get(1).state == "open"
+
+
+def test_the_last_part_is_recorded_with_the_acceptance(store: Store) -> None:
+    """The part that came with the message about an update is recorded in the transaction that accepts the update."""
+    store.tickets.issue(1, "a", 0, 0)
+    send_part(store, 1, 0, update_of("a", 0))
+    last = PartRow(1, 1, b"d" * 32, 1.0)
+    with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
+        accept(store, 1, last=last)
+        raise ZeroDivisionError
+    assert (store.tickets.get(1).state, list(store.tickets.parts(1))) == ("open", [0])
+    assert accept(store, 1, last=last).state == "accepted"
+    assert store.tickets.parts(1)[1] == last
+
+
+def test_the_journal_is_asked_again_only_after_a_change(store: Store) -> None:
+    """A row that was read is read from SQLite again only after a statement that names its table."""
+    asked = list[str]()
+    store.tickets.issue(1, "a", 0, 0)
+    store.journal._db.set_trace_callback(lambda sql: asked.append(sql) if sql.startswith("SELECT") else None)
+    assert store.tickets.get(1) == store.tickets.get(1)
+    with store.journal.transaction():
+        store.journal.count("versions")  # another table
+    assert store.tickets.get(1).state == "open"
+    assert len([sql for sql in asked if "FROM tickets" in sql]) == 1
+    store.tickets.refuse(1, "NaN in w")
+    assert store.tickets.get(1).state == "refused"
+    store.journal._db.set_trace_callback(None)
 
 
 def test_a_closed_ticket_accepts_no_parts(store: Store) -> None:
@@ -251,12 +285,12 @@ def test_rewriting_a_part_removes_its_record(store: Store) -> None:
     old = store.tickets.spool(1).begin_part(0)
     assert store.tickets.parts(1) == {}
     with pytest.raises(WriterCancelled):  # not all bytes are there
-        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
+        store.tickets.record_part(PartRow(1, 0, b"d" * 32, 1.0), old)
     new = store.tickets.spool(1).begin_part(0)
     new.write(b"N" * 16)
     with pytest.raises(WriterCancelled):  # a late inspection of what the old one wrote
-        store.tickets.record_part(1, 0, b"d" * 32, 1.0, old)
-    store.tickets.record_part(1, 0, blake3(b"N" * 16).digest(), 1.0, new)
+        store.tickets.record_part(PartRow(1, 0, b"d" * 32, 1.0), old)
+    store.tickets.record_part(PartRow(1, 0, blake3(b"N" * 16).digest(), 1.0), new)
 
 
 def test_a_part_writes_only_its_own_range(store: Store) -> None:

@@ -15,7 +15,7 @@ from atoll.rounds import events
 from atoll.server.coordinator.reported_numbers import ReportedNumbers
 from atoll.server.coordinator.roster import Presence
 from atoll.server.coordinator.run_core import RunCore
-from atoll.store.journal_tables import TicketRow
+from atoll.store.journal_tables import PartRow, TicketRow
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
@@ -57,13 +57,14 @@ class UpdateAdmission:
         if self._sending.get(place, (0, 0.0))[0] != ticket:
             self._sending[place] = ticket, time.monotonic()
 
-    def accept(self, row: TicketRow, message: messages.Complete, norm: float) -> TicketRow:
+    def accept(self, row: TicketRow, message: messages.Complete, norm: float, last: PartRow | None = None) -> TicketRow:
         """Accept an update that is completely on disk. Call `require_plausible` first.
 
         Args:
             row: its ticket, which is open.
             message: the worker's message about the update.
             norm: L2 norm of the update's `params`.
+            last: a part of it that is to be recorded in the same transaction; None: all are recorded.
 
         Returns:
             The ticket, now accepted, with the values of its update.
@@ -82,7 +83,7 @@ class UpdateAdmission:
         send_s = time.monotonic() - begun_s if sent == row.ticket else 0.0
         self._ledger.record(
             events.UpdateAccepted(row.ticket, order),
-            lambda: tickets.accept(accepted),
+            lambda: tickets.accept(accepted, last),
             run_events.UpdateAccepted(**self._about(row), send_seconds=send_s),
         )
         self._note_metrics(site, message.metrics)

@@ -51,8 +51,15 @@ class UpdateOperations:
         self._admission.begins(site, ticket, fragment)
 
     def record_part(
-        self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
-    ) -> None:
+        self,
+        lease: Lease,
+        ticket: int,
+        part: int,
+        stats: PartStats,
+        writer: PartWriter | None = None,
+        *,
+        completes: bool = False,
+    ) -> PartRow | None:
         """Record that a part of an update was checked and written to disk. If the check failed, refuse the update.
 
         Args:
@@ -61,6 +68,11 @@ class UpdateOperations:
             part: number of the part.
             stats: result of the check.
             writer: writer of the part's bytes.
+            completes: whether `submit` follows at once. It then records the part, in the transaction that accepts the
+                update; but not if the site has filters, which may take long before.
+
+        Returns:
+            The part that `submit` is to record; None: it is recorded.
 
         Raises:
             WriterCancelled: another request has begun to write the same part in the meantime.
@@ -71,7 +83,12 @@ class UpdateOperations:
         if stats.bad is not None:
             self._admission.refuse(lease.site, ticket, stats.bad)
         failpoint("part.received")
-        self._run.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
+        tickets, row = self._run.store.tickets, PartRow(ticket, part, stats.digest, stats.sumsq)
+        if completes and not self._filtering.has(lease.site):
+            tickets.spool(ticket).require_written(part, writer)
+            return row
+        tickets.record_part(row, writer)
+        return None
 
     def _ticket_of(self, lease: Lease, ticket: int) -> TicketRow:
         """Return the row of a site's ticket, whatever its state.
@@ -85,22 +102,32 @@ class UpdateOperations:
             raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
         return row
 
-    async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
+    async def complete(
+        self, lease: Lease, ticket: int, message: messages.Complete, last: PartRow | None = None
+    ) -> messages.Receipt:
         """Accept an update as `submit` does, and sign its receipt.
 
         Raises:
             Exception: an error of `submit`.
         """
-        receipt, row = await self.submit(lease, ticket, message)
+        receipt, row = await self.submit(lease, ticket, message, last)
         if not receipt.accepted or not row.is_in:
             return receipt
         store = self._run.store
         return receipt.model_copy(update={"receipt": store.receipt_key.receipt_of(store.run_log.run_id, row)})
 
-    async def submit(self, lease: Lease, ticket: int, message: messages.Complete) -> tuple[messages.Receipt, TicketRow]:
+    async def submit(
+        self, lease: Lease, ticket: int, message: messages.Complete, last: PartRow | None = None
+    ) -> tuple[messages.Receipt, TicketRow]:
         """Accept an update after all its parts arrived. A repeated request with the same digest gets the same receipt.
 
         In a swarm, wait until another worker has downloaded the update, for at most `routes.LONG_POLL_S` seconds.
+
+        Args:
+            lease: lease of the site.
+            ticket: number of the ticket.
+            message: what the site says of the update.
+            last: the part that `record_part` has left to be recorded; None: all are recorded.
 
         Returns:
             The receipt, which is not signed, and the ticket with its new state.
@@ -133,7 +160,7 @@ class UpdateOperations:
         message = self._admission.with_known_metrics(lease.site, message)
         if (receipt := await self._place.deliver(lease, row, message)) is not None:
             return receipt, self._run.store.tickets.get(ticket)
-        parts, layout = self._run.store.tickets.whole(row), self._run.plan.fragments[row.fragment].update
+        parts, layout = self._run.store.tickets.whole(row, last), self._run.plan.fragments[row.fragment].update
         digest = _digest(layout, parts)
         if digest != message.digest:
             raise Conflict(
@@ -152,7 +179,7 @@ class UpdateOperations:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self._admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
-        return messages.Receipt(digest=digest), self._admission.accept(row, message, norm)
+        return messages.Receipt(digest=digest), self._admission.accept(row, message, norm, last)
 
     async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:
         """Record that a site sits out the round of its ticket, so that the round does not wait for it.

@@ -27,7 +27,7 @@ from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.served_run import ServedRun
 from atoll.server.http.caller import Caller
 from atoll.server.http.downloads import send_pieces
-from atoll.store.journal_tables import DeltaRow, TicketRow, VersionRow
+from atoll.store.journal_tables import DeltaRow, PartRow, TicketRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
@@ -317,16 +317,16 @@ class PartReceiver:
         self._updates.begins(lease.site, ticket, row.fragment)
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
         with self._only_upload((ticket, part), lease.site, most, request):
-            message = await self.take_part(
+            taken = await self.take_part(
                 *(lease, row, part),
                 lambda arriving: self._receive(request, arriving, f"Part {part}", lease.site, rest_bytes),
             )
-        return await self.after_part(lease, ticket, message)
+        return await self.after_part(lease, ticket, taken)
 
     async def take_part(
         self, lease: Lease, row: TicketRow, part: int, receive: Callable[[PartChecker], Awaitable[bytes]]
-    ) -> messages.Complete | None:
-        """Write one part of an update, check it, and record it.
+    ) -> tuple[messages.Complete, PartRow | None] | None:
+        """Write one part of an update, check it, and record it, unless the acceptance of the update does so.
 
         Args:
             lease: lease of the site.
@@ -335,7 +335,7 @@ class PartReceiver:
             receive: gives the part's bytes to the checker, and returns what follows the part and its digest.
 
         Returns:
-            The message that follows the part; None: none does.
+            The message that follows the part, and the part if it is not recorded yet; None: no message follows.
 
         Raises:
             Exception: an error of `receive`, or one of those of `put_part`.
@@ -346,15 +346,18 @@ class PartReceiver:
             arriving = PartChecker(self._inspections[row.fragment], planned, writer.write, spool.fd)
             trailer = await receive(arriving)
             message = _complete_in(trailer) if trailer else None
-            self._updates.record_part(lease, row.ticket, part, arriving.stats, writer)
+            completes = message is not None
+            last = self._updates.record_part(lease, row.ticket, part, arriving.stats, writer, completes=completes)
         finally:
             writer.abandon()
-        return message
+        return None if message is None else (message, last)
 
-    async def after_part(self, lease: Lease, ticket: int, message: messages.Complete | None) -> messages.Receipt | None:
-        """Submit the update if its message came with the part that `take_part` has taken."""
-        if message is not None:
-            return await self._updates.complete(lease, ticket, message)
+    async def after_part(
+        self, lease: Lease, ticket: int, taken: tuple[messages.Complete, PartRow | None] | None
+    ) -> messages.Receipt | None:
+        """Submit the update if its message came with the part that `take_part` has taken. Call it at once."""
+        if taken is not None:
+            return await self._updates.complete(lease, ticket, *taken)
         self._run.ledger.record(WorkerSeen(lease.site, lease.number))
         return None
 
