@@ -53,8 +53,8 @@ from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets, require_links
 from atoll.store.versions import Versions
-from atoll.system_calls import memory_bytes
 from atoll.store.workflow_facts import WorkflowFacts
+from atoll.system_calls import memory_bytes
 
 LOG = logging.getLogger("atoll.server")
 
