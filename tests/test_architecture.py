@@ -137,7 +137,7 @@ FORBIDDEN_PAIRS = [
 LINES: dict[str, int] = {
     ".": 1717,
     "aggregation": 1339,
-    "algorithms": 2015,
+    "algorithms": 2016,
     "blobs": 474,
     "cli": 4458,
     "cli/examples": 47,

@@ -242,6 +242,7 @@ def _digests_of_tensors_like(weights: Weights) -> set[int]:
         each.detach()
         for each in gc.get_objects()
         if type(each) in PLAIN
+        and not each.is_nested  # such a tensor of the script has no shape
         and each.shape in dtypes
         and each.is_floating_point()
         and each.device in devices

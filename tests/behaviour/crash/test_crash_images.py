@@ -176,6 +176,8 @@ UPGRADES = ('"journal.backup"', '"journal.migrate"')
 """Failpoints of the first start after an upgrade: `upgrades/test_upgrades.py` kills there."""
 OF_APPS = ('"flower.kept"',)
 """Failpoints of other frameworks' apps: `integrations/test_flower_apps.py` kills there."""
+OF_WORKFLOWS = ('"workflow.before"', '"workflow.fact"')
+"""Failpoints around a fact that a workflow has got: `workflows/test_replay.py` kills there."""
 
 
 def test_every_failpoint_belongs_to_a_scenario() -> None:
@@ -185,6 +187,7 @@ def test_every_failpoint_belongs_to_a_scenario() -> None:
         "name: str",
         *UPGRADES,
         *OF_APPS,
+        *OF_WORKFLOWS,
     }
     covered = {name for each in [*SCENARIOS.values(), RESTART] for name, _ in each.places}
     assert {f'"{name}"' for name in covered} == failpoints

@@ -162,6 +162,7 @@ def test_notices_a_changed_bit_of_any_value(without_log: Path, tmp_path: Path) -
         "exports_under_way",
         "deltas",
         "workflows",
+        "workflow_facts",
         "sat_out_rounds",
         "generations",
         "configs",

@@ -140,7 +140,16 @@ class AverageOfRounds(Average):
         self.averaged.update_parameters(self.model)
 
 
-PUT_BACK = [StateDict, Copy, Data, Best, SwappedAverage, AverageOfRounds]
+class HasNested(StateDict):
+    """The process has a tensor without a shape, and a sparse one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        self.sparse = torch.eye(4).to_sparse()
+
+
+PUT_BACK = [HasNested, StateDict, Copy, Data, Best, SwappedAverage, AverageOfRounds]
 
 
 def two_sites(world: World, model: Any, train: Callable[[Any], None]) -> list[str]:
