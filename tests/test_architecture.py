@@ -170,7 +170,7 @@ LINES: dict[str, int] = {
     "worker/peer": 963,
     "worker/session": 930,
     "worker/tasks": 658,
-    "worker/training": 2272,
+    "worker/training": 2295,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -45,6 +45,14 @@ def test_the_invariants_hold_in_random_histories():
     assert all(seen[what] for what in ("kill server", "power loss", "kill site", "rival", "RunFinished")), seen
 
 
+def test_sites_learn_that_another_fragment_went_back():
+    """After a rollback of one of two fragments, sites that wait for the other one submit the first one again.
+
+    This seed leads to such a wait; a planted fault in `tests/mutants.toml` tells if it no longer does.
+    """
+    play(3345)
+
+
 def test_a_history_can_be_played_again():
     """A seed leads to the same history, line by line: in the same process after another one, and in another process."""
     seed = 3

@@ -49,6 +49,8 @@ from atoll.worker.session.session import OF_LOST_STEPS, Session
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.metrics import GlobalModelMetrics
 
+OTHERS_S = 15.0
+"""Seconds for which a worker waits for a fragment's round before it looks whether another one has gone back."""
 LOOK_S = 1.0
 """Seconds after which a worker that waits for other workers checks whether it must submit another update first."""
 DRAIN_S = 60.0
@@ -129,7 +131,7 @@ class FragmentState:
         config: what the run tells this site for its newest round.
         step_offset: local steps that the version in the base has behind it, along one site, minus those of this worker.
         ended: the reason why the run has ended; empty until then.
-        went_back: whether the run has gone back to an earlier version, as its admin asked, before the last reply.
+        went_back: whether the run has gone back to an earlier version, as its admin asked, since the base was loaded.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -155,12 +157,13 @@ class FragmentState:
             version: its number.
         """
         self.base_step, self.version, self.step_offset = step, version, self._head_steps - step
+        self.went_back = False
 
     def heard(self, reply: Next) -> None:
         """Store the server's reply about the next round: its ticket and number, or that the run has ended."""
         self._head_steps = reply.global_step
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
-        self.went_back = self.goes_back(reply)
+        self.went_back = self.went_back or self.goes_back(reply)
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
         if isinstance(reply, Open | Wait):  # without a ticket, this worker trains for the round that comes
@@ -624,12 +627,33 @@ class Synchroniser:
             fragment.heard(reply)
             if self._order.pick(self._candidates) != fragment.index:
                 return reply, False
-        waited = isinstance(reply, Wait)
+        waited, since_s = isinstance(reply, Wait), 0.0
         while isinstance(reply, Wait):
             if self._broken():
                 return None, True  # waiting on could be a deadlock: other workers may wait for the failed update
-            reply = exchange.ask_and_resend(LOOK_S if self._pending else None, retries=self._retries)
+            if since_s >= OTHERS_S:
+                if self._others_went_back(fragment):
+                    return reply, False
+                since_s = 0.0
+            look_s = LOOK_S if self._pending else OTHERS_S
+            reply = exchange.ask_and_resend(look_s, retries=self._retries)
+            since_s += look_s
         return reply, waited
+
+    def _others_went_back(self, fragment: FragmentState) -> bool:
+        """Return whether the run has gone back with other fragments, so that one of them is due before this one.
+
+        Then other workers wait for this worker's update of that one, while this worker waits for theirs of this one.
+        """
+        busy = {each.fragment.index for each in self._pending}
+        others = [
+            each for each in self._fragments if each is not fragment and not each.ended and each.index not in busy
+        ]
+        for other in others:
+            reply = other.exchange.ask_and_resend(0.0, retries=self._retries)
+            if not isinstance(reply, Lost) and other.goes_back(reply):
+                other.heard(reply)
+        return any(each.went_back for each in others) and self._order.pick(self._candidates) != fragment.index
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
         """Continue from a version that was made without this worker's local steps: add the steps to it or discard them.
@@ -757,10 +781,15 @@ class Synchroniser:
         Meanwhile, if the update of a fragment that comes earlier in `FragmentOrder` fails, submit that fragment again.
         Other workers may need the failed update before they submit to the round that this worker waits for.
         """
+        since_s = 0.0
         while not pending.done.wait(LOOK_S):
+            since_s += LOOK_S
             for broken in self._broken():
                 self._finish_sync(broken)
-            may = self._rules.waits and len(self._pending) < self._rules.max_inflight
+            went_back = False
+            if self._rules.waits and since_s >= OTHERS_S:
+                went_back, since_s = self._others_went_back(pending.fragment), 0.0
+            may = self._rules.waits and (went_back or len(self._pending) < self._rules.max_inflight)
             due, own = self._order.pick(self._candidates) if may else None, pending.fragment
             if due is not None and (self._fragments[due].round, due) < (own.round, own.index):
                 self._submit_next()
