@@ -103,8 +103,6 @@ class WorkflowJournal:
         ]
         self._own = {call.turn: call for call in calls if call.turn >= 0}
         self._others = [call for call in calls if call.turn < 0]
-        if calls:
-            LOG.info("the workflow %s goes on: %s of the journal", name, number_of(len(calls), "call"))
 
     def answers_before(self) -> list[tuple[str, str, str]]:
         """Return the answers in the journal: id of the task, site, key."""
@@ -119,8 +117,10 @@ class WorkflowJournal:
     # -- calls, in the threads of the function
 
     def enter(self) -> None:
-        """Make this thread the function's own."""
+        """Make this thread the function's own, which begins now."""
         self._thread = threading.get_ident()
+        if calls := len(self._own) + len(self._others):
+            LOG.info("the workflow %s goes on: %s of the journal", self.name, number_of(calls, "call"))
 
     @property
     def is_own_thread(self) -> bool:
