@@ -112,7 +112,10 @@ async def _put_part(served: ServedRun, lease: Lease, ticket: int, part: int, bod
     run, loop, receiver = served.run, asyncio.get_running_loop(), PartReceiver(served)
     row = run.store.tickets.get(ticket)
     served.leases.require_open(lease, ticket)
-    nbytes = run.plan.fragments[row.fragment].update.parts[part].nbytes
+    parts = run.plan.fragments[row.fragment].update.parts
+    if part >= len(parts):
+        raise BadRequest(f"Part {part} does not exist.")
+    nbytes = parts[part].nbytes
     run.require_space()
     served.updates.begins(lease.site, ticket, row.fragment)
 
