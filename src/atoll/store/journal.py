@@ -49,7 +49,7 @@ LOG_CHANGES = 1000
 """The write-ahead log is copied in the background after so many changed rows: it then has about 2,000 pages. What a
 commit survives does not depend on it: a `synced` one writes the whole log to the disk."""
 
-REMEMBERED = set(CHECKED) - {"events", "site_rounds", "configs", "identities"}
+REMEMBERED = set(CHECKED) - {"events", "site_rounds", "configs", "identities", "workflow_facts"}
 """Tables of which the journal remembers what it has read, until they change. Answers from other tables may be long."""
 MOST_ANSWERS = 200
 """Number of answers that are remembered at most, for each set of tables. A client can ask for any version."""

@@ -18,7 +18,7 @@ from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import together
 from kit.payloads import plain
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, kept_objects, workflow_server
+from kit.workflows import AnsweringSites, kept_objects, run_workflow, workflow_server
 
 import atoll
 from atoll.errors import RunFailed
@@ -265,3 +265,25 @@ def test_an_answer_with_a_wrong_digest_is_refused(tmp_path: Path) -> None:
         key = {"object": ref.object, "secret": ref.secret, "digest": "0" * 64, "expires_at": ref.expires_at}
         status, refused = site.post(f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})
         assert (status, refused["message"]) == (409, "The answer of site a does not match its digest.")
+
+
+class Closed(dict[str, Any]):
+    """A mapping that cannot be read any more."""
+
+    def items(self) -> Any:
+        raise OSError("the file behind it is closed")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [(Closed(w=1), "OSError: the file behind it is closed"), ({"w": object()}, "is of type object")],
+)
+def test_an_answer_that_cannot_be_packed_fails_alone(tmp_path: Path, answer: Any, error: str) -> None:
+    """If an answer cannot be packed, its task has failed, with the reason, and the site answers the next one."""
+
+    def two_tasks(controller: Any) -> list[str]:
+        return [controller.broadcast("train", number)[0].error for number in range(2)]
+
+    found = run_workflow(tmp_path, two_tasks, {"train": lambda number: 1 if number else answer})
+    assert error in found[0]
+    assert not found[1]

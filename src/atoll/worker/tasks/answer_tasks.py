@@ -547,11 +547,12 @@ class TaskWorker:
             return
         try:
             packed = pack(answer)
-            del answer
-        except UsageError as error:
-            LOG.error("%s: the answer to task %r cannot be sent: %s", self.site, task.name, error)
+        except Exception as error:
+            is_told = isinstance(error, UsageError)  # names the value that cannot be sent
+            LOG.error("%s: the answer to task %r cannot be sent: %s", self.site, task.name, error, exc_info=not is_told)
             task.fail(error)
             return
+        del answer
         task.payload = None  # free its memory during the upload
         try:
             try:
