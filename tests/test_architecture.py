@@ -151,7 +151,7 @@ LINES: dict[str, int] = {
     "integrations/nvflare": 472,
     "outer_optimizers": 439,
     "protocol": 2566,
-    "recipes": 879,
+    "recipes": 877,
     "reducers": 259,
     "rounds": 1261,
     "server": 2339,
@@ -169,8 +169,8 @@ LINES: dict[str, int] = {
     "worker/exchange": 2563,
     "worker/peer": 963,
     "worker/session": 930,
-    "worker/tasks": 658,
-    "worker/training": 2295,
+    "worker/tasks": 659,
+    "worker/training": 2293,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -26,7 +26,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,6 @@ class Program:
         run_config: values that take the place of a Flower app's own, for shorter runs.
         script: words of a FLARE script after `python`.
         run: run file of the server, for a FLARE script.
-        files: other files of COMPAT_DIR that it reads: name beside the program → path.
     """
 
     folder: str
@@ -62,7 +61,6 @@ class Program:
     run_config: str = ""
     script: tuple[str, ...] = ()
     run: str = ""
-    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -130,9 +128,6 @@ def run_program(program: Program, compat_dir: Path, folder: Path) -> Outcome:
     shutil.copytree(source, copy)
     write_data(folder / "work")
     (folder / "work" / "data").rename(folder / "data")  # Flower's own tests have it one folder up
-    for name, path in program.files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).symlink_to((compat_dir / path).resolve())
     commands = flare_commands(program) if program.script else [flower_command(program)]
     if program.script:
         (copy / "run.toml").write_text(program.run)

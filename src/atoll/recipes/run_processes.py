@@ -186,10 +186,8 @@ class RunProcesses(ABC):
         most_s = END_S + (server.evaluate_timeout_s if server.evaluate else 0.0)  # of the last version
         end_s = time.monotonic() + most_s
         while time.monotonic() < end_s and (left := processes.keys() - self.ends()):
-            if (
-                left == {SERVER} and not is_asked and self._has_result()
-            ):  # it would stay for programs that ask for the status
-                is_asked = True
+            if left == {SERVER} and not is_asked and self._has_result():
+                is_asked = True  # it would stay for programs that ask for the status
                 processes[SERVER].terminate()
             self.look()
             time.sleep(0.05)

@@ -11,7 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -257,8 +257,11 @@ def test_helm_renders_the_same_objects(tmp_path: Path) -> None:
     subprocess.run(["helm", "lint", CHART, "--strict"], check=True)
     argv = ["helm", "template", "run", CHART, "--namespace", "lab", "--values", tmp_path / "values.yaml"]
     made = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
-    key = lambda each: (each["kind"], each["metadata"]["name"])  # noqa: E731
-    assert sorted(filter(None, yaml.safe_load_all(made)), key=key) == sorted(render(CHART, values), key=key)
+    assert _in_order(filter(None, yaml.safe_load_all(made))) == _in_order(render(CHART, values))
+
+
+def _in_order(objects: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(objects, key=lambda each: (each["kind"], each["metadata"]["name"]))
 
 
 # -- linters, where they are

@@ -80,7 +80,7 @@ def test_a_killed_site_counts_each_message_once(tmp_path: Path, nursery: Nursery
 
 
 def test_an_app_goes_on_after_its_server_was_killed(tmp_path: Path, nursery: Nursery) -> None:
-    """A ServerApp whose server is killed at each message ends with the same bits. No client does a message twice."""
+    """If the server is killed at each message, a ServerApp ends with the same bits. No client does a message twice."""
     client = CLIENT.replace(
         "    assert msg.content",
         """    with Path(f"done-{context.node_config['partition-id']}").open("a") as file:

@@ -156,7 +156,7 @@ def state_of(server: atoll.Server, site: str) -> str:
 
 
 def waits_for(server: atoll.Server, hand: Hand, fragment: int) -> list[str]:
-    """The sites whose update a round waits for. The other site stays alive."""
+    """The sites that a round waits for. The other site stays alive."""
     hand.beat()
     return [each.site for each in server.status().fragments[fragment].waiting_for]
 

@@ -93,7 +93,7 @@ def means(rounds: int) -> bytes:
 def test_a_loop_killed_at_every_message_ends_with_the_same_bits(
     nursery: Nursery, tmp_path: Path, lives: list[str]
 ) -> None:
-    """A loop of broadcasts whose server is killed at each message ends as an undisturbed one. No site does a task
+    """If the server is killed at each message, a loop of broadcasts ends as an undisturbed one. No site does a task
     twice, and random numbers and times are those of the first start.
     """
     flow = Flow(nursery, tmp_path, "loop")
@@ -189,7 +189,7 @@ def second_start(folder: Path, function: Function, **settings: Any) -> None:
     ids=["payload", "without-tensors", "task", "sites"],
 )
 def test_a_function_that_asks_otherwise_is_ended(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    """After a restart, a function whose call differs is ended with the first difference and the remedy, even if it
+    """After a restart, a function with another call is ended with the first difference and the remedy, even if it
     catches every error. The journal stays, so the function of before goes on.
     """
 

@@ -645,10 +645,8 @@ class Synchroniser:
 
         Then other workers wait for this worker's update of that one, while this worker waits for theirs of this one.
         """
-        busy = {each.fragment.index for each in self._pending}
-        others = [
-            each for each in self._fragments if each is not fragment and not each.ended and each.index not in busy
-        ]
+        states = zip(self._fragments, self._candidates, strict=True)
+        others = [each for each, candidate in states if candidate.is_free and each is not fragment]
         for other in others:
             reply = other.exchange.ask_and_resend(0.0, retries=self._retries)
             if not isinstance(reply, Lost) and other.goes_back(reply):
