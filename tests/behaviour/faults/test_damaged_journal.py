@@ -121,7 +121,7 @@ def test_a_forged_weight_is_refused_at_the_start(tmp_path: Path, audited: Audit)
         )
         with pytest.raises(StateCorrupt, match=rf"ticket {ticket} has the weight 99\.0"), serve(folder, **settings):
             pass
-        assert "weight" in audited(folder)
+        assert "the weight 99.0" in audited(folder)
 
 
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:

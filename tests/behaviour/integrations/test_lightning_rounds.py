@@ -309,7 +309,7 @@ def test_warns_once_of_a_schedule_restarted_in_each_fit(
             found.append(trainer.optimizers[0].param_groups[0]["lr"])
             assert (module.atoll_round, module.atoll_rounds) == (len(found), 3)
     assert found == rates
-    warnings = [record.getMessage() for record in caplog.records if "schedule" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "rate schedule" in record.getMessage()]
     assert len(warnings) == 2 * warned  # at the site and at the server
     assert all("atoll_round" in warning for warning in warnings)
 
