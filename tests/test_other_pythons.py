@@ -18,7 +18,8 @@ assert _spec.loader is not None
 pythons = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(pythons)
 
-SOURCES = [path for folder in ("src", "tools", "bench", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
+FOLDERS = ("src", "tools", "bench", "baselines", "examples")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 GONE = {
     *("asynchat", "asyncore", "distutils", "imp", "smtpd"),  # in 3.12
     *("aifc", "audioop", "cgi", "cgitb", "chunk", "crypt", "imghdr", "lib2to3", "mailcap", "msilib", "nis", "nntplib"),
