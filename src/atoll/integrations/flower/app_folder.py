@@ -64,6 +64,20 @@ class AppFolder:
             flat(app.get("config", {})),
         )
 
+    def require(self, kind: str) -> str:
+        """Return where an object of the app is, as the app names it.
+
+        Raises:
+            ConfigError: the app does not name it.
+        """
+        place = self.components.get(kind)
+        if not isinstance(place, str):
+            raise ConfigError(
+                f"The app in {self.path} has no {kind}.",
+                f'Add {kind} = "module:app" to [tool.flwr.app.components] in its {PROJECT}.',
+            )
+        return place
+
     def component(self, kind: str) -> Any:
         """Import an object of the app.
 
@@ -73,12 +87,7 @@ class AppFolder:
         Raises:
             ConfigError: the app does not name it, or it is not there.
         """
-        place = self.components.get(kind)
-        if not isinstance(place, str):
-            raise ConfigError(
-                f"The app in {self.path} has no {kind}.",
-                f'Add {kind} = "module:app" to [tool.flwr.app.components] in its {PROJECT}.',
-            )
+        place = self.require(kind)
         module, _, attribute = place.partition(":")
         if str(self.path) not in sys.path:
             sys.path.insert(0, str(self.path))
