@@ -25,7 +25,7 @@ RunConfig = Annotated[
     list[str] | None,
     typer.Option(help="Change the configuration of a Flower app: num-server-rounds=5.", metavar="PAIRS"),
 ]
-RecordKeys = Annotated[
+GivenKeys = Annotated[
     list[str] | None,
     typer.Option(
         help="Names in a Flower app's records, as its strategy has them: weighted_by_key='samples'.", metavar="PAIRS"
@@ -45,12 +45,13 @@ def of_flower_app(
         ConfigError: there is no app in the folder, it has no such key of its configuration, or it cannot train in the
             run's algorithm.
     """
-    from atoll.integrations.flower.app_folder import AppFolder, read_pairs
+    from atoll.integrations.flower.app_folder import AppFolder, RecordKeys, read_pairs
 
     if settings.algorithm.target is not None:
         folder = AppFolder.read(app)
         folder.configured(read_pairs(run_config, "--run-config"))
         folder.require("clientapp")
+        RecordKeys.of(read_pairs(record_keys, "--record-keys"))
         if settings.model.source is None:
             raise ConfigError(
                 f"model.source is not set. In a run with {settings.algorithm}, the ServerApp of {folder.name}, which "

@@ -12,7 +12,7 @@ import typer
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
-from atoll.cli.flower import Flower, RecordKeys, RunConfig, folder_of_app, of_flower_app
+from atoll.cli.flower import Flower, GivenKeys, RunConfig, folder_of_app, of_flower_app
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
 from atoll.cli.text import FIRST_S, after_run, still
 from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
@@ -41,7 +41,7 @@ def command(
     ] = None,
     flower: Flower = None,
     run_config: RunConfig = None,
-    record_keys: RecordKeys = None,
+    record_keys: GivenKeys = None,
     sites: Annotated[
         str | None,
         typer.Option(help="Number of sites, or their names: a,b,c. Default: rounds.sites.", show_default=False),

@@ -30,7 +30,7 @@ import typer
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
 from atoll.cli.flare import flare_command
-from atoll.cli.flower import Flower, RecordKeys, RunConfig, flower_worker
+from atoll.cli.flower import Flower, GivenKeys, RunConfig, flower_worker
 from atoll.cli.text import (
     FIRST_S,
     SILENT_S,
@@ -78,7 +78,7 @@ def command(
         list[str] | None,
         typer.Option(help="What a Flower app is told of this site: partition-id=0 num-partitions=2.", metavar="PAIRS"),
     ] = None,
-    record_keys: RecordKeys = None,
+    record_keys: GivenKeys = None,
     server: Annotated[
         str | None,
         typer.Option(

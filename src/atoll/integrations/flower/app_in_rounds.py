@@ -11,21 +11,18 @@ Messages have the records that Flower's own strategies send, replies those that 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flwr.app import ConfigRecord, RecordDict
 from torch import Tensor
 
-from atoll import registry
 from atoll.errors import ConfigError, SchemaMismatch, UsageError
-from atoll.format_text import listed, number_of, shown
-from atoll.integrations.flower.app_folder import Config, flat
+from atoll.format_text import listed, number_of
+from atoll.integrations.flower.app_folder import Config, RecordKeys, flat
 from atoll.integrations.flower.records import array_record, tensor_of
 from atoll.protocol.messages import RunInfo
 from atoll.tensors.dtypes import torch_dtype
@@ -48,38 +45,6 @@ Items = list[tuple[str, Tensor | LazyTensor]]
 """A model: its tensors by name, in order."""
 Ask = Callable[[str, str, RecordDict], RecordDict]
 """A function (id of the message, its type, its content) that returns the content of the ClientApp's reply."""
-
-
-@dataclass(frozen=True)
-class RecordKeys:
-    """Names in an app's records: arguments of Flower's strategies, which only the ServerApp knows.
-
-    Attributes:
-        arrayrecord_key, configrecord_key: names of the records of a message.
-        weighted_by_key: name of the metric that is the update's weight.
-        steps_key: name of the metric with the number of local steps, for algorithms that divide by it.
-    """
-
-    arrayrecord_key: str = "arrays"
-    configrecord_key: str = "config"
-    weighted_by_key: str = "num-examples"
-    steps_key: str = "num-steps"
-
-    @classmethod
-    def of(cls, given: Config) -> RecordKeys:
-        """Return the keys with those that a command line gives.
-
-        Raises:
-            ConfigError: there is no such key. The message names the nearest one.
-        """
-        known = [each.name for each in dataclasses.fields(cls)]
-        for key, value in given.items():
-            if key not in known or not isinstance(value, str):
-                raise ConfigError(
-                    f"--record-keys has {key} = {shown(value)}.",
-                    registry.nearest(key, known, f"Give texts by these names: {', '.join(known)}."),
-                )
-        return cls(**{key: str(value) for key, value in given.items()})
 
 
 class _HeardConfig(ConfigRecord):
@@ -214,7 +179,8 @@ class AppInRounds:
             state.release()
         if not measured:
             raise UsageError("The ClientApp evaluates no models.", "Give it a function: @app.evaluate().")
-        return models.result(measured, begin_s, measured.pop(self._weight_key, None))
+        weight = measured.pop(self._weight_key, None)
+        return models.result(measured, begin_s, None if weight is None else weight_of(weight))
 
     # -- messages and replies
 

@@ -18,8 +18,8 @@ from flwr.app import Context, Message, RecordDict
 from atoll import registry
 from atoll.errors import UsageError
 from atoll.integrations.flower import message_tasks as fm
-from atoll.integrations.flower.app_folder import AppFolder, Config
-from atoll.integrations.flower.app_in_rounds import AppInRounds, RecordKeys
+from atoll.integrations.flower.app_folder import AppFolder, Config, RecordKeys
+from atoll.integrations.flower.app_in_rounds import AppInRounds
 from atoll.integrations.flower.kept_state import KeptState
 from atoll.worker.tasks.answer_tasks import SUBMIT, VALIDATE, Task
 from atoll.worker.training.federated_loop import join_any
