@@ -1,4 +1,4 @@
-"""The folder of a Flower app: its pyproject.toml, the objects that it names, its configuration and its records' keys."""
+"""A Flower app as a folder: its pyproject.toml, the objects that it names, its configuration and its records' keys."""
 
 from __future__ import annotations
 
