@@ -242,7 +242,7 @@ def test_an_app_has_other_names_in_its_records(take_part: Callable[..., list[dic
     ("line", "settings", "words"),
     [
         ("1 / 0", {}, ["failed at a message of type 'train'", "ZeroDivisionError", "client_app.py, line 13"]),
-        ("return None", {}, ["replied to 'train' with no Message, but a NoneType"]),
+        ("return None", {}, ["replied to 'train' with an object of type NoneType"]),
         ("return Message(Error(1, 'no data'), reply_to=msg)", {}, ["replied to 'train' with no data"]),
         ("added = ConfigRecord({})", {}, ["has 0 ArrayRecords, not one"]),
         ("added = ArrayRecord({'w': Array(np.array(['a', 'b']))})", {}, ["array 'w' has elements of <U1"]),

@@ -65,7 +65,7 @@ def answer_messages(folder: Path, run_config: Config, node_config: Config, recor
             failed = f"The ClientApp failed at a message of type {kind!r}"
             reply = registry.construct(lambda: client_app(message, context), failed, "")
             if not isinstance(reply, Message) or reply.has_error():
-                what = reply.error.reason if isinstance(reply, Message) else f"no Message, but a {type(reply).__name__}"
+                what = reply.error.reason if isinstance(reply, Message) else f"an object of type {type(reply).__name__}"
                 raise UsageError(f"The ClientApp has replied to {kind!r} with {what}.", "Correct the app.")
             return reply.content
 
