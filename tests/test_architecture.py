@@ -135,11 +135,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1717,
+    ".": 1718,
     "aggregation": 1339,
     "algorithms": 2016,
     "blobs": 474,
-    "cli": 4458,
+    "cli": 4492,
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
@@ -147,14 +147,14 @@ LINES: dict[str, int] = {
     "data": 512,
     "filters": 315,
     "integrations": 1027,
-    "integrations/flower": 529,
+    "integrations/flower": 788,
     "integrations/nvflare": 472,
     "outer_optimizers": 439,
     "protocol": 2566,
     "recipes": 877,
     "reducers": 259,
     "rounds": 1261,
-    "server": 2339,
+    "server": 2344,
     "server/coordinator": 4932,
     "server/http": 1546,
     "server/swarm": 733,
@@ -166,11 +166,11 @@ LINES: dict[str, int] = {
     "trackers": 333,
     "transport": 4626,
     "worker": 270,
-    "worker/exchange": 2563,
+    "worker/exchange": 2565,
     "worker/peer": 963,
     "worker/session": 930,
     "worker/tasks": 659,
-    "worker/training": 2293,
+    "worker/training": 2313,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

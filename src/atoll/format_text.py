@@ -45,8 +45,9 @@ def about(seconds: float) -> str:
 
 
 def number_of(count: int, what: str) -> str:
-    """Return a count with its noun: "1 death", "2 deaths", "2 entries"."""
-    return f"{count} {what if count == 1 else f'{what[:-1]}ies' if what.endswith('y') else f'{what}s'}"
+    """Return a count with its noun: "1 death", "2 deaths", "2 entries", "2 arrays"."""
+    is_y = what.endswith("y") and what[-2] not in "aeiou"
+    return f"{count} {what if count == 1 else f'{what[:-1]}ies' if is_y else f'{what}s'}"
 
 
 def of_fragment(number: int | None) -> str:

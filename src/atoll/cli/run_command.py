@@ -12,7 +12,7 @@ import typer
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
-from atoll.cli.flower import Flower, RunConfig, of_flower_app
+from atoll.cli.flower import Flower, GivenKeys, RunConfig, folder_of_app, of_flower_app
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
 from atoll.cli.text import FIRST_S, after_run, still
 from atoll.cli.which_run import RUNS, STATE, no_such_run, quoted, run_folder, state_directory
@@ -41,6 +41,7 @@ def command(
     ] = None,
     flower: Flower = None,
     run_config: RunConfig = None,
+    record_keys: GivenKeys = None,
     sites: Annotated[
         str | None,
         typer.Option(help="Number of sites, or their names: a,b,c. Default: rounds.sites.", show_default=False),
@@ -99,7 +100,8 @@ def command(
     count = [f"rounds.sites={len(given)}"] if given else []
     settings = read_settings(run_file, [*(sets or ()), *count], rounds=rounds)
     if flower is not None:
-        settings, arguments = of_flower_app(settings, flower, run_config or [])
+        settings, arguments = of_flower_app(settings, flower, run_config or [], record_keys or [])
+    is_app = flower is not None and settings.algorithm.target is None
     names = given or site_names(str(settings.rounds.sites))
     require_names(settings)
     engine = _engine(engine or "process", needs_server=kill_server or open_page)
@@ -109,7 +111,8 @@ def command(
     inputs = Inputs.of(settings, script, words, names)
     inputs = replace(inputs, settings=inputs.settings | {"--engine": engine})
     stem = RUNS / slug(settings.run.name)
-    chosen = Chosen(settings, script, words, names, engine, run_file.parent if run_file else Path(), stem, inputs)
+    sources = [run_file.parent if run_file else Path(), *folder_of_app(script, words)]
+    chosen = Chosen(settings, script, words, names, engine, sources, stem, inputs)
     shown = Shown(open_page, quiet, verbose, json)
     twin = None
     if kill_server and not (twin := finished_twin(stem, inputs)):
@@ -126,9 +129,9 @@ def command(
     if json:
         print(jsons.dumps(run.summary | compared, indent=2))
     elif quiet:
-        print(run.model if flower is None else run.folder)
+        print(run.folder if is_app else run.model)
     else:
-        run.view.say(f"next: {run.next or _next(example, run.folder, is_app=flower is not None)}")
+        run.view.say(f"next: {run.next or _next(example, run.folder, is_app=is_app)}")
 
 
 def _example(name: str, run_file: Path | None) -> Path:

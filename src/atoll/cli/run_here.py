@@ -50,7 +50,7 @@ class Chosen:
         arguments: the script's arguments.
         sites: the names of the sites.
         engine: process, simulate or ray.
-        source: the folder of the run file, from which code is imported.
+        sources: the folders from which code is imported: that of the run file, that of a Flower app.
         stem: the folder of the run without its number.
         inputs: what the run is begun with.
     """
@@ -60,7 +60,7 @@ class Chosen:
     arguments: list[str]
     sites: list[str]
     engine: str
-    source: Path
+    sources: list[Path]
     stem: Path
     inputs: Inputs
 
@@ -210,7 +210,7 @@ class RunHere(RunProcesses):
         chosen.inputs.write(self.folder)
         self._logs = {name: self.log(name) for name in (self.main, *(chosen.sites if self.main == SERVER else ()))}
         view.skip_logs(self._logs)
-        folders = [os.getcwd(), str(chosen.source.resolve()), os.environ.get("PYTHONPATH", "")]
+        folders = [os.getcwd(), *(str(each.resolve()) for each in chosen.sources), os.environ.get("PYTHONPATH", "")]
         self._variables = {"PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(folders)))}
         count = number_of(len(chosen.sites), "site")
         if self.main == SERVER:

@@ -30,7 +30,7 @@ import typer
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
 from atoll.cli.flare import flare_command
-from atoll.cli.flower import Flower, RunConfig, flower_worker
+from atoll.cli.flower import Flower, GivenKeys, RunConfig, flower_worker
 from atoll.cli.text import (
     FIRST_S,
     SILENT_S,
@@ -78,6 +78,7 @@ def command(
         list[str] | None,
         typer.Option(help="What a Flower app is told of this site: partition-id=0 num-partitions=2.", metavar="PAIRS"),
     ] = None,
+    record_keys: GivenKeys = None,
     server: Annotated[
         str | None,
         typer.Option(
@@ -122,7 +123,7 @@ def command(
     choose_json(log_json)
     choose_level(quiet=quiet, verbose=verbose)
     if flower is not None:
-        script = flower_worker(flower, run_config or [], node_config or [])
+        script = flower_worker(flower, run_config or [], node_config or [], record_keys or [])
     elif not script:
         raise UsageError("No command was given.", "Give it after `--`: atoll worker -- python train.py")
     script = flare_command(script) if flare else script

@@ -203,8 +203,8 @@ class Model(Group):
     source: str | None = Field(
         None,
         min_length=1,
-        description="Initial model: `module:function` that returns an `nn.Module`, a `.safetensors` file, or a "
-        "folder of them.",
+        description="Initial model: `module:function` that returns an `nn.Module` or arrays, a `.safetensors` file, or "
+        "a folder of them.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `module:function`.")
     buffers: Annotated[dict[str, BufferRule], BeforeValidator(_rules)] = Field(

@@ -20,7 +20,7 @@ from atoll.errors import ConfigError
 from atoll.posix import require_regular
 from atoll.runtime import seeded
 from atoll.server.saved_state import ENTRY, OF_OUTER, OF_VERSION
-from atoll.tensors.arrays import require_model
+from atoll.tensors.arrays import as_tensor, require_model
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_sound, run_of
 from atoll.tensors.dtypes import torch_dtype
@@ -60,11 +60,16 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
         return _from_files(files)
     with seeded(settings.run.seed):
         model = _built(settings)
-    if not isinstance(model, (nn.Module, Mapping)):
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, list | tuple):
+        model = {str(place): each for place, each in enumerate(model)}
+    if not isinstance(model, Mapping):
         raise ConfigError(
-            f"{settings.model.source!r} returned an object of type {type(model).__name__}.", "Return an nn.Module."
+            f"{settings.model.source!r} returned an object of type {type(model).__name__}.",
+            "Return an nn.Module; or arrays: a mapping name → array, or a list, which get the names 0, 1, 2 and so on.",
         )
-    return model if isinstance(model, nn.Module) else unwrapped(model)
+    return unwrapped({str(name): as_tensor(str(name), value) for name, value in model.items()})
 
 
 def _built(settings: Settings) -> Any:

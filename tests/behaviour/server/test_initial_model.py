@@ -25,7 +25,7 @@ from torch import nn
 
 import atoll
 from atoll import Settings
-from atoll.errors import ConfigError, SchemaMismatch
+from atoll.errors import AtollError, ConfigError, SchemaMismatch
 
 
 class Scaled(nn.Module):
@@ -40,6 +40,12 @@ def masked(by: float = -torch.inf) -> nn.Module:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.full((2, 2), by).triu(1))
     return model
+
+
+def weights(of: str) -> object:
+    """Arrays as a program without torch has them."""
+    first, second = np.ones(2), np.arange(3, dtype=np.float32)
+    return {"list": [first, second], "mapping": {"b": first, "a": second}, "text": "w", "numbers": [1, 2]}[of]
 
 
 Begun = tuple[dict[str, list[float]], dict[str, Any]]
@@ -82,6 +88,24 @@ class Drawn(nn.Module):
         self.torch = nn.Parameter(torch.randn(3))
         self.numpy = nn.Parameter(torch.tensor(np.random.rand(3)))
         self.python = nn.Parameter(torch.tensor([random.random() for _ in range(3)]))
+
+
+@pytest.mark.parametrize(("of", "names"), [("list", ["0", "1"]), ("mapping", ["b", "a"])])
+def test_a_model_may_be_arrays(begun: Callable[..., Begun], of: str, names: list[str]) -> None:
+    """A function may return arrays, by name or as a list, which get their places as names; dtypes are kept."""
+    state, schema = begun(f"{__name__}:weights", args={"of": of})
+    assert {name: state[name] for name in names} == dict(zip(names, ([1.0, 1.0], [0.0, 1.0, 2.0]), strict=True))
+    assert {each["name"]: each["dtype"] for each in schema["tensors"]} == dict(zip(names, ("F64", "F32"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [("text", "returned an object of type str. Return an nn.Module; or arrays"), ("numbers", "'0' is of type int")],
+)
+def test_refuses_what_is_no_model(begun: Callable[..., Begun], of: str, said: str) -> None:
+    """A function that returns neither a module nor arrays is refused with what it may return."""
+    with pytest.raises(AtollError, match=said):
+        begun(f"{__name__}:weights", args={"of": of})
 
 
 def test_building_a_model_keeps_random_generators(tmp_path: Path) -> None:

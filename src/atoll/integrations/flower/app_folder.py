@@ -1,7 +1,8 @@
-"""The folder of a Flower app: its pyproject.toml, the objects that it names, and its configuration."""
+"""A Flower app as a folder: its pyproject.toml, the objects that it names, its configuration and its records' keys."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import ConfigError
+from atoll.format_text import shown
 from atoll.registry import nearest
 
 PROJECT = "pyproject.toml"
@@ -64,6 +66,20 @@ class AppFolder:
             flat(app.get("config", {})),
         )
 
+    def require(self, kind: str) -> str:
+        """Return where an object of the app is, as the app names it.
+
+        Raises:
+            ConfigError: the app does not name it.
+        """
+        place = self.components.get(kind)
+        if not isinstance(place, str):
+            raise ConfigError(
+                f"The app in {self.path} has no {kind}.",
+                f'Add {kind} = "module:app" to [tool.flwr.app.components] in its {PROJECT}.',
+            )
+        return place
+
     def component(self, kind: str) -> Any:
         """Import an object of the app.
 
@@ -73,12 +89,7 @@ class AppFolder:
         Raises:
             ConfigError: the app does not name it, or it is not there.
         """
-        place = self.components.get(kind)
-        if not isinstance(place, str):
-            raise ConfigError(
-                f"The app in {self.path} has no {kind}.",
-                f'Add {kind} = "module:app" to [tool.flwr.app.components] in its {PROJECT}.',
-            )
+        place = self.require(kind)
         module, _, attribute = place.partition(":")
         if str(self.path) not in sys.path:
             sys.path.insert(0, str(self.path))
@@ -110,6 +121,38 @@ class AppFolder:
                     nearest(key, self.config, f"It has {', '.join(self.config) or 'none'}."),
                 )
         return self.config | dict(changes)
+
+
+@dataclass(frozen=True)
+class RecordKeys:
+    """Names in an app's records: arguments of Flower's strategies, which only the ServerApp knows.
+
+    Attributes:
+        arrayrecord_key, configrecord_key: names of the records of a message.
+        weighted_by_key: name of the metric that is the update's weight.
+        steps_key: name of the metric with the number of local steps, for algorithms that divide by it.
+    """
+
+    arrayrecord_key: str = "arrays"
+    configrecord_key: str = "config"
+    weighted_by_key: str = "num-examples"
+    steps_key: str = "num-steps"
+
+    @classmethod
+    def of(cls, given: Config) -> RecordKeys:
+        """Return the keys with those that a command line gives.
+
+        Raises:
+            ConfigError: there is no such key. The message names the nearest one.
+        """
+        known = [each.name for each in dataclasses.fields(cls)]
+        for key, value in given.items():
+            if key not in known or not isinstance(value, str):
+                raise ConfigError(
+                    f"--record-keys has {key} = {shown(value)}.",
+                    nearest(key, known, f"Give texts by these names: {', '.join(known)}."),
+                )
+        return cls(**{key: str(value) for key, value in given.items()})
 
 
 def flat(table: Mapping[str, Any], before: str = "") -> Config:

@@ -10,7 +10,7 @@ import hashlib
 import time
 from typing import Any
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import DEFAULT_TTL, Error, Message, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.supercore.task_identity import TaskIdentity
@@ -59,23 +59,39 @@ def from_task(task: str, payload: Any, node_id: int) -> Message:
         BadRequest: it is no such payload.
     """
     try:
-        metadata = Metadata(
-            run_id=RUN_ID,
-            message_id=task,
-            src_node_id=SUPERLINK_NODE_ID,
-            dst_node_id=node_id,
-            reply_to_message_id="",
-            group_id=str(payload["group_id"]),
-            created_at=time.time(),
-            ttl=float(payload["ttl"]),
-            message_type=str(payload["message_type"]),
-        )
-        message: Message = _MESSAGE(content=from_payload(payload["records"]), metadata=metadata)
-        return message
+        about = str(payload["group_id"]), float(payload["ttl"])
+        return received(task, str(payload["message_type"]), from_payload(payload["records"]), node_id, *about)
     except (KeyError, TypeError, ValueError) as error:
         raise BadRequest(
             f"The task holds no message of a Flower app: {error}.", "Start the server with an app, too: --flower APP."
         ) from None
+
+
+def received(
+    message_id: str, kind: str, content: RecordDict, node_id: int, group_id: str = "", ttl: float = DEFAULT_TTL
+) -> Message:
+    """Return a message as a ClientApp gets it.
+
+    Args:
+        message_id: its id.
+        kind: its type, such as `train`.
+        content: its records.
+        node_id: number of the site.
+        group_id, ttl: what the ServerApp says of it.
+    """
+    metadata = Metadata(
+        run_id=RUN_ID,
+        message_id=message_id,
+        src_node_id=SUPERLINK_NODE_ID,
+        dst_node_id=node_id,
+        reply_to_message_id="",
+        group_id=group_id,
+        created_at=time.time(),
+        ttl=ttl,
+        message_type=kind,
+    )
+    message: Message = _MESSAGE(content=content, metadata=metadata)
+    return message
 
 
 def to_answer(reply: Message) -> dict[str, Any]:

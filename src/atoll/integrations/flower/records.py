@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from atoll.errors import BadRequest, UsageError
+from atoll.tensors.arrays import as_tensor
+from atoll.tensors.dtypes import NOT_IN_NUMPY
 from atoll.tensors.lazy_tensors import LazyTensor
 
 try:
@@ -46,7 +48,7 @@ class HeldArray(Array):
     def __init__(self, held: NDArray | LazyTensor) -> None:
         self._held = held
         if isinstance(held, LazyTensor):
-            self.dtype, self.shape = str(torch.empty(0, dtype=held.dtype).numpy().dtype), tuple(held.shape)
+            self.dtype, self.shape = str(_as_numpy(torch.empty(0, dtype=held.dtype)).dtype), tuple(held.shape)
         else:
             self.dtype, self.shape = str(held.dtype), tuple(held.shape)
         self.stype = NUMPY
@@ -62,11 +64,16 @@ class HeldArray(Array):
     @property
     def held(self) -> NDArray:
         """The values, not to be changed. Those of an array on disk are read anew each time."""
-        return self._held.resolve().numpy() if isinstance(self._held, LazyTensor) else self._held
+        return _as_numpy(self._held.resolve()) if isinstance(self._held, LazyTensor) else self._held
 
     def numpy(self) -> NDArray:
         """Return the values in new memory."""
         return self.held.copy() if isinstance(self._held, np.ndarray) else self.held
+
+
+def _as_numpy(tensor: Tensor) -> NDArray:
+    """Return a tensor's values, over the same memory where NumPy has its dtype; those of bf16 as fp32."""
+    return (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).numpy()
 
 
 def to_payload(records: RecordDict) -> list[Any]:
@@ -102,6 +109,18 @@ def _sent(array: Array) -> Any:
         "stype": array.stype,
         "data": np.frombuffer(array.data, np.uint8),
     }
+
+
+def tensor_of(name: str, array: Array) -> Tensor:
+    """Return the values of an array that a ClientApp has replied with, if possible over the same memory.
+
+    Raises:
+        UsageError: its elements are no numbers.
+    """
+    values = _sent(array)
+    if isinstance(values, dict):
+        raise UsageError(f"The array {name!r} has elements of {array.dtype or array.stype}.", "Reply with numbers.")
+    return as_tensor(name, values)
 
 
 def _loaded(data: bytes) -> NDArray | Tensor:
@@ -142,7 +161,8 @@ def from_payload(payload: Any) -> RecordDict:
     return records
 
 
-def _arrays(items: Any) -> ArrayRecord:
+def array_record(items: Iterable[tuple[str, Any]]) -> ArrayRecord:
+    """Return a record of names and tensors; those on disk are read when the app asks for their values."""
     record = ArrayRecord()
     for key, value in items:  # its constructor would copy the bytes of each array
         record[key] = _array(value)
@@ -151,7 +171,7 @@ def _arrays(items: Any) -> ArrayRecord:
 
 def _array(value: Any) -> Array:
     if isinstance(value, Tensor):
-        return HeldArray(value.numpy())
+        return HeldArray(_as_numpy(value))
     if isinstance(value, np.ndarray | LazyTensor):
         return HeldArray(value)
     data = value["data"].resolve().numpy() if isinstance(value["data"], LazyTensor) else value["data"]
@@ -159,7 +179,7 @@ def _array(value: Any) -> Array:
 
 
 _READ: dict[str, Callable[[Any], Any]] = {
-    "arrays": _arrays,
+    "arrays": array_record,
     "metrics": lambda items: MetricRecord(dict(items)),
     "config": lambda items: ConfigRecord(dict(items)),
 }

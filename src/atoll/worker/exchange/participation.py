@@ -78,6 +78,7 @@ class LoopTerms:
             differs from the run's.
         ranks: the ranks of the worker, as in `torch.distributed`.
         shards: returns this rank's shards of the model; None: the model is not sharded.
+        by_rounds: whether it trains whole models round by round instead, and each round counts as `sync_every` steps.
     """
 
     schema: Schema | None = None
@@ -85,6 +86,7 @@ class LoopTerms:
     num_fragments: int | None = None
     ranks: RankGroup = ALONE
     shards: Callable[[], Shards] | None = None
+    by_rounds: bool = False
 
 
 def take_part(
@@ -194,7 +196,7 @@ def _no_swarm(session: Session) -> ConfigError:
 
 def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
-    if info.streams and loop is None:
+    if info.streams and (loop is None or loop.by_rounds):
         raise ConfigError(
             f"The run {info.name!r} uses streaming (it has {number_of(info.fragments, 'fragment')}, sync delay "
             f"{info.tau} and alpha {info.alpha:g}), but this worker trains whole models round by round.",

@@ -41,10 +41,11 @@ from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import Arrays, require_framework, require_model, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
+from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import finite_metrics, require_accepted, require_joined, site_of, steps_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
-from atoll.worker.exchange.participation import Participation, take_part
+from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
@@ -87,6 +88,8 @@ class Round:
         params: the global model as a dict name → CPU tensor or numpy array, set by `atoll.functional.receive`. Empty if
             `receive` filled a model instead, and after `send` with `clear_cache`.
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
+        is_corrected: whether the loop itself has applied an algorithm's correction that sends nothing besides the
+            model. Integrations set it.
     """
 
     def __init__(
@@ -103,6 +106,12 @@ class Round:
         self._optimizers: Sequence[Optimizer] = ()
         self.params: dict[str, Any] = {}
         self.sent: nn.Module | Arrays | None = None
+        self.is_corrected = False
+
+    @property
+    def ticket(self) -> int:
+        """The number of the right to submit: the same for a worker that is started again before it has submitted."""
+        return self._ticket.id
 
     @property
     def number(self) -> int:
@@ -386,7 +395,7 @@ class Round:
             if self._hooks is not None:
                 self._hooks.require_steps()
                 return self._hooks.finish if corrects else None
-            if local.rule is None:
+            if local.rule is None or (self.is_corrected and not groups):
                 return None
             by_hand = ", or submit the groups that your own training loop has computed" if groups else ""
             raise UsageError(
@@ -462,6 +471,11 @@ class Worker(TaskWorker):
         self._copies.discover_all()
         self._clock = ReportClock()
         self._round: Round | None = None
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the run's model. Integrations use it."""
+        return self._backend.schema
 
     @property
     def bytes_up(self) -> int:
@@ -710,11 +724,30 @@ def join(
         LOG.info("%s", ALONE)
         return Worker(ScriptAlone(site))
     where = Path(folder) if folder else None
-    participation = take_part(server, site, folder=where, labels=labels, filters=filters, swarm=swarm)
-    info = participation.session.info
+    return _joined(take_part(server, site, folder=where, labels=labels, filters=filters, swarm=swarm))
+
+
+def join_any() -> Worker:
+    """Join as `atoll.join` does, also a run that counts local steps: a round counts as those between two versions.
+
+    Integrations call this, for code that trains as long as it likes in each round. Raises the errors of `atoll.join`.
+    """
+    if _simulated is not None:
+        raise NotSimulated(
+            f"Site {_simulated.site} is simulated, but what it runs keeps files at a site.", "Leave --engine out."
+        )
+    ensure_lines()
+    server = server_of(None, require_server=True)
+    assert server is not None  # required
+    terms = LoopTerms(by_rounds=True)
+    return _joined(take_part(server, site_of(None, server), loop=terms), counts_rounds=True)
+
+
+def _joined(participation: Participation, *, counts_rounds: bool = False) -> Worker:
+    site, info = participation.site, participation.session.info
     run = f"{info.name} ({info.algorithm})" if info.trains else info.name
     LOG.info("%s: joined run %s at %s", site, run, participation.session.http.server)
-    return Worker(ServerBackend(participation), participation)
+    return Worker(ServerBackend(participation, counts_rounds=counts_rounds), participation)
 
 
 def _run_of(worker: Worker) -> LocalFragment:

@@ -174,9 +174,15 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
 
 
 class ServerBackend:
-    """The backend of a worker that has joined a server's run. It continues from the files in the site's folder."""
+    """The backend of a worker that has joined a server's run. It continues from the files in the site's folder.
 
-    def __init__(self, participation: Participation) -> None:
+    Args:
+        participation: the site's part in the run.
+        counts_rounds: whether a round counts as `sync_every` local steps, in a run that counts steps.
+    """
+
+    def __init__(self, participation: Participation, *, counts_rounds: bool = False) -> None:
+        self._counts_rounds = counts_rounds
         self.participation, self.site = participation, participation.site
         self.process: int | None = os.getpid()
         self.counters, self.local = participation.session.counters, participation.exchange.local
@@ -205,7 +211,7 @@ class ServerBackend:
             exchange.recover()
             self._recovered = True
         reply = require(exchange.ask_and_resend(wait_s))
-        if isinstance(reply, Open) and self.local.info.sync_every:
+        if isinstance(reply, Open) and self.local.info.sync_every and not self._counts_rounds:
             raise federated_in_diloco(self.local.info)
         previous, note = reply.previous, exchange.outbox.note
         if isinstance(reply, Wait) or previous is None or note is None or note.ticket != previous.ticket:
