@@ -410,6 +410,31 @@ def test_doctor_checks_the_machine_and_the_server(
     assert wrong.startswith("1 ")
 
 
+@pytest.mark.parametrize(
+    ("address", "check", "said"),
+    [
+        ("{place}", "reach", "http://{place} answers"),
+        ("http://{place}", "reach", "http://{place} answers"),
+        ("127.0.0.1:9", "reach", "http://127.0.0.1:9 does not answer (connection refused)"),
+        ("no-such-host.invalid:8512", "reach", "https://no-such-host.invalid:8512 does not answer"),
+        ("127.0.0.1:port", "server", "'127.0.0.1:port' is not a valid server address"),
+    ],
+)
+def test_doctor_takes_an_address_without_its_scheme(
+    nursery: Nursery, tmp_path: Path, canned: Any, address: str, check: str, said: str
+) -> None:
+    canned.answers["/healthz"] = (200, "ok\n")
+    place = canned.url.partition("//")[2]
+    found = json.loads(command(nursery, tmp_path, "doctor", address.format(place=place), "--json").stdout)
+    (of_way,) = [each for each in found if each["check"] == check]
+    assert of_way["text"].startswith(said.format(place=place))
+    assert of_way["state"] == ("ok" if "answers" in said else "wrong")
+
+
+def test_doctor_takes_one_address(refused: Callable[..., str]) -> None:
+    assert "Use one of them." in refused("doctor", "a:1", "--server", "http://b:1")
+
+
 def test_doctor_tells_a_wrong_token_from_wrong_tls(
     ask: Callable[..., str], nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,12 +448,16 @@ def test_doctor_tells_a_wrong_token_from_wrong_tls(
         authority = {"ATOLL_TLS_CA": str(tmp_path / "ca.pem")}
         found = {each["check"]: each for each in json.loads(ask(*words, ATOLL_TOKEN="of-this-run", **authority))}
         assert {found[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
+        bare = ("doctor", server.url.partition("//")[2], "--json")  # http is tried first, at loopback
+        again = {each["check"]: each for each in json.loads(ask(*bare, ATOLL_TOKEN="of-this-run", **authority))}
+        assert again["tls"]["text"].startswith(f"{server.url} answers")
+        assert {again[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
         assert "its certificate is accepted" in found["tls"]["text"]
         for environment, wrong, said in (
             ({"ATOLL_TOKEN": "another", **authority}, "token", "token"),
             ({"ATOLL_TOKEN": "of-this-run"}, "tls", "cannot prove its identity"),
         ):
-            outcome = command(nursery, tmp_path, *words, **environment)
+            outcome = command(nursery, tmp_path, *(bare if wrong == "tls" else words), **environment)
             assert outcome.returncode == 1
             (only,) = [each for each in json.loads(outcome.stdout) if each["state"] == "wrong"]
             assert only["check"] == wrong
