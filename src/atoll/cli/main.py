@@ -10,21 +10,18 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, get_args, get_type_hints
 
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from atoll.child_processes import Terminated
+from atoll.cli import EndsAtOnce
+from atoll.cli.text import FIRST_S, is_told, print_line, still
+from atoll.errors import AtollError, DiskFull, UsageError, error_lines
+from atoll.posix import FULL
+
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
-
-try:
-    import typer
-    from typer.core import TyperCommand, TyperGroup
-
-    from atoll.child_processes import Terminated
-    from atoll.cli.text import FIRST_S, print_line, still
-    from atoll.errors import AtollError, DiskFull, UsageError, error_lines
-    from atoll.posix import FULL
-except KeyboardInterrupt:  # the imports take a while
-    raise SystemExit(INTERRUPTED) from None
-
 COMMANDS = {
     "run": "Run a server and its sites on this machine.",
     "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
@@ -117,7 +114,7 @@ def loaded(name: str) -> Any:
     words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
     first_s = FIRST_S if name in LONG and not {"-q", "--quiet"} & {*words} else None
     completes = "_ATOLL_COMPLETE" in os.environ  # a shell asks while its user types: a line would be in between
-    with contextlib.nullcontext() if completes else still(f"loading atoll {name}", first_s):
+    with EndsAtOnce(), contextlib.nullcontext() if completes else still(f"loading atoll {name}", first_s):
         module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:
@@ -152,6 +149,8 @@ def _one_line(outer: Any = None) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        raise _interrupted(error) from None  # typer would end without a line
     except _CommandLineError as error:
         kind, ctx = type(error).__name__, error.ctx
         if kind == "NoArgsIsHelpError":  # the help is printed
@@ -222,8 +221,8 @@ def run_command(command: Callable[[], object]) -> None:
     except AtollError as error:
         print_line(error_lines(error))
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        raise _interrupted(error) from None
     except Terminated:
         raise SystemExit(TERMINATED) from None
     except OSError as error:
@@ -233,6 +232,13 @@ def run_command(command: Callable[[], object]) -> None:
         print_line(error_lines(full))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest of the output as it ends
         raise SystemExit(full.exit_code) from None
+
+
+def _interrupted(error: KeyboardInterrupt) -> SystemExit:
+    """Return what ends a command after Ctrl-C. Say so in a line, unless the command has said it."""
+    if not is_told(error):
+        print_line("atoll: interrupted")
+    return SystemExit(INTERRUPTED)
 
 
 if __name__ == "__main__":

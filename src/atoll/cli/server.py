@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli import EndsAtOnce
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
 from atoll.cli.text import (
     UNREAD_S,
@@ -38,6 +39,7 @@ from atoll.cli.text import (
     number_of,
     numbers,
     optimizer,
+    say_stopping,
     size,
     staleness,
     streaming,
@@ -129,7 +131,8 @@ def _awaited(started: Sequence[Server]) -> str:
 def _serve(settings: Settings, started: list[Server]) -> None:
     return_freed_memory()
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
-    from atoll.server.serve import Server
+    with EndsAtOnce():
+        from atoll.server.serve import Server
 
     server = Server(settings=settings)
     started.append(server)
@@ -155,7 +158,7 @@ def _serve(settings: Settings, started: list[Server]) -> None:
                 "stopping; to serve the result to sites that have not downloaded it yet, start the same command again"
             )
             return
-        LOG.info("stopping; to continue the run, start the same command again%s", so_far)
+        say_stopping(asked, f"stopping; to continue the run, start the same command again{so_far}")
         if isinstance(asked, KeyboardInterrupt):
             raise
     finally:

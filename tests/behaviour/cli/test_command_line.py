@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit.processes import Outcome, run_commands
+from kit.processes import Outcome, run_commands, write_run_file
 from safetensors.torch import load_file
 
 import atoll
@@ -72,19 +72,72 @@ def test_ctrl_c_ends_a_command_with_exit_code_130(nursery, tmp_path) -> None:
     wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
     waiting.send(signal.SIGINT)
     assert waiting.wait() == 130
+    assert waiting.output().splitlines()[-1] == "atoll: interrupted"
     assert "Traceback" not in waiting.output()
 
 
-@pytest.mark.usefixtures("fresh_processes", "interruptible")
-def test_early_ctrl_c_leaves_no_traceback(tmp_path) -> None:
-    """Ctrl-C while a command still imports its modules leaves no traceback.
+LOSES_CTRL_C = """
+import os, signal
+from pathlib import Path
 
-    A file `typer.py` stands in for a slow import: it sends the signal of Ctrl-C to the process.
+class Lost:
+    def __del__(self):
+        Path("came").touch()
+        os.kill(os.getpid(), signal.SIGINT)
+
+Lost()
+raise ImportError("Ctrl-C was lost")
+"""
+"""A module that gets the signal of Ctrl-C where Python only prints a KeyboardInterrupt, as in an import's end."""
+
+
+@pytest.mark.usefixtures("fresh_processes", "interruptible")
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        ("typer", "runs"),
+        ("pydantic", "runs"),
+        ("torch", "server run.toml"),
+        ("torch", "simulate run.toml"),
+        ("torch", "evaluate run.toml"),
+        ("atoll.cli.run_here", "run run.toml"),
+    ],
+)
+def test_early_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, slow: str, words: str) -> None:
+    """Ctrl-C while a command imports its modules, or PyTorch, ends it with one line and exit code 130.
+
+    A module that sends the signal stands in for a slow one.
     """
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    command = [sys.executable, "-c", "import atoll.cli.main"]
+    write_run_file(tmp_path)
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "journal.sqlite").touch()  # `atoll evaluate` wants a run
+    (tmp_path / "slow.py").write_text(LOSES_CTRL_C)
+    program = (
+        "import importlib.util, sys\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        return importlib.util.spec_from_file_location(name, 'slow.py') if name == {slow!r} else None\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from atoll.cli import start\n"
+        "start()"
+    )
+    command = [sys.executable, "-c", program, *words.split()]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (130, "", "")
+    assert (tmp_path / "came").exists()
+    assert outcome.returncode == 130
+    said = [line for line in outcome.stderr.splitlines() if "loading" not in line]  # on a busy machine
+    assert said == ["atoll: interrupted"]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_before_a_worker_starts_its_script_is_said(nursery: Nursery, tmp_path: Path) -> None:
+    words = ["worker", "--server", "http://127.0.0.1:9", "--", "true"]
+    waiting = nursery.start("atoll", *words, cwd=tmp_path)
+    wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
+    waiting.send(signal.SIGINT)
+    assert waiting.wait() == 130
+    assert waiting.output().splitlines()[-1] == "atoll: interrupted before true was started"
 
 
 WRONG = [
