@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, get_args, get_type_hints
 
 import typer
@@ -202,8 +203,34 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line `atoll`: the entry point of the package."""
+    """Run the command line `atoll`."""
+    if os.environ.get("_ATOLL_COMPLETE") == "complete_bash" and (part := _join_setting(os.environ)) is not None:
+        with contextlib.redirect_stdout(io.StringIO()) as found, contextlib.suppress(SystemExit):
+            app()
+        values = [line.partition("=")[2] for line in found.getvalue().splitlines()]
+        print("\n".join(each for each in values if each.startswith(part)))
+        return
     run_command(app)
+
+
+def _join_setting(environ: MutableMapping[str, str]) -> str | None:
+    """Join the words of `--set KEY=VALUE` that bash has separated at the equals sign; it wants only the value back.
+
+    Args:
+        environ: has the words, a line each, and the number of the one at the cursor, as bash sets them.
+
+    Returns:
+        The begun value; None if the cursor is not at one.
+    """
+    words, at = environ["COMP_WORDS"].splitlines(), int(environ["COMP_CWORD"])
+    until = words[: at + 1]
+    if until[-1:] == ["="]:  # nothing follows it
+        until.append("")
+    if until[-4:-3] != ["--set"] or until[-2] != "=":
+        return None
+    part = until[-1]
+    environ["COMP_WORDS"], environ["COMP_CWORD"] = "\n".join([*until[:-3], f"{until[-3]}={part}"]), str(len(until) - 3)
+    return part
 
 
 def run_command(command: Callable[[], object]) -> None:

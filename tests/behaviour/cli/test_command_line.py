@@ -409,3 +409,41 @@ def test_a_shell_completes_values(
     outcome = atoll_command(**asked)
     assert outcome.stdout.split() == completed
     assert outcome.stderr == ""  # the shell would print it into the line that its user types
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("--set rounds.to", ["rounds.total=", "rounds.total=0"]),
+        ("--set rounds.min_s", ["rounds.min_sites=", "rounds.min_sites=VALUE"]),
+        ("--set disk.dur", ["disk.durability=", "disk.durability=process", "disk.durability=power"]),
+        ("--set run.s", ["run.script=", "run.seed="]),
+        ("--set disk.durability =", ["process", "power"]),
+        ("--set algorithm.name = fedp", ["fedprox"]),
+        ("--set aggregation.upload_codec.name = int", ["int8", "int4"]),
+        ("--set server.trackers = ten", ["tensorboard"]),
+        ("--set swarm.enabled =", ["true", "false"]),
+        ("--set no.such =", []),
+        ("--set rounds.total = 3 --set rounds.to", ["rounds.total=", "rounds.total=0"]),
+    ],
+)
+def test_bash_completes_settings_and_their_values(
+    words: str, completed: list[str], atoll_command: Callable[..., Outcome]
+) -> None:
+    """Bash separates words at equals signs, passes each in a line, and takes only the part that follows the sign."""
+    given = ["atoll", "run", *words.split()]
+    asked = {"COMP_WORDS": "\n".join(given), "COMP_CWORD": str(len(given) - 1)}
+    outcome = atoll_command(_ATOLL_COMPLETE="complete_bash", **asked)
+    assert outcome.stdout.split() == completed
+    assert outcome.stderr == ""
+
+
+def test_settings_are_completed_with_their_help(atoll_command: Callable[..., Outcome]) -> None:
+    """Zsh and fish show the help beside each word, and pass a setting with its value as one word."""
+    asked = {"_TYPER_COMPLETE_ARGS": "atoll run --set rounds.to", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    outcome = atoll_command(_ATOLL_COMPLETE="complete_fish", **asked)
+    (first, help_text), (second, *_) = (line.split("\t") for line in outcome.stdout.splitlines())
+    assert (first, second) == ("rounds.total=", "rounds.total=0")
+    assert help_text.startswith("Number of rounds")
+    asked["_TYPER_COMPLETE_ARGS"] = "atoll run --set algorithm.name=fedp"
+    assert atoll_command(_ATOLL_COMPLETE="complete_fish", **asked).stdout.split() == ["algorithm.name=fedprox"]
