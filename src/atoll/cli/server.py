@@ -94,19 +94,21 @@ def command(
                 "Give the run file: atoll server run.toml. `atoll new` writes one; `atoll run --example digits` runs "
                 "an example.",
             )
-        if fresh and has_run(settings.disk.state_dir):
-            put_aside(settings.disk.state_dir)
-        run_until_finished(settings)
+        run_until_finished(settings, fresh=fresh)
     except ConfigError as error:
         if run_file is not None or not Path("run.toml").is_file():
             raise
         raise ConfigError(error.message, f"{error.remedy} Did you mean: atoll server run.toml?".strip()) from error
 
 
-def run_until_finished(settings: Settings) -> None:
+def run_until_finished(settings: Settings, *, fresh: bool = False) -> None:
     """Serve a run until it is finished, and log its progress.
 
     SIGINT (Ctrl-C) or SIGTERM stops the server earlier. The next start continues the run.
+
+    Args:
+        settings: the settings.
+        fresh: put an earlier run aside, and begin a new one.
 
     Raises:
         AtollError: the server cannot start, or the run failed.
@@ -115,6 +117,8 @@ def run_until_finished(settings: Settings) -> None:
     raise_on_sigterm()
     started: list[Server] = []
     with log_lines_in_background(), telling_what_is_awaited(lambda: _awaited(started)):
+        if fresh and has_run(settings.disk.state_dir):
+            put_aside(settings.disk.state_dir)
         _serve(settings, started)
 
 
