@@ -14,11 +14,9 @@ from typing import Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from atoll.child_processes import Terminated
 from atoll.cli import EndsAtOnce
 from atoll.cli.text import FIRST_S, is_told, print_line, still
-from atoll.errors import AtollError, DiskFull, UsageError, error_lines
-from atoll.posix import FULL
+from atoll.errors import AtollError, DiskFull, Terminated, UsageError, error_lines
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
@@ -253,6 +251,8 @@ def run_command(command: Callable[[], object]) -> None:
     except Terminated:
         raise SystemExit(TERMINATED) from None
     except OSError as error:
+        from atoll.posix import FULL
+
         if error.errno not in FULL:
             raise
         full = DiskFull(f"The command's output cannot be written ({error.strerror}).", "Free disk space.")

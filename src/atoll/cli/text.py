@@ -28,7 +28,6 @@ from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
-from atoll.posix import require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
@@ -83,6 +82,8 @@ def require_file(out: Path, example: str) -> None:
         UsageError: `out` is a folder, or its name is too long.
         StoreError: the folder of `out` cannot be made, or this user may not write into it.
     """
+    from atoll.posix import require_writable_folder
+
     require_short(out)
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / example}.")

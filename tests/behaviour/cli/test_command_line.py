@@ -225,6 +225,30 @@ def test_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
     assert outcome.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.usefixtures("fresh_processes")
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        ("atoll", ("typing", "re")),
+        ("atoll.cli", ("typing", "typer")),
+        ("atoll.cli.main", ("rich", "asyncio", "pydantic", "ctypes")),
+        ("atoll.cli.status", ("asyncio", "rich", "atoll.config.settings", "atoll.protocol.run_events")),
+    ],
+)
+def test_a_module_imports_nothing_slow_that_it_does_not_need(module: str, slow: tuple[str, ...]) -> None:
+    """It would make each start of a command longer, and Ctrl-C while `atoll.cli` is imported leaves a traceback."""
+    script = (
+        "import sys; before = {*sys.modules}\n"
+        f"import {module}\n"
+        f"print(sorted(({{*sys.modules}} - before).intersection({slow})))"
+    )
+    # -S: what `site` imports depends on the environment
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-S", "-c", script]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert outcome.stdout == "[]\n"
+
+
 # -- atoll new: alone, with a server and in simulation
 
 

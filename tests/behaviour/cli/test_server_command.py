@@ -83,7 +83,7 @@ def test_a_second_server_on_one_directory_is_refused(
 def test_a_fresh_server_keeps_the_earlier_run_beside_the_new_one(
     mine, atoll_command, start: Start, tmp_path: Path
 ) -> None:
-    """`atoll server --fresh` says where it puts the earlier run, unless a server uses it. Without one, it only starts."""
+    """`atoll server --fresh` says where it puts the earlier run, unless a server uses that. Else it only starts."""
     first = start("--fresh")
     url_of(first)
     assert "is kept" not in first.output()
