@@ -71,7 +71,9 @@ def command(
     way = Way(address or server or os.environ.get("ATOLL_SERVER") or "")
 
     def awaited() -> str:
-        return "still importing PyTorch" if len(found) < 2 else "still asking the server"
+        if len(found) < 2:
+            return "still importing PyTorch"
+        return "still asking torch for GPUs" if len(found) < 3 else "still asking the server"
 
     with telling_what_is_awaited(awaited, lambda line: print_line(f"atoll: {line}")):
         for each in _checks(way, directory, port):

@@ -343,6 +343,14 @@ def test_the_log_of_a_run_leads_to_its_result(
     assert capsys.readouterr().err.splitlines()[-1].endswith(then)
 
 
+def test_logs_of_an_unknown_site_name_the_nearest(killed: Path, refused: Callable[..., str]) -> None:
+    """A misspelt name would look like a site to which nothing has happened."""
+    for follow in ((), ("--follow",)):  # no server runs, so that nothing can follow
+        said = refused("logs", "state", "--site", "aa", *follow, folder=killed)
+        assert said.startswith("2 atoll: The run has no event of a site 'aa'.")
+        assert "Did you mean 'a'?" in said or "Its sites: " in said
+
+
 def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., str]) -> None:
     """`atoll pause` and `atoll stop` without a run or a reachable server end with an error that says what to give."""
     assert "There is no run in 'nowhere'" in refused("pause", "--dir", "nowhere")
