@@ -143,7 +143,7 @@ LINES: dict[str, int] = {
     "cli/examples": 47,
     "cli/templates": 81,
     "codecs": 460,
-    "config": 1937,
+    "config": 1934,
     "data": 512,
     "filters": 315,
     "integrations": 1027,

@@ -5,7 +5,6 @@ Each name is imported on first use: commands that only read a run need no settin
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from atoll.config.bounds import DEFAULT_PORT, IDLE_TIMEOUT_S
@@ -58,14 +57,12 @@ __all__ = [
     "variable_of",
 ]
 
-_OF_RUN_FILE = {"NOT_SETTINGS", "OTHER_NAMES", "require_known_variables", "set_values", "to_toml", "toml_lines"}
-_OF_RUN_FILE |= {"variable_of"}
-_OF_SETTINGS = {"FIELDS", "GROUPS", "Settings", "default_of"}
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "run_file" if name in _OF_RUN_FILE else "settings" if name in _OF_SETTINGS else "workflow_settings"
-    value = globals()[name] = getattr(import_module(f"atoll.config.{home}"), name)
+    from atoll.config import run_file, settings, workflow_settings
+
+    homes = (run_file, settings, workflow_settings)
+    value = globals()[name] = next(vars(each)[name] for each in homes if name in vars(each))
     return value
