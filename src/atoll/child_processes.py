@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from atoll.errors import Terminated as Terminated
 from atoll.posix import open_own, usable
 from atoll.system_calls import memory_file
 
@@ -27,10 +28,6 @@ GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL, in seconds."""
 
 _PR_SET_PDEATHSIG = 1
-
-
-class Terminated(BaseException):
-    """The exception that SIGTERM raises after `raise_on_sigterm`. `except Exception` does not catch it."""
 
 
 def raise_on_sigterm() -> None:

@@ -75,6 +75,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}…"
 
 
+class Terminated(BaseException):
+    """The exception that SIGTERM raises after `raise_on_sigterm`. `except Exception` does not catch it."""
+
+
 class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
 

@@ -23,7 +23,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -32,6 +31,8 @@ from atoll.errors import AtollError, ConfigError, UsageError, public_api
 from atoll.format_text import number_of, shown
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     from pydantic_core import CoreSchema
 
 T = TypeVar("T")
@@ -195,9 +196,15 @@ def is_sendable(name: str) -> bool:
 # -- Looking up names
 
 
+def _installed(kind: str, **chosen: str) -> Iterable[EntryPoint]:
+    from importlib import metadata  # a slow import, which most commands do not need
+
+    return metadata.entry_points(group=f"atoll.{kind}", **chosen)  # type: ignore[no-any-return, call-overload, unused-ignore]
+
+
 def names(kind: str) -> list[str]:
     """Return all registered names of a kind: the built-in ones, then those of this program and of plugins, sorted."""
-    others = {point.name for point in entry_points(group=f"atoll.{kind}")}
+    others = {point.name for point in _installed(kind)}
     others |= {name for of_kind, name in _registered if of_kind == kind}
     return [*TABLES[kind], *sorted(others - TABLES[kind].keys())]
 
@@ -210,10 +217,12 @@ def is_known(kind: str, name: str) -> bool:
 def package_of(kind: str, name: str) -> str:
     """Return name and version of the package that registered `name` for this kind; empty if no package did."""
     if name in TABLES[kind]:
+        from importlib.metadata import version
+
         return f"atoll {version('atoll')}"
     if (kind, name) in _registered:
         return ""
-    dists = [point.dist for point in entry_points(group=f"atoll.{kind}", name=name)]
+    dists = [point.dist for point in _installed(kind, name=name)]
     return f"{dists[0].name} {dists[0].version}" if dists and dists[0] is not None else ""
 
 
@@ -304,7 +313,7 @@ def _target(kind: str, name: str) -> Callable[[], Any] | None:
         return lambda: load_attribute(OwnName(built_in))
     if (kind, name) in _registered:
         return lambda: _registered[kind, name]
-    installed = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}.get(name)
+    installed = {point.name: point.value for point in _installed(kind)}.get(name)
     return None if installed is None else lambda: load_attribute(OwnName(installed))
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from atoll.config.settings import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
+from atoll.config.bounds import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.errors import BadRequest, PartCorrupt
 from atoll.format_text import where_different
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id

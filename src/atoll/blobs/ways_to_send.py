@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atoll.config.settings import CHUNK_BYTES as PART_BYTES
+from atoll.config.bounds import CHUNK_BYTES as PART_BYTES
 from atoll.errors import BadRequest
 from atoll.tensors.payload import Packed, unpack
 

@@ -6,19 +6,22 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from atoll import registry
 from atoll.cli.text import next_step
-from atoll.config import FIELDS, Settings, set_values, to_toml
+from atoll.config import FIELDS, Settings, default_of, set_values, to_toml
 from atoll.config.run_file import meant_key
+from atoll.config.settings import Choice
 from atoll.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from atoll.algorithms.resolve import ResolvedAlgorithm
 
 app = typer.Typer(help="Settings of a run.", no_args_is_help=True, add_completion=False)
@@ -34,6 +37,7 @@ Sets = Annotated[
         help="One setting, as group.key=value; can be repeated. `atoll config schema` lists all settings.",
         metavar="GROUP.KEY=VALUE",
         show_default=False,
+        autocompletion=lambda incomplete: list(set_completions(incomplete)),
     ),
 ]
 Rounds = Annotated[
@@ -47,6 +51,46 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on (network.port)
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token (network.token_file).", show_default=False)
 ]
+
+
+def set_completions(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Yield what a shell may complete after `--set`, each with its help: settings, then the values of one.
+
+    If one setting is left, it comes with its values, its default or a placeholder: a shell that gets a single word
+    would put a space after the equals sign.
+    """
+    key, equals, _ = incomplete.partition("=")
+    helps = {
+        f"{each}.name" if _is_choice(field) else each: (field.description or "").partition(". ")[0]
+        for each, field in FIELDS.items()
+    }
+    found = [key] if equals else [each for each in helps if each.startswith(key)]
+    for each in found:
+        if not equals:
+            yield f"{each}=", helps[each]
+        for value in (values_of(each) or ["VALUE"] * (not equals)) if len(found) == 1 else ():
+            yield f"{each}={value}", ""
+
+
+def values_of(key: str) -> list[str]:
+    """Return the values that a setting can have, by name; or its default, if it can have any of its type."""
+    kinds = {f"{setting}.name": kind for kind, setting in NAMES} | {"server.trackers": "trackers"}
+    if key in kinds:
+        return registry.names(kinds[key])
+    field = FIELDS.get(key)
+    if field is None or _is_choice(field):
+        return []
+    options = [each for part in (field.annotation, *get_args(field.annotation)) for each in get_args(part)]
+    if names := [each for each in options if isinstance(each, str)]:
+        return names
+    if bool in (field.annotation, *get_args(field.annotation)):
+        return ["true", "false"]
+    default = default_of(key)
+    return [str(default)] if isinstance(default, (int, float, str, Path)) and str(default) else []
+
+
+def _is_choice(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Choice)
 
 
 def site_names(text: str) -> list[str]:

@@ -9,22 +9,24 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import typer
 
 from atoll.cli.text import print_line, telling_what_is_awaited
 from atoll.config import DEFAULT_PORT, default_of
-from atoll.errors import AtollError
+from atoll.errors import AtollError, UsageError
 from atoll.format_text import duration, size, visible
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
 from atoll.transport.http_client import Http, http_to
+from atoll.transport.tls import is_loopback
 
 OLDEST_TORCH, INSTALL = (2, 6), "pip install 'torch>=2.6,<3'"
 MOST_APART_S = 30.0
@@ -44,10 +46,15 @@ class Found:
 
 
 def command(
-    server: Annotated[
+    address: Annotated[
         str | None,
-        typer.Option(help="Also check the way to this server. Default: ATOLL_SERVER.", show_default=False),
+        typer.Argument(
+            help="Also check the way to this server: HOST, HOST:PORT or a URL. Default: ATOLL_SERVER.",
+            metavar="[ADDRESS]",
+            show_default=False,
+        ),
     ] = None,
+    server: Annotated[str | None, typer.Option(help="Another way to give ADDRESS.", show_default=False)] = None,
     directory: Annotated[
         Path, typer.Option("--dir", help="Folder in which a server or site will write.", show_default=False)
     ] = Path(),
@@ -56,16 +63,20 @@ def command(
 ) -> None:
     """Check Python, torch, GPU, disk, clock and port, and with a server: proxy, TLS, token and clock there.
 
-    Exit code 1 if something is wrong.
+    Without http:// or https://, both are tried. Exit code 1 if something is wrong.
     """
+    if address and server:
+        raise UsageError(f"Both {address} and --server {server} are given.", "Use one of them.")
     found = list[Found]()
-    address = server or os.environ.get("ATOLL_SERVER") or ""
+    way = Way(address or server or os.environ.get("ATOLL_SERVER") or "")
 
     def awaited() -> str:
-        return "still importing PyTorch" if len(found) < 2 else "still asking the server"
+        if len(found) < 2:
+            return "still importing PyTorch"
+        return "still asking torch for GPUs" if len(found) < 3 else "still asking the server"
 
     with telling_what_is_awaited(awaited, lambda line: print_line(f"atoll: {line}")):
-        for each in _checks(address, directory, port):
+        for each in _checks(way, directory, port):
             found.append(each)
             if not json:
                 remedy = f" {each.remedy}" if each.remedy else ""
@@ -74,25 +85,53 @@ def command(
     if json:
         print(json_module.dumps([asdict(each) for each in found], indent=2))
     else:
-        then = f"atoll worker --server {address} --site NAME -- python train.py" if address else "atoll new my-run"
+        then = f"atoll worker --server {way.url} --site NAME -- python train.py" if way.url else "atoll new my-run"
         print(f"{wrong} of {len(found)} checks found something wrong." if wrong else f"All is well. Next: {then}")
     if wrong:
         raise typer.Exit(1)
 
 
-def _checks(address: str, folder: Path, port: int) -> Iterator[Found]:
+@dataclass
+class Way:
+    """The way to a server.
+
+    Attributes:
+        address: as it was given; empty if no server is asked.
+        url: with the scheme by which it has answered; empty before that.
+    """
+
+    address: str
+    url: str = ""
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses to try, first that of a server with default settings: beyond loopback, it has TLS."""
+        if "://" in self.address:
+            return [self.address]
+        try:
+            parts = urlsplit(f"//{self.address}")
+            place = parts._replace(netloc=parts.netloc if parts.port else f"{parts.netloc.rstrip(':')}:{DEFAULT_PORT}")
+        except ValueError:  # a port that is no number: the error about the address says so
+            return [self.address]
+        is_here = is_loopback(parts.hostname or "")
+        return [f"{scheme}:{place.geturl()}" for scheme in (("http", "https") if is_here else ("https", "http"))]
+
+
+def _checks(way: Way, folder: Path, port: int) -> Iterator[Found]:
     yield Found("python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield from _torch()
     yield _disk(folder)
-    if not address:
+    if not way.address:
         yield _clock("")
     yield _port(port)
-    if address:
-        yield from _server(address)
+    if way.address:
+        yield from _server(way)
     else:
         named = [name for name in PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
         yield Found(
-            "proxy", "ok", f"{', '.join(named) or 'no variable'} set; --server shows what it means for an address"
+            "proxy",
+            "ok",
+            f"{', '.join(named) or 'no variable'} set; `atoll doctor ADDRESS` shows what it means for an address",
         )
 
 
@@ -160,17 +199,32 @@ def _port(port: int) -> Found:
     return Found("port", "note", f"{port} cannot be used ({why}).", remedy)
 
 
-def _server(address: str) -> Iterator[Found]:
-    try:
-        http = http_to(address)
-    except AtollError as error:
-        yield Found("server", "wrong", error.message, error.remedy)
-        return
-    with closing(http):
+def _server(way: Way) -> Iterator[Found]:
+    with ExitStack() as stack:
+        tried = list[tuple[Http, str | AtollError]]()
+        for url in way.urls:
+            try:
+                http = stack.enter_context(closing(http_to(url)))
+            except AtollError as error:
+                yield Found("server", "wrong", error.message, error.remedy)
+                return
+            begin_s = time.monotonic()
+            try:
+                tried.append((http, _reached(http, begin_s)))
+                way.url = http.server
+                break
+            except AtollError as error:
+                tried.append((http, error))
+        # with TLS at the other end, an error of TLS says more than one without it
+        of_tls = [each for each in tried if each[0].secure and getattr(each[1], "is_other", False)]
+        http, outcome = tried[-1] if way.url else (of_tls or tried)[0]
         proxy = f"{http.proxy} is used" if http.proxy is not None else "none is used for this address"
         yield Found("proxy", "ok", proxy)
-        begin_s = time.monotonic()
-        yield _asked("tls" if http.secure else "reach", lambda: _reached(http, begin_s))
+        check = "tls" if http.secure and (way.url or of_tls) else "reach"
+        if isinstance(outcome, AtollError):
+            yield Found(check, "wrong", outcome.message, outcome.remedy)
+        else:
+            yield Found(check, "ok", outcome)
         if http.date:
             yield _clock(http.date)
             yield _asked("token", lambda: _status(http))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli import EndsAtOnce
 from atoll.cli.config import Port, Sets, read_settings
 from atoll.cli.run_folders import RUN_FILE
 from atoll.cli.text import (
@@ -27,6 +28,7 @@ from atoll.cli.text import (
     next_step,
     number_of,
     require_file,
+    say_stopping,
     still,
     telling_what_is_awaited,
     width_of_output,
@@ -163,8 +165,8 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
     try:
         with telling_what_is_awaited(lambda: _awaited(started)):
             return _serve(settings, arguments, started)
-    except (KeyboardInterrupt, Terminated):
-        LOG.info("the evaluation was stopped; the run and its models are unchanged")
+    except (KeyboardInterrupt, Terminated) as asked:
+        say_stopping(asked, "the evaluation was stopped; the run and its models are unchanged")
         raise
     finally:
         for server in started:
@@ -172,8 +174,9 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
 
 
 def _serve(settings: Settings, arguments: dict[str, Any], started: list[Server]) -> Evaluation:
-    from atoll.server.serve import Server
-    from atoll.server.tasks.cross_site_evaluation import is_file
+    with EndsAtOnce():
+        from atoll.server.serve import Server
+        from atoll.server.tasks.cross_site_evaluation import is_file
 
     server = Server(settings=settings, evaluation=arguments)
     started.append(server)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from atoll import registry
 from atoll.cli.control import Server, TokenFile
 from atoll.cli.stored_status import admin_token, environ_of, stored_status
 from atoll.cli.text import after_run, next_step, still
 from atoll.cli.which_run import RunArgument, RunDir, is_served, quoted, run_folder, run_to_read, start_command
-from atoll.errors import Gone, ServerUnreachable
+from atoll.errors import Gone, ServerUnreachable, UsageError
 from atoll.format_text import duration, listed, numbers, of_fragment, visible
 from atoll.protocol import routes
 from atoll.store.reader import open_state
@@ -54,6 +55,8 @@ def command(
         with open_state(folder) as state:
             events = list(_known(state.events()))
         last = events[-1].number if events else 0
+        if site is not None and not (follow and is_served(folder)):
+            _require_known(site, events)
     ended = _print(events, site, as_json=json)
     if folder is not None and (ended or not follow or not is_served(folder)):
         named = quoted(run_folder(folder))
@@ -68,6 +71,18 @@ def command(
         if _print(page, site, as_json=json):
             break
     next_step(f"atoll status --server {address}" if folder is None else _after(folder))
+
+
+def _require_known(site: str, events: Iterable[Any]) -> None:
+    """Check that events are of a site, which may join a run later only while it is followed.
+
+    Raises:
+        UsageError: there are none. The message names the nearest site.
+    """
+    known = sorted({each for event in events if event.what != "warning" for each in _sites(event) if each})
+    if site not in known:
+        remedy = registry.nearest(site, known, f"Its sites: {listed(known)}." if known else "No site has joined it.")
+        raise UsageError(f"The run has no event of a site {site!r}.", visible(remedy))
 
 
 def _after(folder: Path) -> str:

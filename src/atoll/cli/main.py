@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, get_args, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from atoll.cli import EndsAtOnce
+from atoll.cli.text import FIRST_S, is_told, print_line, still
+from atoll.errors import AtollError, DiskFull, Terminated, UsageError, error_lines
 
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
-
-try:
-    import typer
-    from typer.core import TyperCommand, TyperGroup
-
-    from atoll.child_processes import Terminated
-    from atoll.cli.text import FIRST_S, print_line, still
-    from atoll.errors import AtollError, DiskFull, UsageError, error_lines
-    from atoll.posix import FULL
-except KeyboardInterrupt:  # the imports take a while
-    raise SystemExit(INTERRUPTED) from None
-
 COMMANDS = {
     "run": "Run a server and its sites on this machine.",
     "runs": "List the runs of `atoll run`: state, round, metrics, when and where.",
@@ -117,7 +113,7 @@ def loaded(name: str) -> Any:
     words = sys.argv[: sys.argv.index("--")] if "--" in sys.argv else sys.argv
     first_s = FIRST_S if name in LONG and not {"-q", "--quiet"} & {*words} else None
     completes = "_ATOLL_COMPLETE" in os.environ  # a shell asks while its user types: a line would be in between
-    with contextlib.nullcontext() if completes else still(f"loading atoll {name}", first_s):
+    with EndsAtOnce(), contextlib.nullcontext() if completes else still(f"loading atoll {name}", first_s):
         module = importlib.import_module(f"atoll.cli.{MODULES.get(name, name)}")
     own = getattr(module, "app", None)
     if own is None:
@@ -152,6 +148,8 @@ def _one_line(outer: Any = None) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        raise _interrupted(error) from None  # typer would end without a line
     except _CommandLineError as error:
         kind, ctx = type(error).__name__, error.ctx
         if kind == "NoArgsIsHelpError":  # the help is printed
@@ -203,8 +201,34 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line `atoll`: the entry point of the package."""
+    """Run the command line `atoll`."""
+    if os.environ.get("_ATOLL_COMPLETE") == "complete_bash" and (part := _join_setting(os.environ)) is not None:
+        with contextlib.redirect_stdout(io.StringIO()) as found, contextlib.suppress(SystemExit):
+            app()
+        values = [line.partition("=")[2] for line in found.getvalue().splitlines()]
+        print("\n".join(each for each in values if each.startswith(part)))
+        return
     run_command(app)
+
+
+def _join_setting(environ: MutableMapping[str, str]) -> str | None:
+    """Join the words of `--set KEY=VALUE` that bash has separated at the equals sign; it wants only the value back.
+
+    Args:
+        environ: has the words, a line each, and the number of the one at the cursor, as bash sets them.
+
+    Returns:
+        The begun value; None if the cursor is not at one.
+    """
+    words, at = environ["COMP_WORDS"].splitlines(), int(environ["COMP_CWORD"])
+    until = words[: at + 1]
+    if until[-1:] == ["="]:  # nothing follows it
+        until.append("")
+    if until[-4:-3] != ["--set"] or until[-2] != "=":
+        return None
+    part = until[-1]
+    environ["COMP_WORDS"], environ["COMP_CWORD"] = "\n".join([*until[:-3], f"{until[-3]}={part}"]), str(len(until) - 3)
+    return part
 
 
 def run_command(command: Callable[[], object]) -> None:
@@ -222,17 +246,26 @@ def run_command(command: Callable[[], object]) -> None:
     except AtollError as error:
         print_line(error_lines(error))
         raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        raise _interrupted(error) from None
     except Terminated:
         raise SystemExit(TERMINATED) from None
     except OSError as error:
+        from atoll.posix import FULL
+
         if error.errno not in FULL:
             raise
         full = DiskFull(f"The command's output cannot be written ({error.strerror}).", "Free disk space.")
         print_line(error_lines(full))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest of the output as it ends
         raise SystemExit(full.exit_code) from None
+
+
+def _interrupted(error: KeyboardInterrupt) -> SystemExit:
+    """Return what ends a command after Ctrl-C. Say so in a line, unless the command has said it."""
+    if not is_told(error):
+        print_line("atoll: interrupted")
+    return SystemExit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -49,8 +49,9 @@ def command(
         token = stored_tokens(state_dir).get("reader", "")
         show(f"{status.address}/#token={token}")
         return
+    others = "".join(f", beside {visible(str(each))}" for each in found[1:])
     print(
-        f"The run {visible(status.name)}, as stored in {visible(str(state_dir))}; loading takes a few seconds.",
+        f"The run {visible(status.name)}, as stored in {visible(str(state_dir))}{others}; loading takes a few seconds.",
         flush=True,
     )
     loads = ExitStack()

@@ -11,6 +11,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import raise_on_sigterm
+from atoll.cli import EndsAtOnce
 from atoll.cli.config import Rounds, Sets, read_settings, require_names, site_names
 from atoll.cli.flower import Flower, GivenKeys, RunConfig, folder_of_app, of_flower_app
 from atoll.cli.run_folders import RUN_FILE, Place, finished_twin, place
@@ -73,7 +74,7 @@ def command(
 ) -> None:
     """Run a server and its sites on this machine. Each run has its own folder: runs/NAME-1, runs/NAME-2 and so on."""
     raise_on_sigterm()
-    with still("loading what runs a server and its sites", None if quiet else FIRST_S):
+    with EndsAtOnce(), still("loading what runs a server and its sites", None if quiet else FIRST_S):
         from atoll.cli.run_here import Chosen, RunHere, Shown
         from atoll.recipes.recipe import slug
         from atoll.simulate import INPUTS_FILE

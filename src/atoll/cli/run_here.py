@@ -16,10 +16,11 @@ from atoll.child_processes import Terminated
 from atoll.cli.run_folders import Place, model_digest, write_run_file
 from atoll.cli.run_view import RunView
 from atoll.cli.stored_status import admin_token, stored_status
-from atoll.cli.text import duration, faults_of_evaluation, number_of, numbers
+from atoll.cli.text import UNTRAINED, duration, faults_of_evaluation, number_of, numbers, say_stopping
 from atoll.cli.which_run import STATE, note_failure, quoted
 from atoll.config import Settings
 from atoll.errors import AtollError, RunFailed, StateLocked
+from atoll.format_text import visible
 from atoll.posix import FolderTaken, replace_file, take_folder
 from atoll.protocol import routes
 from atoll.protocol.status_messages import Status
@@ -174,14 +175,15 @@ class RunHere(RunProcesses):
             self._start()
             self._watch()
             self.wait_for_ends()
-        except (KeyboardInterrupt, Terminated):
+        except (KeyboardInterrupt, Terminated) as asked:
             view.__exit__()
             view.say("stopping; a second Ctrl-C ends all processes at once")
             self.children.stop()
             version = self._last.version if self._last is not None else 0
             with suppress(AtollError):  # a round may have ended since the last look
                 version = stored_status(self.folder / STATE)[0].version
-            view.say(f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.named}")
+            then = f"stopped at version {version}, and nothing is lost; to go on: atoll run {self.named}"
+            say_stopping(asked, visible(then))
             raise
         view.is_over = True
         self._last = self._asked() or self._last  # rounds may have ended since the last look
@@ -191,7 +193,8 @@ class RunHere(RunProcesses):
         how = self._last.stopped if self._last and self._last.stopped else "finished"
         evaluation = self._last.evaluation if self._last else None
         faults = faults_of_evaluation(evaluation.failed, evaluation.failures) if evaluation else ""
-        view.say("; ".join(filter(None, [f"{how} after {seconds}", metrics, faults, self._told_model()])))
+        trained = UNTRAINED if self._last and self.model.exists() and not self._last.version else ""
+        view.say("; ".join(filter(None, [f"{how} after {seconds}", trained, metrics, faults, self._told_model()])))
         if self._last and self._last.stopping:
             self.next = f"to train further: atoll resume {self.named}, and then atoll run {self.named}"
 

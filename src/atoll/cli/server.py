@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli import EndsAtOnce
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
 from atoll.cli.text import (
     UNREAD_S,
@@ -38,6 +39,7 @@ from atoll.cli.text import (
     number_of,
     numbers,
     optimizer,
+    say_stopping,
     size,
     staleness,
     streaming,
@@ -92,19 +94,21 @@ def command(
                 "Give the run file: atoll server run.toml. `atoll new` writes one; `atoll run --example digits` runs "
                 "an example.",
             )
-        if fresh and has_run(settings.disk.state_dir):
-            put_aside(settings.disk.state_dir)
-        run_until_finished(settings)
+        run_until_finished(settings, fresh=fresh)
     except ConfigError as error:
         if run_file is not None or not Path("run.toml").is_file():
             raise
         raise ConfigError(error.message, f"{error.remedy} Did you mean: atoll server run.toml?".strip()) from error
 
 
-def run_until_finished(settings: Settings) -> None:
+def run_until_finished(settings: Settings, *, fresh: bool = False) -> None:
     """Serve a run until it is finished, and log its progress.
 
     SIGINT (Ctrl-C) or SIGTERM stops the server earlier. The next start continues the run.
+
+    Args:
+        settings: the settings.
+        fresh: put an earlier run aside, and begin a new one.
 
     Raises:
         AtollError: the server cannot start, or the run failed.
@@ -113,6 +117,8 @@ def run_until_finished(settings: Settings) -> None:
     raise_on_sigterm()
     started: list[Server] = []
     with log_lines_in_background(), telling_what_is_awaited(lambda: _awaited(started)):
+        if fresh and has_run(settings.disk.state_dir):
+            put_aside(settings.disk.state_dir)
         _serve(settings, started)
 
 
@@ -129,7 +135,8 @@ def _awaited(started: Sequence[Server]) -> str:
 def _serve(settings: Settings, started: list[Server]) -> None:
     return_freed_memory()
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
-    from atoll.server.serve import Server
+    with EndsAtOnce():
+        from atoll.server.serve import Server
 
     server = Server(settings=settings)
     started.append(server)
@@ -155,7 +162,7 @@ def _serve(settings: Settings, started: list[Server]) -> None:
                 "stopping; to serve the result to sites that have not downloaded it yet, start the same command again"
             )
             return
-        LOG.info("stopping; to continue the run, start the same command again%s", so_far)
+        say_stopping(asked, f"stopping; to continue the run, start the same command again{so_far}")
         if isinstance(asked, KeyboardInterrupt):
             raise
     finally:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
+from atoll.cli import EndsAtOnce
 from atoll.cli.config import Dir, Rounds, Sets, read_settings, site_names
 from atoll.cli.text import (
+    UNTRAINED,
     Quiet,
     Verbose,
     choose_level,
@@ -26,6 +28,7 @@ from atoll.cli.text import (
     next_step,
     number_of,
     numbers,
+    say_stopping,
     size,
     telling_what_is_awaited,
 )
@@ -95,7 +98,8 @@ def command(
     LOG.info("starting the simulation of %s; loading PyTorch takes a few seconds", settings.run.name)
     lines = Lines()
     with telling_what_is_awaited(lambda: lines.awaited):
-        from atoll.simulate.simulation import Simulation
+        with EndsAtOnce():
+            from atoll.simulate.simulation import Simulation
 
         gc.freeze()  # otherwise every full garbage collection visits all objects of torch
         simulation = Simulation(
@@ -112,8 +116,8 @@ def command(
         lines.begin(simulation)
         try:
             done = simulation.run()
-        except (KeyboardInterrupt, Terminated):
-            LOG.info("stopping; to continue the simulation, start the same command again")
+        except (KeyboardInterrupt, Terminated) as asked:
+            say_stopping(asked, "stopping; to continue the simulation, start the same command again")
             raise
     LOG.info("%s", summary(done))
     if json:
@@ -172,6 +176,7 @@ def summary(done: Simulated) -> str:
         return f"the simulation was already finished, at version {done.version}; nothing was trained; {done.model}"
     parts = [
         f"finished at version {done.version} after {duration(done.seconds)}",
+        "" if done.version else UNTRAINED,
         f"{number_of(done.rounds, 'round')}, {number_of(done.worker_rounds, 'worker-round')}, "
         f"{_pace(done.worker_rounds_per_s)} worker-rounds/s",
         f"a run with real sites would have sent {size(done.bytes_up)} up and {size(done.bytes_down)} down",

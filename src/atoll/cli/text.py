@@ -28,7 +28,6 @@ from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
-from atoll.posix import require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
@@ -53,6 +52,8 @@ FIRST_S = 0.2
 EARLY_S = 30.0
 """Seconds of one wait in which the pauses do not double: a person may be watching the start."""
 LONGEST_S = 60.0
+
+UNTRAINED = "no round made a version, so the model is as it began"
 
 MOST_NAMED = 20
 """Largest number of sites that a line names."""
@@ -81,6 +82,8 @@ def require_file(out: Path, example: str) -> None:
         UsageError: `out` is a folder, or its name is too long.
         StoreError: the folder of `out` cannot be made, or this user may not write into it.
     """
+    from atoll.posix import require_writable_folder
+
     require_short(out)
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / example}.")
@@ -408,6 +411,25 @@ def still(text: str, first_s: float | None = None) -> AbstractContextManager[Non
     return telling_what_is_awaited(lambda: text, lambda line: print_line(f"atoll: {line}"), first_s)
 
 
+TOLD = "atoll has said it"
+
+
+def say_stopping(asked: BaseException, line: str) -> None:
+    """Log what follows from Ctrl-C or SIGTERM, which the command then raises again without a further line.
+
+    Args:
+        asked: the exception of the signal.
+        line: the line.
+    """
+    _log(line)
+    asked.add_note(TOLD)
+
+
+def is_told(asked: BaseException) -> bool:
+    """Return whether the command has said what follows from a signal."""
+    return TOLD in getattr(asked, "__notes__", ())
+
+
 def choose_json(wanted: bool) -> None:
     """Let this command, and the processes that it starts, print each line as a JSON object."""
     if wanted:
@@ -443,7 +465,9 @@ def print_line(text: str) -> None:
         before.join(UNREAD_S)
         if before.is_alive():
             return
-    line = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}, daemon=True)
+    line = threading.Thread(
+        target=print, args=(f"{text}\n",), kwargs={"file": sys.stderr, "flush": True, "end": ""}, daemon=True
+    )
     line.start()
     _last_line = line  # once it runs: another thread that prints at the same time may wait for it
     line.join(UNREAD_S)

@@ -29,6 +29,7 @@ import typer
 
 from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
+from atoll.cli import ENDS
 from atoll.cli.flare import flare_command
 from atoll.cli.flower import Flower, GivenKeys, RunConfig, flower_worker
 from atoll.cli.text import (
@@ -295,12 +296,18 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                     print_line(f"atoll: {failure}; restart {attempt + 1} of {restarts}")
                     _pause(signals, restart_pause_s(attempt))
                 if signals:
-                    return 128 + signals[-1]
+                    return _not_started(signals, script)
             raise AssertionError("unreachable")
         finally:
             if ended.failure:
                 _leave(leases, ended, is_asked=bool(signals))
             shutil.rmtree(leases, ignore_errors=True)
+
+
+def _not_started(signals: list[int], script: list[str]) -> int:
+    """Say that a signal came before the command was started, or started again. Return the exit code."""
+    print_line(f"atoll: {ENDS.get(signals[-1], 'hung up')} before {name_of(script)} was started")
+    return 128 + signals[-1]
 
 
 class _End(NamedTuple):
@@ -333,7 +340,7 @@ def _run_once(
     """
     name = _require_server(environment["ATOLL_SERVER"], signals, environment.get("ATOLL_SITE"))
     if signals:
-        return _End(128 + signals[-1], "")
+        return _End(_not_started(signals, script), "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
     _inform(f"atoll: {found}; starting {script[0]}")

@@ -32,8 +32,7 @@ from pydantic import (
 )
 
 from atoll.blobs import manifest as blobs
-from atoll.config.round_config import fault_in
-from atoll.config.settings import (
+from atoll.config.bounds import (
     LEAST_CHUNK_BYTES,
     MAX_WEIGHT,
     MOST_CHUNK_BYTES,
@@ -42,6 +41,7 @@ from atoll.config.settings import (
     MOST_RANKS,
     MOST_STEPS,
 )
+from atoll.config.round_config import fault_in
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
 from atoll.format_text import number_of, size, visible
 from atoll.protocol.read_message import lists_in, read_message

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from atoll.config.settings import MAX_WEIGHT
+from atoll.config.bounds import MAX_WEIGHT
 from atoll.protocol.messages import Count, Estimate, Hex32, Message, OptionName, Options, Reference, Site, Text, since
 from atoll.protocol.routes import DIGEST_BYTES
 from atoll.protocol.values import FrozenRound

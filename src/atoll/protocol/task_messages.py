@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from atoll.config.settings import MOST_CHUNK_BYTES
+from atoll.config.bounds import MOST_CHUNK_BYTES
 from atoll.protocol.messages import SHOWN_CHARS, Count, Estimate, Hex16, Hex32, Many, Message, Metrics, Text
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from atoll.config.settings import MAX_WEIGHT
+from atoll.config.bounds import MAX_WEIGHT
 from atoll.errors import AtollError, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages
 from atoll.protocol.messages import Count, Hex32, Many, Message, Report, Site, Ticket, VersionRef

@@ -22,11 +22,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from atoll.config import Settings, default_of
 from atoll.errors import ConfigError
 from atoll.registry import nearest
 from atoll.system_calls import cores
+
+if TYPE_CHECKING:
+    from atoll.config import Settings
 
 STATE_DIR = "atoll-simulation"
 """Default state directory of a simulation, beside the run file. A real run has another one (`disk.state_dir`)."""
@@ -52,6 +55,8 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
 
 def with_own_folder(settings: Settings, folder: Path) -> Settings:
     """Return the settings with the state directory `folder / STATE_DIR`; unchanged if another one was set."""
+    from atoll.config import default_of  # a slow import
+
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})

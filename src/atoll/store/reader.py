@@ -9,6 +9,7 @@ was stopped or a folder on a read-only disk, the journal and its log are copied 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -26,13 +27,10 @@ from pydantic import TypeAdapter, ValidationError
 from atoll.errors import AtollError, BadRequest, Gone, StateCorrupt, StoreError, UsageError, no_more_files
 from atoll.json_files import NoteDamaged
 from atoll.posix import NAMED_FILE, file_error, open_own, read_own, remove_left_behind
-from atoll.protocol import run_events
-from atoll.protocol.run_events import EventPage, EventQuery
 from atoll.protocol.site_curves import SiteCurves, SiteCurvesQuery
 from atoll.protocol.status_messages import KEPT, Recorded, Status
 from atoll.store import journal_tables, verify_journal
 from atoll.store.audit_log import NAME, AuditHead, read_head
-from atoll.store.event_pages import event_page
 from atoll.store.file_slots import READ_BYTES, STATE, VERSION, region_digest, slot_path
 from atoll.store.journal import JOURNAL, require_journal, require_unchanged
 from atoll.store.journal_tables import (
@@ -56,13 +54,14 @@ from atoll.tensors.schema import Schema
 
 if TYPE_CHECKING:
     from atoll.blobs.model_file import FragmentFiles
+    from atoll.protocol import run_events
+    from atoll.protocol.run_events import EventPage, EventQuery
 
 COPIES = 10
 """Number of times that journal and log are copied until both copies are of one moment."""
 LOG_HEADER_BYTES = 32
 WITH_INDEX = "&readonly_shm=1"
 """Else SQLite would write the index of a killed run anew."""
-_EVENT: TypeAdapter[run_events.Happened] = TypeAdapter(run_events.RunEvent)
 TEMPORARY = f"atoll-journal-{socket.gethostname()}_"  # several machines may share the folder of temporary files
 RESTORE = "Restore the directory from a backup."
 
@@ -171,8 +170,9 @@ class StateReader:
         Raises:
             StateCorrupt: a row is damaged.
         """
+        read = _reader_of_events().validate_json
         found = events_after(self.rows, number, limit)
-        return [_EVENT.validate_json(json.dumps(self._whole_event(each, text))) for each, text in found]
+        return [read(json.dumps(self._whole_event(each, text))) for each, text in found]
 
     def _whole_event(self, number: int, text: str) -> dict[str, Any]:
         """Return an event of the journal as the server's stream has it: with its number, and a round with its sites."""
@@ -221,6 +221,8 @@ class StateReader:
             Gone: there is no such event, or those that follow it are no longer kept.
             StateCorrupt: a row is damaged.
         """
+        from atoll.store.event_pages import event_page
+
         return event_page(self.rows, asked)
 
     def audit_after(self, seq: int) -> list[AuditRow]:
@@ -229,6 +231,13 @@ class StateReader:
             journal_tables.AUDIT.read(row)
             for row in self.rows(f"{journal_tables.AUDIT.select} WHERE seq > ? ORDER BY seq", seq)
         ]
+
+
+@functools.cache
+def _reader_of_events() -> TypeAdapter[run_events.Happened]:
+    from atoll.protocol.run_events import RunEvent  # a slow import, which the status does not need
+
+    return TypeAdapter(RunEvent)
 
 
 # -- open a state directory

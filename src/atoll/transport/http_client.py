@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import urllib3
 from pydantic import BaseModel
 
-from atoll.config import DEFAULT_PORT, FIELDS, require_known_variables
+from atoll.config.bounds import DEFAULT_PORT
 from atoll.errors import (
     BY_CODE,
     AtollError,
@@ -594,6 +594,12 @@ def _plain(error: Exception) -> str:
 DEFAULT_SERVER = f"http://127.0.0.1:{DEFAULT_PORT}"
 
 
+def _require_known_variables() -> None:
+    from atoll.config import FIELDS, require_known_variables  # a slow import, without which requests do
+
+    require_known_variables(os.environ, FIELDS)
+
+
 def server_address(given: str | None, *, enrolled: bool = False) -> str:
     """Return the address of a command's server: the flag `given`, or ATOLL_SERVER, or `DEFAULT_SERVER`.
 
@@ -605,7 +611,7 @@ def server_address(given: str | None, *, enrolled: bool = False) -> str:
         ConfigError: the environment has an unknown ATOLL_ variable.
         UsageError: sites of this machine have enrolled at several servers.
     """
-    require_known_variables(os.environ, FIELDS)
+    _require_known_variables()
     address = given or os.environ.get("ATOLL_SERVER")
     return address or (enrolled_server() if enrolled else None) or DEFAULT_SERVER
 
@@ -618,7 +624,7 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
     """
-    require_known_variables(os.environ, FIELDS)
+    _require_known_variables()
     server = given or os.environ.get("ATOLL_SERVER")
     if not server and (credential := chosen()) is not None:
         server = credential.note.server

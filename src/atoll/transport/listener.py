@@ -25,9 +25,10 @@ from atoll.errors import ConfigError, PortInUse
 from atoll.posix import return_free_memory
 from atoll.protocol import routes
 from atoll.system_calls import files_limits, set_files_limit
+from atoll.transport.accept_tls import accept_tls
 from atoll.transport.rates import Rates, network_of
 from atoll.transport.request_body import NO_INNER, BodyInterceptor
-from atoll.transport.tls import ContextMaker, accept_tls
+from atoll.transport.tls import ContextMaker
 
 LOG = logging.getLogger("atoll.server")
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import Contents, Stored, pack_object
 from atoll.blobs.ways_to_send import ChunkSizes, Cut, cut_of
-from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
-from atoll.config.settings import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
+from atoll.config import Settings, variable_of
+from atoll.config.bounds import CHUNK_BYTES, CHUNK_STEP_BYTES, IDLE_TIMEOUT_S, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.errors import (
     AtollError,
     AuthError,

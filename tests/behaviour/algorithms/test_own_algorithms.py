@@ -150,7 +150,7 @@ def test_a_site_loads_no_code_from_the_servers_path(tmp_path: Path, monkeypatch:
     with new_world(tmp_path, **BY_PATH) as world:
         with world.worker() as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
-            monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+            monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
             with pytest.raises(ConfigError, match=r"Install feddyn-local 1\.0 at this site"):
                 world.worker("b")
 
@@ -159,7 +159,7 @@ def test_a_site_loads_no_code_from_the_servers_path(tmp_path: Path, monkeypatch:
 def test_a_script_may_register_the_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed package, a site's script may register the run's algorithm itself."""
     # The server loads the algorithm from a file. A site that has not registered the algorithm is refused.
-    monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
     monkeypatch.setattr("atoll.registry._registered", {})
     with new_world(tmp_path, **BY_PATH) as world:
         with pytest.raises(ConfigError, match=r"call atoll.register\('algorithms', 'feddyn_local', …\) in the script"):
@@ -172,7 +172,7 @@ def test_a_script_may_register_the_algorithm(tmp_path: Path, monkeypatch: pytest
 
 def test_a_simulation_loads_the_algorithm_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed package, the processes of a simulation load the algorithm from the path in the settings."""
-    monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: ())
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
     assert simulated(tmp_path, **BY_PATH) == pytest.approx(RESULT, rel=1e-6)

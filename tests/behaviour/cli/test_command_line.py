@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit.processes import Outcome, run_commands
+from kit.processes import Outcome, run_commands, write_run_file
 from safetensors.torch import load_file
 
 import atoll
@@ -72,19 +72,72 @@ def test_ctrl_c_ends_a_command_with_exit_code_130(nursery, tmp_path) -> None:
     wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
     waiting.send(signal.SIGINT)
     assert waiting.wait() == 130
+    assert waiting.output().splitlines()[-1] == "atoll: interrupted"
     assert "Traceback" not in waiting.output()
 
 
-@pytest.mark.usefixtures("fresh_processes", "interruptible")
-def test_early_ctrl_c_leaves_no_traceback(tmp_path) -> None:
-    """Ctrl-C while a command still imports its modules leaves no traceback.
+LOSES_CTRL_C = """
+import os, signal
+from pathlib import Path
 
-    A file `typer.py` stands in for a slow import: it sends the signal of Ctrl-C to the process.
+class Lost:
+    def __del__(self):
+        Path("came").touch()
+        os.kill(os.getpid(), signal.SIGINT)
+
+Lost()
+raise ImportError("Ctrl-C was lost")
+"""
+"""A module that gets the signal of Ctrl-C where Python only prints a KeyboardInterrupt, as in an import's end."""
+
+
+@pytest.mark.usefixtures("fresh_processes", "interruptible")
+@pytest.mark.parametrize(
+    ("slow", "words"),
+    [
+        ("typer", "runs"),
+        ("pydantic", "runs"),
+        ("torch", "server run.toml"),
+        ("torch", "simulate run.toml"),
+        ("torch", "evaluate run.toml"),
+        ("atoll.cli.run_here", "run run.toml"),
+    ],
+)
+def test_early_ctrl_c_ends_a_command_with_one_line(tmp_path: Path, slow: str, words: str) -> None:
+    """Ctrl-C while a command imports its modules, or PyTorch, ends it with one line and exit code 130.
+
+    A module that sends the signal stands in for a slow one.
     """
-    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    command = [sys.executable, "-c", "import atoll.cli.main"]
+    write_run_file(tmp_path)
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / "journal.sqlite").touch()  # `atoll evaluate` wants a run
+    (tmp_path / "slow.py").write_text(LOSES_CTRL_C)
+    program = (
+        "import importlib.util, sys\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        return importlib.util.spec_from_file_location(name, 'slow.py') if name == {slow!r} else None\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from atoll.cli import start\n"
+        "start()"
+    )
+    command = [sys.executable, "-c", program, *words.split()]
     outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (130, "", "")
+    assert (tmp_path / "came").exists()
+    assert outcome.returncode == 130
+    said = [line for line in outcome.stderr.splitlines() if "loading" not in line]  # on a busy machine
+    assert said == ["atoll: interrupted"]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_before_a_worker_starts_its_script_is_said(nursery: Nursery, tmp_path: Path) -> None:
+    words = ["worker", "--server", "http://127.0.0.1:9", "--", "true"]
+    waiting = nursery.start("atoll", *words, cwd=tmp_path)
+    wait_until(lambda: "does not answer" in waiting.output(), "that it waits")
+    waiting.send(signal.SIGINT)
+    assert waiting.wait() == 130
+    assert waiting.output().splitlines()[-1] == "atoll: interrupted before true was started"
 
 
 WRONG = [
@@ -170,6 +223,30 @@ def test_status_imports_neither_torch_nor_aiohttp(canned, monkeypatch) -> None:
     )
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert outcome.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.usefixtures("fresh_processes")
+@pytest.mark.parametrize(
+    ("module", "slow"),
+    [
+        ("atoll", ("typing", "re")),
+        ("atoll.cli", ("typing", "typer")),
+        ("atoll.cli.main", ("rich", "asyncio", "pydantic", "ctypes")),
+        ("atoll.cli.status", ("asyncio", "rich", "atoll.config.settings", "atoll.protocol.run_events")),
+    ],
+)
+def test_a_module_imports_nothing_slow_that_it_does_not_need(module: str, slow: tuple[str, ...]) -> None:
+    """It would make each start of a command longer, and Ctrl-C while `atoll.cli` is imported leaves a traceback."""
+    script = (
+        "import sys; before = {*sys.modules}\n"
+        f"import {module}\n"
+        f"print(sorted(({{*sys.modules}} - before).intersection({slow})))"
+    )
+    # -S: what `site` imports depends on the environment
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-S", "-c", script]
+    outcome = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert outcome.stdout == "[]\n"
 
 
 # -- atoll new: alone, with a server and in simulation
@@ -356,3 +433,41 @@ def test_a_shell_completes_values(
     outcome = atoll_command(**asked)
     assert outcome.stdout.split() == completed
     assert outcome.stderr == ""  # the shell would print it into the line that its user types
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("--set rounds.to", ["rounds.total=", "rounds.total=0"]),
+        ("--set rounds.min_s", ["rounds.min_sites=", "rounds.min_sites=VALUE"]),
+        ("--set disk.dur", ["disk.durability=", "disk.durability=process", "disk.durability=power"]),
+        ("--set run.s", ["run.script=", "run.seed="]),
+        ("--set disk.durability =", ["process", "power"]),
+        ("--set algorithm.name = fedp", ["fedprox"]),
+        ("--set aggregation.upload_codec.name = int", ["int8", "int4"]),
+        ("--set server.trackers = ten", ["tensorboard"]),
+        ("--set swarm.enabled =", ["true", "false"]),
+        ("--set no.such =", []),
+        ("--set rounds.total = 3 --set rounds.to", ["rounds.total=", "rounds.total=0"]),
+    ],
+)
+def test_bash_completes_settings_and_their_values(
+    words: str, completed: list[str], atoll_command: Callable[..., Outcome]
+) -> None:
+    """Bash separates words at equals signs, passes each in a line, and takes only the part that follows the sign."""
+    given = ["atoll", "run", *words.split()]
+    asked = {"COMP_WORDS": "\n".join(given), "COMP_CWORD": str(len(given) - 1)}
+    outcome = atoll_command(_ATOLL_COMPLETE="complete_bash", **asked)
+    assert outcome.stdout.split() == completed
+    assert outcome.stderr == ""
+
+
+def test_settings_are_completed_with_their_help(atoll_command: Callable[..., Outcome]) -> None:
+    """Zsh and fish show the help beside each word, and pass a setting with its value as one word."""
+    asked = {"_TYPER_COMPLETE_ARGS": "atoll run --set rounds.to", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    outcome = atoll_command(_ATOLL_COMPLETE="complete_fish", **asked)
+    (first, help_text), (second, *_) = (line.split("\t") for line in outcome.stdout.splitlines())
+    assert (first, second) == ("rounds.total=", "rounds.total=0")
+    assert help_text.startswith("Number of rounds")
+    asked["_TYPER_COMPLETE_ARGS"] = "atoll run --set algorithm.name=fedp"
+    assert atoll_command(_ATOLL_COMPLETE="complete_fish", **asked).stdout.split() == ["algorithm.name=fedprox"]

@@ -343,6 +343,14 @@ def test_the_log_of_a_run_leads_to_its_result(
     assert capsys.readouterr().err.splitlines()[-1].endswith(then)
 
 
+def test_logs_of_an_unknown_site_name_the_nearest(killed: Path, refused: Callable[..., str]) -> None:
+    """A misspelt name would look like a site to which nothing has happened."""
+    for follow in ((), ("--follow",)):  # no server runs, so that nothing can follow
+        said = refused("logs", "state", "--site", "aa", *follow, folder=killed)
+        assert said.startswith("2 atoll: The run has no event of a site 'aa'.")
+        assert "Did you mean 'a'?" in said or "Its sites: " in said
+
+
 def test_commands_say_which_server_or_folder_they_need(refused: Callable[..., str]) -> None:
     """`atoll pause` and `atoll stop` without a run or a reachable server end with an error that says what to give."""
     assert "There is no run in 'nowhere'" in refused("pause", "--dir", "nowhere")
@@ -410,6 +418,31 @@ def test_doctor_checks_the_machine_and_the_server(
     assert wrong.startswith("1 ")
 
 
+@pytest.mark.parametrize(
+    ("address", "check", "said"),
+    [
+        ("{place}", "reach", "http://{place} answers"),
+        ("http://{place}", "reach", "http://{place} answers"),
+        ("127.0.0.1:9", "reach", "http://127.0.0.1:9 does not answer (connection refused)"),
+        ("no-such-host.invalid:8512", "reach", "https://no-such-host.invalid:8512 does not answer"),
+        ("127.0.0.1:port", "server", "'127.0.0.1:port' is not a valid server address"),
+    ],
+)
+def test_doctor_takes_an_address_without_its_scheme(
+    nursery: Nursery, tmp_path: Path, canned: Any, address: str, check: str, said: str
+) -> None:
+    canned.answers["/healthz"] = (200, "ok\n")
+    place = canned.url.partition("//")[2]
+    found = json.loads(command(nursery, tmp_path, "doctor", address.format(place=place), "--json").stdout)
+    (of_way,) = [each for each in found if each["check"] == check]
+    assert of_way["text"].startswith(said.format(place=place))
+    assert of_way["state"] == ("ok" if "answers" in said else "wrong")
+
+
+def test_doctor_takes_one_address(refused: Callable[..., str]) -> None:
+    assert "Use one of them." in refused("doctor", "a:1", "--server", "http://b:1")
+
+
 def test_doctor_tells_a_wrong_token_from_wrong_tls(
     ask: Callable[..., str], nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,12 +456,16 @@ def test_doctor_tells_a_wrong_token_from_wrong_tls(
         authority = {"ATOLL_TLS_CA": str(tmp_path / "ca.pem")}
         found = {each["check"]: each for each in json.loads(ask(*words, ATOLL_TOKEN="of-this-run", **authority))}
         assert {found[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
+        bare = ("doctor", server.url.partition("//")[2], "--json")  # http is tried first, at loopback
+        again = {each["check"]: each for each in json.loads(ask(*bare, ATOLL_TOKEN="of-this-run", **authority))}
+        assert again["tls"]["text"].startswith(f"{server.url} answers")
+        assert {again[check]["state"] for check in ("tls", "clock", "token")} == {"ok"}
         assert "its certificate is accepted" in found["tls"]["text"]
         for environment, wrong, said in (
             ({"ATOLL_TOKEN": "another", **authority}, "token", "token"),
             ({"ATOLL_TOKEN": "of-this-run"}, "tls", "cannot prove its identity"),
         ):
-            outcome = command(nursery, tmp_path, *words, **environment)
+            outcome = command(nursery, tmp_path, *(bare if wrong == "tls" else words), **environment)
             assert outcome.returncode == 1
             (only,) = [each for each in json.loads(outcome.stdout) if each["state"] == "wrong"]
             assert only["check"] == wrong

@@ -124,6 +124,18 @@ def test_both_engines_of_run_give_the_same_bits(atoll_command, small: Path, scri
     assert real["metrics"] == simulated["metrics"] == {"share": pytest.approx(5 / 6)}  # (1/2 + 2 · 2/2) / 3
 
 
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_a_run_without_data_says_that_nothing_was_trained(atoll_command, small: Path, command: str) -> None:
+    """If all sites sit out all rounds, the last line does not read as if a model was trained."""
+    (small / "train.py").write_text(
+        TRAIN.replace("fl_round.load_into(", "fl_round.skip(); continue; fl_round.load_into(")
+    )
+    said = atoll_command(command, *WITH_SITES[1:]).stdout
+    (last,) = [line for line in said.splitlines() if "finished" in line]
+    assert "; no round made a version, so the model is as it began; " in last
+    assert said.count("rounds in a row ended without a version") == 1
+
+
 def test_a_killed_server_loses_nothing(atoll_command, small: Path) -> None:
     """If the server of `atoll run` is killed, it is started again, and the run ends with the same bits."""
     words = (*WITH_SITES, "--rounds", "40", "--json")

@@ -80,6 +80,26 @@ def test_a_second_server_on_one_directory_is_refused(
     assert again.wait(60) == 0
 
 
+def test_a_fresh_server_keeps_the_earlier_run_beside_the_new_one(
+    mine, atoll_command, start: Start, tmp_path: Path
+) -> None:
+    """`atoll server --fresh` says where it puts the earlier run, unless a server uses that. Else it only starts."""
+    first = start("--fresh")
+    url_of(first)
+    assert "is kept" not in first.output()
+    refused = atoll_command("server", "mine/run.toml", "--port", "0", "--fresh")
+    assert (refused.returncode, "is in use" in refused.stderr) == (4, True)
+    first.send(signal.SIGTERM)
+    assert first.wait(60) == 0
+    before = (tmp_path / "mine" / "atoll-run" / "admin.token").read_text()
+    again = start("--fresh")
+    url_of(again)
+    assert "the earlier run is kept in atoll-run-1" in again.output()
+    assert "continuing the run" not in again.output()
+    assert (tmp_path / "mine" / "atoll-run-1" / "admin.token").read_text() == before
+    assert (tmp_path / "mine" / "atoll-run" / "admin.token").read_text() != before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGINT])
 def test_stopping_a_server_after_its_run_exits_with_0(mine, start: Start, tmp_path, number: signal.Signals) -> None:

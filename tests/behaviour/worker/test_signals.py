@@ -303,3 +303,4 @@ def test_an_interrupted_simulate_command_exits_with_130(nursery: Nursery, tmp_pa
     assert process.wait(60) == 128 + signal.SIGINT
     assert "Traceback" not in process.output()
     assert sum("stopping" in line for line in process.output().splitlines()) == 1
+    assert "interrupted" not in process.output()

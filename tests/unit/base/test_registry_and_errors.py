@@ -29,7 +29,9 @@ HERE = re.escape(__file__)
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """Entry points that other packages would have installed."""
     installed: list[EntryPoint] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in installed if point.group == group])
+    monkeypatch.setattr(
+        "importlib.metadata.entry_points", lambda group: [point for point in installed if point.group == group]
+    )
     return installed
 
 

@@ -16,6 +16,7 @@ from atoll import errors
 from atoll.child_processes import Terminated
 from atoll.cli import simulate, worker
 from atoll.cli.main import run_command
+from atoll.cli.text import log_lines, say_stopping
 from atoll.simulate.simulation import Simulated
 
 
@@ -49,13 +50,23 @@ def code_of(error: BaseException) -> Any:
 def test_a_command_ends_with_its_documented_code(
     error: BaseException, code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A command that a signal ends has the exit code that shells use. A command that an error ends prints one line and
-    has the exit code of the error's class.
+    """A command that a signal ends has the exit code that shells use. A command that an error ends has the exit code of
+    the error's class. Ctrl-C and errors are one line.
     """
     monkeypatch.setattr("os.dup2", lambda *_: None)  # it would take this process's own output
     assert code_of(error) == code
     last = capfd.readouterr().err.splitlines()
-    assert len(last) == (0 if code in (130, 143) else 1)
+    assert len(last) == (0 if code == 143 else 1)
+
+
+def test_a_command_that_has_said_that_it_stops_says_no_more(capfd: pytest.CaptureFixture[str]) -> None:
+    asked = KeyboardInterrupt()
+    log_lines()
+    say_stopping(asked, "stopping; nothing is lost")
+    assert code_of(asked) == 130
+    said = capfd.readouterr()
+    assert said.out.endswith("stopping; nothing is lost\n")
+    assert said.err == ""
 
 
 def test_other_system_errors_keep_their_traceback() -> None:

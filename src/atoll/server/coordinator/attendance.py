@@ -87,7 +87,7 @@ class Attendance:
     def all_sat_out(self, effect: events.RoundSatOut, state: State) -> None:
         """Log that all sites have sat out a round. If this is the third such round in a row, warn."""
         if effect.in_a_row == SAT_OUT_ROUNDS:
-            LOG.warning("%s", _all_sat_out(effect.in_a_row))
+            LOG.warning("%s", ALL_SAT_OUT)
         else:
             of = of_fragment(effect.fragment if len(state.rounds) > 1 else None)
             LOG.info("all sites sat out round %d%s, so it ended without a version", effect.number, of)
@@ -142,7 +142,7 @@ class Attendance:
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         short = "" if self._simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
-        all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
+        all_out = ALL_SAT_OUT if in_a_row >= SAT_OUT_ROUNDS else ""
         late = [_late(site, state) for site in sorted(state.late) if site in state.seen_s][:LATE_SHOWN]
         return [text for text in (short, all_out, *partial.values(), *late) if text]
 
@@ -164,11 +164,11 @@ SAT_OUT_ROUNDS = 3
 """Number of rounds in a row that all sites have sat out after which to warn."""
 
 
-def _all_sat_out(rounds: int) -> str:
-    return (
-        f"{rounds} rounds in a row ended without a version, because all sites sat out (weight 0): the model does not "
-        "change. Check that the sites find their samples. Until one does, rounds begin after a pause of up to 10 s"
-    )
+ALL_SAT_OUT = (  # the same text at each further round: it is told once
+    f"at least {SAT_OUT_ROUNDS} rounds in a row ended without a version, because all sites sat out (weight 0): the "
+    "model does not change. Check that the sites find their samples. Until one does, rounds begin after a pause of up "
+    "to 10 s"
+)
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"

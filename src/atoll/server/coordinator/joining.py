@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from atoll import registry
 from atoll.aggregation.plan import Plan
-from atoll.config.settings import MAX_WEIGHT
+from atoll.config.bounds import MAX_WEIGHT
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost
 from atoll.format_text import number_of, size
 from atoll.protocol import messages, routes

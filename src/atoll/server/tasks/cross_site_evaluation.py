@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from atoll import registry
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.ways_to_send import Cut
-from atoll.config.settings import MAX_WEIGHT
+from atoll.config.bounds import MAX_WEIGHT
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
 from atoll.format_text import number_of

@@ -30,7 +30,7 @@ from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, m
 from atoll.aggregation.plan import AggregationPlan, PlanValues
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.config.settings import MAX_WEIGHT
+from atoll.config.bounds import MAX_WEIGHT
 from atoll.errors import (
     TRANSIENT,
     UNPULLED,
