@@ -53,6 +53,18 @@ def test_sites_learn_that_another_fragment_went_back():
     play(3345)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(5511, id="a site sends a part for a ticket that a power loss took, as another fragment gets one"),
+        pytest.param(6259, id="a site sits out an asynchronous round with an old ticket, and the server restarts"),
+    ],
+)
+def test_the_invariants_hold_where_they_once_did_not(seed):
+    """Histories that led to a violation once no longer do."""
+    play(seed)
+
+
 def test_a_history_can_be_played_again():
     """A seed leads to the same history, line by line: in the same process after another one, and in another process."""
     seed = 3

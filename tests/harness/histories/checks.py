@@ -201,8 +201,8 @@ class Checks:
     def _follow_losses(self, run: RunCore) -> None:
         """Forget what a server that may have gone back no longer has; else each acknowledged update is there."""
         excused, self.excused = self.excused, ""
-        if excused:
-            self.last_lease, self.last_ticket = run.state.next_lease - 1, run.state.next_ticket - 1
+        if excused:  # leases have secrets, so their numbers may come again; those of tickets may not
+            self.last_lease = run.state.next_lease - 1
         rows = {row.ticket: row for row in run.store.tickets.select("1 = 1")}
         for ticket, (site, digest) in list(self.acknowledged.items()):
             row = rows.get(ticket)
@@ -433,11 +433,8 @@ def require_same(before: State, after: State) -> None:
 
     def of_open(state: State, index: int) -> dict[str, Any]:
         round_ = state.rounds[index]
-        # an expired one is given anew; an asynchronous run asks a site again that sat out with an older version
-        return {
-            site: (each.id, each.state)
-            for site, each in round_.tickets.items()
-            if each.state != "expired" and not (each.state == "sat out" and each.base_version < round_.head)
+        return {  # an expired one is given anew
+            site: (each.id, each.state) for site, each in round_.tickets.items() if each.state != "expired"
         }
 
     was, now = facts(before), facts(after)
