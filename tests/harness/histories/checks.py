@@ -59,7 +59,7 @@ class Model:
     """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
 
     With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
-    `last` has the last update of each site.
+    `last` has the last update of each site, `stored` the parameters as the server has them, rounded to fp32.
     """
 
     theta: dict[str, np.ndarray[Any, Any]]
@@ -67,6 +67,7 @@ class Model:
     control: Values = field(default_factory=dict)
     own: dict[str, tuple[float, Values]] = field(default_factory=dict)
     last: Mapping[str, Formed] = field(default_factory=dict)
+    stored: Values = field(default_factory=dict)
 
     def after(
         self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
@@ -318,6 +319,7 @@ class Checks:
         self._require_values(run, fragment, version)
 
     def _know(self, run: RunCore, fragment: int, version: int, model: Model) -> None:
+        model.stored = {name: value.astype(np.float64) for name, value in read(run, fragment, version).items()}
         self.models[fragment, version] = self.of_digest[run.store.versions.get(fragment, version).digest] = model
 
     def _require_once(self, before: Model, updates: Sequence[Formed], fragment: int, version: int) -> None:
