@@ -103,7 +103,7 @@ def test_no_ticket_number_is_given_again_after_a_power_loss(tmp_path: Path, monk
     assert next_number(tmp_path / "run", "power") == 3 * 10**9 + 1  # each ticket was on the disk before its answer
 
 
-def test_the_journal_knows_who_sits_out_a_round(tmp_path: Path) -> None:
+def test_the_journal_knows_which_sites_sit_out_a_round(tmp_path: Path) -> None:
     """A site sits out the round that is open when it says so, whatever version its ticket starts from, until it gets
     another ticket or the round ends.
     """
