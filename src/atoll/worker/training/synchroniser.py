@@ -263,8 +263,8 @@ def _ask_for_result(exchange: Exchange, retries: int, gives_way: Callable[[], bo
     Args:
         exchange: exchange of the fragment.
         retries: how often to try again after a network error.
-        gives_way: returns whether to wait no longer, because the run has gone back with another fragment, whose update
-            comes first; asked every `OTHERS_S`.
+        gives_way: returns whether to wait no longer, because the run has gone back with another fragment, which comes
+            first; asked every `OTHERS_S`.
 
     Returns:
         The reply; `TooLate` if the worker gives way: its update may count all the same; `Lost` if the server cannot be
