@@ -153,14 +153,14 @@ LINES: dict[str, int] = {
     "protocol": 2566,
     "recipes": 877,
     "reducers": 259,
-    "rounds": 1261,
+    "rounds": 1262,
     "server": 2344,
-    "server/coordinator": 4932,
+    "server/coordinator": 4935,
     "server/http": 1546,
     "server/swarm": 733,
     "server/tasks": 1919,
     "simulate": 2290,
-    "store": 4481,
+    "store": 4510,
     "tensors": 2238,
     "testing": 480,
     "trackers": 333,
@@ -170,7 +170,7 @@ LINES: dict[str, int] = {
     "worker/peer": 963,
     "worker/session": 930,
     "worker/tasks": 659,
-    "worker/training": 2313,
+    "worker/training": 2322,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

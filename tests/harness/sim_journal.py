@@ -31,6 +31,7 @@ def snapshot(state: State) -> Snapshot:
             lost=round_.lost,
             sat_out_rounds=round_.sat_out_rounds,
             sat_out_in_a_row=round_.sat_out_in_a_row,
+            sitting_out=frozenset(each.id for each in round_.tickets.values() if each.state == "sat out"),
         )
         for round_ in state.rounds
     )
@@ -90,7 +91,9 @@ class SimJournal:
         self.tickets[number] = replace(self.tickets[number], state="refused", reason=reason)
 
     def sit_out(self, number: int) -> None:
-        self.tickets[number] = replace(self.tickets[number], state="sat out")
+        ticket = self.tickets[number] = replace(self.tickets[number], state="sat out")
+        row = self.fragments[ticket.fragment]
+        self.fragments[ticket.fragment] = replace(row, sitting_out=row.sitting_out | {number})
 
     def move_head(self, fragment: int, version: int, value: float | None = None) -> None:
         """The commit: the head moves, and the updates of the frozen round count, with the mean of their metric."""

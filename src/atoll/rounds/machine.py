@@ -433,8 +433,9 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
         recorded = journal.fragments[ticket.fragment]
         is_of_round = ticket.base_version == recorded.head and ticket.id >= recorded.first_ticket
         if rules.policy.is_async(recorded.done + 1):
-            is_of_round = ticket.is_live or (ticket.state == "sat out" and is_of_round)
-        if is_of_round:
+            is_of_round = ticket.is_live or ticket.id in recorded.sitting_out
+        # a site that joined again in the round that it had sat out is expected once more
+        if is_of_round and not (ticket.state == "sat out" and ticket.site in (recorded.expected or ())):
             tickets[ticket.fragment][ticket.site] = ticket
     # an evaluation may say so while a round is open, which then is the last one, or while the run is paused
     stopped = rules.tracking.stops(journal.progress) and (journal.finished or not journal.paused)

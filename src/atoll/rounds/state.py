@@ -431,6 +431,8 @@ class FragmentSnapshot:
         sat_out_rounds: number of rounds that ended without a version, because all sites sat out.
         sat_out_in_a_row: number of these rounds that started from `head`.
         first_ticket: earlier tickets belong to earlier rounds, also if they have the same base version.
+        sitting_out: numbers of the tickets with which sites sit out the current round. In an asynchronous run, they may
+            start from earlier versions.
     """
 
     head: int
@@ -441,6 +443,7 @@ class FragmentSnapshot:
     sat_out_rounds: int = 0
     sat_out_in_a_row: int = 0
     first_ticket: int = 0
+    sitting_out: frozenset[int] = frozenset()
 
     @property
     def done(self) -> int:

@@ -113,6 +113,7 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
         audit.append("committed", fragment=row.fragment, version=row.version, digest=row.digest, tickets=tickets)
     for name in rows["counters"].keys() - {restored_counter(fragment) for fragment in range(len(heads))}:
         journal.count(name, rows["counters"][name])
+    store.tickets.skip_numbers()
     for fragment, head in enumerate(heads):
         journal.count(restored_counter(fragment), newest[fragment])
         if newest[fragment] != head:

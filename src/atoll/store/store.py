@@ -177,6 +177,8 @@ class Store:
             )
             if start.lost is not None:
                 self.audit.append("lost", entries=start.lost_entries, last_hash=start.lost.last_hash)
+            if start.may_lack_tickets:
+                self.tickets.skip_numbers()
         failpoint("epoch.raised")
         head = AuditHeadFile(self.directory, self.journal.durability, self.run_log.epoch)
         self.audit.keep_head(head)

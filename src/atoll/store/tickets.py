@@ -23,6 +23,11 @@ from atoll.store.update_spool import PartWriter, Spool
 
 LOG = logging.getLogger("atoll.server")
 
+NUMBERS_OF_BLOCK = 10**9
+"""Size of a block of ticket numbers. A run uses the first block, until `Tickets.skip_numbers` begins the next one."""
+_SKIPPED = "skipped ticket numbers"
+"""Name of the counter with the last number that was skipped."""
+
 
 class Tickets:
     """The tickets of a run, and the files (spools) of their updates.
@@ -105,8 +110,27 @@ class Tickets:
         )
 
     def next_number(self) -> int:
-        """Return the number for the next ticket: one above the highest so far."""
-        return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
+        """Return the number for the next ticket: one above the highest so far, and above all skipped ones."""
+        return int(
+            self._journal.value(
+                "SELECT 1 + max(coalesce((SELECT max(ticket) FROM tickets), 0), "
+                "coalesce((SELECT value FROM counters WHERE name = ?), 0))",
+                _SKIPPED,
+            )
+        )
+
+    def skip_numbers(self) -> None:
+        """Begin the next block of ticket numbers. Call it inside a transaction, if sites may know later tickets.
+
+        The journal lacks such tickets after a power loss, and in a run that goes on from a saved state. Without this, a
+        later ticket would get the number of one that a site still uses: perhaps another site's, or of another fragment.
+        """
+        block = (self.next_number() - 1) // NUMBERS_OF_BLOCK + 1
+        self._journal.execute(
+            "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            _SKIPPED,
+            block * NUMBERS_OF_BLOCK,
+        )
 
     def next_order(self) -> int:
         """Return the position of the update that is accepted next: one above the highest so far."""
@@ -347,22 +371,25 @@ class Tickets:
         self._end_open([ticket], "sat out", "")
         self._journal.after_commit(lambda: failpoint("sit_out.after"))
 
-    def sat_out(self, fragment: int, base_version: int, since: int) -> list[str]:
-        """Return the sites that sit out a round, sorted. A site's newest ticket of the round decides.
+    def sitting_out(self, fragment: int) -> tuple[TicketRow, ...]:
+        """Return the tickets with which sites sit out a fragment's present round, sorted by number.
 
-        Args:
-            fragment: the fragment.
-            base_version: the version that the round starts from.
-            since: lowest number of a ticket of this round.
+        A site's newest ticket of the fragment decides. The audit log tells to which round a ticket belongs: in an
+        asynchronous run, a site may sit out a round with a ticket that was issued in an earlier one.
         """
-        found = self._journal.rows(
-            "SELECT site FROM tickets WHERE state = 'sat out' AND ticket IN (SELECT max(ticket) FROM tickets "
-            "WHERE fragment = ? AND base_version = ? AND ticket >= ? GROUP BY site) ORDER BY site",
+        since = self._journal.value(
+            "SELECT seq FROM audit WHERE what IN ('committed', 'sat out by all', 'reshaped', 'fell back') "
+            "AND json_extract(detail_json, '$.fragment') = ? ORDER BY seq DESC LIMIT 1",
             fragment,
-            base_version,
-            since,
         )
-        return [site for (site,) in found]
+        return self.select(
+            "state = 'sat out' AND fragment = ? AND ticket IN "
+            "(SELECT json_extract(detail_json, '$.ticket') FROM audit WHERE what = 'sat out' AND seq > ?) "
+            "AND NOT EXISTS (SELECT 1 FROM tickets AS newer WHERE newer.site = tickets.site "
+            "AND newer.fragment = tickets.fragment AND newer.ticket > tickets.ticket)",
+            fragment,
+            since or 0,
+        )
 
     def expire(self, tickets: Sequence[int], reason: str) -> None:
         """Expire open tickets. Refused and expired tickets stay unchanged.

@@ -45,11 +45,13 @@ class Start:
     Attributes:
         lost: content of `audit.head` if a power loss has removed the journal's last entries; else None.
         lost_entries: number of audit entries that are lost.
+        may_lack_tickets: whether a power loss may have removed new tickets from the journal. No audit entry names them.
         warnings: sentences for the server's log.
     """
 
     lost: AuditHead | None = None
     lost_entries: int = 0
+    may_lack_tickets: bool = False
     warnings: list[str] = field(default_factory=list)
 
 
@@ -75,6 +77,9 @@ def at_start(rows: Query, directory: Path) -> Start:
         )
     if head is not None:
         _find_lost(start, head, rows, directory)
+        start.may_lack_tickets = _may_lose_power(head)
+    else:
+        start.may_lack_tickets = tip(rows)[0] > 0
     since = head.entries if head is not None else 0
     _compare(rows, directory, since=since, everything=False)
     return start
@@ -111,12 +116,11 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
     epoch = int(rows("SELECT epoch FROM meta")[0][0])
     if not missing and head.epoch <= epoch:
         return
-    boot = boot_id()
     lost = (
         f"The journal in {directory} has lost its end: its audit log has {number_of(entries, 'entry')} "
         f"(epoch {epoch}), but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
     )
-    if head.durability != "process" or (boot and boot == head.boot):
+    if not _may_lose_power(head):
         raise StateCorrupt(
             lost
             + (
@@ -132,6 +136,12 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         f"{lost}With disk.durability = 'process', a power loss can do this. The run continues from entry {entries}; "
         "workers submit their later updates again."
     )
+
+
+def _may_lose_power(head: AuditHead) -> bool:
+    """Return whether a power loss may have removed the end of the journal since `audit.head` was written."""
+    boot = boot_id()
+    return head.durability == "process" and not (boot and boot == head.boot)
 
 
 def _compare(rows: Query, directory: Path, *, since: int, everything: bool) -> None:

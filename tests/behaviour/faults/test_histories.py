@@ -53,6 +53,46 @@ def test_sites_learn_that_another_fragment_went_back():
     play(3345)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(5511, id="a site sends a part for a ticket that a power loss took, as another fragment gets one"),
+        pytest.param(6259, id="a site sits out an asynchronous round with an old ticket, and the server restarts"),
+        pytest.param(21646, id="50 versions of a fragment: the checks' own rounding must not grow"),
+    ],
+)
+def test_the_invariants_hold_where_they_once_did_not(seed):
+    """Histories that led to a violation once no longer do."""
+    play(seed)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_sites_that_wait_for_a_result_give_way_to_a_fragment_that_went_back(delay):
+    """After a rollback of one of two fragments, sites whose updates of the other one are at the server no longer wait
+    for its result, but submit the first one again.
+    """
+    # The seeds lead to such a wait; planted faults in `tests/mutants.toml` tell if they no longer do.
+    if not delay:
+        play(21429)
+        return
+    found = Scenario.of(21429)
+    settings = found.settings | {
+        "rounds.sites": 2,
+        "diloco.fragment_sync_delay": delay,
+        "diloco.fragment_update_alpha": 0.0,
+    }
+    faults = (replace(found.faults[1], at_s=1.306),)
+    play(replace(found, seed=100000037, sites=("a", "b"), large=False, faults=faults, settings=settings))
+
+
+def test_a_history_leaves_no_open_file():
+    """When a history is over, the files of all its sites are closed, so that many can be played."""
+    play(20002)
+    before = sorted(os.listdir("/proc/self/fd"))
+    play(20002)  # its sites do not leave: they are killed at its end
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_history_can_be_played_again():
     """A seed leads to the same history, line by line: in the same process after another one, and in another process."""
     seed = 3

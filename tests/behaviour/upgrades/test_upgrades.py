@@ -88,6 +88,8 @@ def test_the_old_journal_is_kept_before_it_is_migrated(version: int, tmp_path: P
     assert f"it is kept as {backup}" in caplog.text
     assert not list(state.glob("*.partial"))
     after = rows(state / JOURNAL)
+    # the directory is from another machine, where power may have been lost: its start skips numbers of tickets
+    after["counters"].remove("('skipped ticket numbers', 1000000000)")
     assert {name: after[name] for name in before if name != "meta"} | {"meta": 0} == before | {"meta": 0}
 
 

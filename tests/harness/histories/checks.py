@@ -59,7 +59,7 @@ class Model:
     """A fragment of the model after a version: the parameters and the momentum of the outer optimizer.
 
     With SCAFFOLD also c, and of each site with updates in it the weight and c_i, the sum of what these updates add.
-    `last` has the last update of each site.
+    `last` has the last update of each site, `stored` the parameters as the server has them, rounded to fp32.
     """
 
     theta: dict[str, np.ndarray[Any, Any]]
@@ -67,6 +67,7 @@ class Model:
     control: Values = field(default_factory=dict)
     own: dict[str, tuple[float, Values]] = field(default_factory=dict)
     last: Mapping[str, Formed] = field(default_factory=dict)
+    stored: Values = field(default_factory=dict)
 
     def after(
         self, updates: Sequence[tuple[Formed, float]], lr: float, momentum: float, *, per_step: bool = False
@@ -201,8 +202,8 @@ class Checks:
     def _follow_losses(self, run: RunCore) -> None:
         """Forget what a server that may have gone back no longer has; else each acknowledged update is there."""
         excused, self.excused = self.excused, ""
-        if excused:
-            self.last_lease, self.last_ticket = run.state.next_lease - 1, run.state.next_ticket - 1
+        if excused:  # leases have secrets, so their numbers may come again; those of tickets may not
+            self.last_lease = run.state.next_lease - 1
         rows = {row.ticket: row for row in run.store.tickets.select("1 = 1")}
         for ticket, (site, digest) in list(self.acknowledged.items()):
             row = rows.get(ticket)
@@ -318,6 +319,7 @@ class Checks:
         self._require_values(run, fragment, version)
 
     def _know(self, run: RunCore, fragment: int, version: int, model: Model) -> None:
+        model.stored = {name: value.astype(np.float64) for name, value in read(run, fragment, version).items()}
         self.models[fragment, version] = self.of_digest[run.store.versions.get(fragment, version).digest] = model
 
     def _require_once(self, before: Model, updates: Sequence[Formed], fragment: int, version: int) -> None:
@@ -433,11 +435,8 @@ def require_same(before: State, after: State) -> None:
 
     def of_open(state: State, index: int) -> dict[str, Any]:
         round_ = state.rounds[index]
-        # an expired one is given anew; an asynchronous run asks a site again that sat out with an older version
-        return {
-            site: (each.id, each.state)
-            for site, each in round_.tickets.items()
-            if each.state != "expired" and not (each.state == "sat out" and each.base_version < round_.head)
+        return {  # an expired one is given anew
+            site: (each.id, each.state) for site, each in round_.tickets.items() if each.state != "expired"
         }
 
     was, now = facts(before), facts(after)

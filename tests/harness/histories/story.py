@@ -58,13 +58,12 @@ from harness.histories.virtual_loop import (
     GreenThreading,
     InlineExecutor,
     Killed,
-    Process,
     VirtualLoop,
     current_green,
     run_jobs,
     wait_for_all,
 )
-from harness.histories.virtual_site import ADDRESS, Site, form
+from harness.histories.virtual_site import ADDRESS, Site, SiteProcess, form
 
 END_S = 240.0
 """Virtual seconds within which a run without further faults makes a version, and within which it ends."""
@@ -122,7 +121,7 @@ class History:
         )
         if scenario.may_begin_anew:
             self.checks.may_expire.add(STATE_BEGINS)
-        self.processes: list[Process] = []
+        self.processes: list[SiteProcess] = []
         self.served: ServedRun | None = None
         self.failure: BaseException | None = None
         (folder / "boot_id").write_text("0")
@@ -466,6 +465,8 @@ class History:
             process.kill()
         while not all(process.ended for process in self.processes):
             await asyncio.sleep(0)
+        for process in self.processes:
+            process.close()
         served, self.served, self._dying = self.served, None, True
         if served is not None:
             with contextlib.suppress(Crashed, Exception):

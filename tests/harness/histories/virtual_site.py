@@ -44,7 +44,7 @@ class World(Protocol):
     loop: VirtualLoop
     checks: Checks
     counts: Counter[str]
-    processes: list[Process]
+    processes: list[SiteProcess]
 
     @property
     def is_healed(self) -> bool:
@@ -72,6 +72,12 @@ class SiteProcess(Process):
     forming_in: tuple[Exchange, int] | None = None
     sees_base: Callable[[Ticket, Tensors, Report], Formed] | None = None
     steps = 0
+
+    def close(self) -> None:
+        """Close the files of a process that was killed, as the system does."""
+        if self.part is not None:
+            with contextlib.suppress(Exception):  # it may wait for a thread, but none is left
+                self.part.session.cleanup.close()
 
 
 _form = Exchange.form
@@ -302,7 +308,7 @@ class Site:
 
     def _formed_in_streaming(self, ticket: Ticket, tensors: Tensors, report: Report) -> Formed:
         """The update of these tensors: the difference from the version that its ticket names."""
-        base = self.history.checks.of_digest[ticket.base.digest].theta
+        base = self.history.checks.of_digest[ticket.base.digest].stored
         values = {name: base[name] - value for name, value in as_arrays(tensors, tensors).items()}
         is_sound = report.weight <= MOST_WEIGHT and all(np.isfinite(value).all() for value in values.values())
         process = own_process()

@@ -9,7 +9,7 @@ from harness.sim_journal import snapshot
 from round_story import Story, closed
 
 from atoll.rounds import events, machine
-from atoll.rounds.closing_policy import AsyncBuffer, QuorumDeadline
+from atoll.rounds.closing_policy import AsyncBuffer, Barrier, QuorumDeadline
 from atoll.rounds.events import AggregatorLost, GenerationBegun, RoundReopened, StateLost, TicketsExpired
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
@@ -82,6 +82,36 @@ def test_a_restart_reuses_no_lease_or_ticket(story):
     assert run.lease("c") == 3
     run.leave("a")  # now the round needs c
     assert run.ticket("c") == 2
+
+
+def test_a_restart_keeps_a_site_out_that_has_an_old_ticket(story):
+    """In an asynchronous run, a site that sits out a round with a ticket of an older version gets no ticket in this
+    round, also after a restart of the server.
+    """
+    run = story("ab", policy=AsyncBuffer())
+    old = run.ticket("b")
+    run.submit("a")
+    run.commit()
+    run.send(events.SatOut(old))  # the round from version 1, with a ticket of version 0
+    assert restart(run) == ()
+    assert run.expected() == ("a",)
+    assert run.withheld("b").startswith("it sits out this round")
+    run.submit("a")
+    run.commit()
+    assert run.ticket("b") == 4
+
+
+@pytest.mark.parametrize("policy", [Barrier(), AsyncBuffer(buffer=2)], ids=["barrier", "async"])
+def test_a_restart_keeps_a_returning_site_in_the_round(story, policy):
+    """If a round needs a site that sat out, and a new process of it joins, the site gets a ticket, also after a restart
+    of the server.
+    """
+    run = story("ab", policy=policy, min_sites=2)
+    run.sit_out("b")
+    run.join("b")  # the new process may have samples
+    assert restart(run) == ()
+    assert run.expected() == ("a", "b")
+    assert run.ticket("b") == 2
 
 
 @pytest.mark.covers("F10")

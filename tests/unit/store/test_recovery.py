@@ -32,7 +32,9 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, StateCorrupt, StoreError
+from atoll.store import audit_log
 from atoll.store.file_slots import verify
+from atoll.store.journal import Durability
 from atoll.store.store import FileShape, Store
 
 
@@ -73,6 +75,55 @@ def test_a_restart_finds_everything_again(tmp_path: Path) -> None:
     assert [read(store.tickets.spool(ticket).fd) for ticket in (3, 4)] == [update_of("a", 1), update_of("b", 1)]
     store.run_log.freeze(0, 1, (3, 4))
     assert write_version(store, 2, (3, 4)).version == 2
+
+
+def test_no_ticket_number_is_given_again_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power loss, later tickets get numbers that no ticket can have had which the journal has lost."""
+    # With `process`, a power loss may take the newest tickets, which sites still know. A kill takes none.
+    monkeypatch.setattr(audit_log, "_BOOT_ID", tmp_path / "boot_id")
+    boot = audit_log._BOOT_ID
+
+    def next_number(directory: Path, durability: Durability = "process") -> int:
+        store, _ = begin(directory, durability=durability)
+        number = store.tickets.next_number()
+        store.close()
+        return number
+
+    boot.write_text("first")
+    new_run(tmp_path / "run", 1).close()  # tickets 1 and 2
+    assert next_number(tmp_path / "run") == 3
+    boot.write_text("second")
+    assert next_number(tmp_path / "run") == 10**9 + 1
+    assert next_number(tmp_path / "run") == 10**9 + 1  # another start, after a kill
+    boot.write_text("third")
+    assert next_number(tmp_path / "run") == 2 * 10**9 + 1  # the tickets after the first loss may be lost, too
+    (tmp_path / "run" / audit_log.NAME).unlink()  # so it is not known whether power was lost
+    assert next_number(tmp_path / "run", "power") == 3 * 10**9 + 1
+    boot.write_text("fourth")
+    assert next_number(tmp_path / "run", "power") == 3 * 10**9 + 1  # each ticket was on the disk before its answer
+
+
+def test_the_journal_knows_which_sites_sit_out_a_round(tmp_path: Path) -> None:
+    """A site sits out the round that is open when it says so, whatever version its ticket starts from, until it gets
+    another ticket or the round ends.
+    """
+    store = new_run(tmp_path)
+    store.tickets.issue(3, "b", 0, 0)
+    freeze(store, 0, {1: "a"})
+    write_version(store, 1, [1])
+    assert store.tickets.sitting_out(0) == ()
+    with store.journal.transaction():
+        store.tickets.sit_out(3, {})  # of version 0, in the round from version 1
+    store, _ = reopen(store)
+    assert [row.ticket for row in store.tickets.sitting_out(0)] == [3]
+    store.tickets.issue(4, "b", 0, 1)
+    assert store.tickets.sitting_out(0) == ()
+    with store.journal.transaction():
+        store.tickets.sit_out(4, {})
+    assert [row.ticket for row in store.tickets.sitting_out(0)] == [4]
+    freeze(store, 1, {5: "a"})
+    write_version(store, 2, [5])
+    assert store.tickets.sitting_out(0) == ()
 
 
 @pytest.mark.covers("D4")

@@ -61,7 +61,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, rows: Sequence[T
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
         global_step=summary.get("global_step", 0.0),
         from_zero=store.run_log.generation.begins_at(base_version),
-        sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.last_sat_out_round(fragment).first_ticket),
+        sat_out=sorted(row.site for row in store.tickets.sitting_out(fragment)),
     )
 
 

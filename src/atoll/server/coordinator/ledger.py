@@ -208,11 +208,13 @@ def _write_control(run_log: RunLog, effect: events.ControlsChanged | events.Roun
 def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
     """Return the journal's content from which the ledger restores its state: current rounds, tickets and sites."""
     run_log, tickets, fragments = store.run_log, store.tickets, []
+    to_go_on = {row.ticket: row for row in tickets.to_go_on()}
     for fragment, head in enumerate(store.versions.heads()):
         row = run_log.round(fragment, head)
         expected = row.expected if row is not None and row.state == "open" else None
         frozen = row.tickets if row is not None and row.state == "frozen" else ()
-        sat_out = run_log.last_sat_out_round(fragment)
+        sat_out, sitting_out = run_log.last_sat_out_round(fragment), tickets.sitting_out(fragment)
+        to_go_on |= {row.ticket: row for row in sitting_out}
         done = head - len(run_log.lost_versions(fragment)) + sat_out.total
         # a lost version may come before a round that all sites sat out: no later round gets the number of that one
         done = max([done, *(each.round for each in run_log.ended_rounds(2, fragment))])
@@ -226,6 +228,7 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
                 sat_out_rounds=sat_out.total,
                 sat_out_in_a_row=sat_out.in_a_row if sat_out.base_version == head else 0,
                 first_ticket=sat_out.first_ticket,
+                sitting_out=frozenset(row.ticket for row in sitting_out),
             )
         )
     return Snapshot(
@@ -238,7 +241,7 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
             IssuedTicket(
                 row.ticket, row.site, row.fragment, row.base_version, row.state, row.reason or "", row.accepted_order
             )
-            for row in tickets.to_go_on()
+            for row in to_go_on.values()
         ),
         next_ticket=tickets.next_number(),
         next_lease=run_log.next_lease(),

@@ -305,7 +305,7 @@ class PartReceiver:
         run = self._run
         row, settings = run.store.tickets.get(ticket), run.settings
         layout = run.plan.fragments[row.fragment].update
-        self._leases.require_open(lease, ticket)  # first: after a power loss, another fragment may have the number
+        self._leases.require_open(lease, ticket)  # first: in a restored directory, another fragment may have the number
         if part >= len(layout.parts):
             raise BadRequest(
                 f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",

@@ -195,9 +195,10 @@ class Exchange:
         """Return whether the worker has to ask for a ticket again before it overwrites the outbox.
 
         If a server that lost power continues from an older version, it needs the update in the outbox again, under a
-        new ticket. The old `ticket` is then useless: it has expired, or has been issued again for another version. A
-        ticket also expires when its round closes. If the outbox is empty, or a version that includes its update is safe
-        on the server's disk, the update is not needed again: return False without asking the server.
+        new ticket. The old `ticket` is then useless: it has expired. Or it was issued again for another version, if the
+        server's directory was restored from a backup. A ticket also expires when its round closes. If the outbox is
+        empty, or a version that includes its update is safe on the server's disk, the update is not needed again:
+        return False without asking the server.
         """
 
         def needed() -> bool:

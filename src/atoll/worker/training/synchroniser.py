@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from atoll.errors import is_transient
+from atoll.errors import TicketClosed, is_transient
 from atoll.format_text import of_fragment
 from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import (
@@ -197,6 +197,8 @@ class PendingSync:
             happened.
         error: the error that ended the thread, if any.
         late: in an asynchronous run, whether the new version had not arrived when it should have been merged.
+        gives_way: set to let the thread end within `OTHERS_S` although the new version is not there, because another
+            fragment comes first.
         sits_out: whether the worker sits out the round.
     """
 
@@ -216,7 +218,7 @@ class PendingSync:
         self.broke_off: TooLate | Lost | None = None
         self.error: BaseException | None = None
         self.sent, self.done = Latch(), Latch()
-        self.late = False
+        self.late = self.gives_way = False
         self._thread = threading.Thread(target=self._run, name=f"atoll-fragment-{fragment.index}", daemon=True)
 
     def start(self) -> None:
@@ -243,8 +245,8 @@ class PendingSync:
 
     def _fetch(self) -> None:
         exchange = self.fragment.exchange
-        reply = exchange.ask_and_resend(retries=self._retries)
-        if isinstance(reply, Lost):
+        reply = _ask_for_result(exchange, self._retries, lambda: self.gives_way)
+        if isinstance(reply, TooLate | Lost):
             self.broke_off = reply
             return
         pulled = exchange.pull_newest(reply.head, None, Patience(self._retries), to_next=True)
@@ -253,6 +255,29 @@ class PendingSync:
             exchange.files.close_next_base()
             return
         self.reply = pulled.newer or reply
+
+
+def _ask_for_result(exchange: Exchange, retries: int, gives_way: Callable[[], bool]) -> Next | TooLate | Lost:
+    """Wait for the round after the one that the worker has submitted to. Return the server's reply.
+
+    Args:
+        exchange: exchange of the fragment.
+        retries: how often to try again after a network error.
+        gives_way: returns whether to wait no longer, because the run has gone back with another fragment, which comes
+            first; asked every `OTHERS_S`.
+
+    Returns:
+        The reply; `TooLate` if the worker gives way: its update may count all the same; `Lost` if the server cannot be
+        reached.
+    """
+    if exchange.local.number is None:  # there is no other fragment
+        return exchange.ask_and_resend(retries=retries)
+    reply = exchange.ask_and_resend(OTHERS_S, retries=retries)
+    while isinstance(reply, Wait):
+        if gives_way():
+            return TooLate(TicketClosed("The run has gone back with another fragment, which comes before this one."))
+        reply = exchange.ask_and_resend(OTHERS_S, retries=retries)
+    return reply
 
 
 class Synchroniser:
@@ -651,7 +676,8 @@ class Synchroniser:
             reply = other.exchange.ask_and_resend(0.0, retries=self._retries)
             if not isinstance(reply, Lost) and other.goes_back(reply):
                 other.heard(reply)
-        return any(each.went_back for each in others) and self._order.pick(self._candidates) != fragment.index
+        mine = fragment.round, fragment.index
+        return self._rules.waits and any(each.went_back and (each.round, each.index) < mine for each in others)
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
         """Continue from a version that was made without this worker's local steps: add the steps to it or discard them.
@@ -729,14 +755,15 @@ class Synchroniser:
         else:
             self._skip(fragment, broke_off, sits_out=sits_out)
 
-    def _await_result(self, fragment: FragmentState, *, sits_out: bool) -> Lost | None:
+    def _await_result(self, fragment: FragmentState, *, sits_out: bool) -> TooLate | Lost | None:
         """Wait until the round has led to a new version, and load or merge that version into the model.
 
-        If this worker has sat out the round, load the version as it is.
+        If this worker has sat out the round, load the version as it is. Return `TooLate` or `Lost` if no new version
+        came, as `_ask_for_result` does.
         """
         self._session.tell(state="waiting for the other sites")
-        reply = fragment.exchange.ask_and_resend(retries=self._retries)
-        if isinstance(reply, Lost):
+        reply = _ask_for_result(fragment.exchange, self._retries, lambda: self._others_went_back(fragment))
+        if isinstance(reply, TooLate | Lost):
             return reply
         if not sits_out:
             self._counted(reply)
@@ -784,10 +811,9 @@ class Synchroniser:
             since_s += LOOK_S
             for broken in self._broken():
                 self._finish_sync(broken)
-            went_back = False
-            if self._rules.waits and since_s >= OTHERS_S:
-                went_back, since_s = self._others_went_back(pending.fragment), 0.0
-            may = self._rules.waits and (went_back or len(self._pending) < self._rules.max_inflight)
+            if since_s >= OTHERS_S:
+                pending.gives_way, since_s = pending.gives_way or self._others_went_back(pending.fragment), 0.0
+            may = self._rules.waits and len(self._pending) < self._rules.max_inflight
             due, own = self._order.pick(self._candidates) if may else None, pending.fragment
             if due is not None and (self._fragments[due].round, due) < (own.round, own.index):
                 self._submit_next()
