@@ -159,7 +159,7 @@ LINES: dict[str, int] = {
     "server/http": 1546,
     "server/swarm": 733,
     "server/tasks": 1919,
-    "simulate": 2281,
+    "simulate": 2287,
     "store": 4476,
     "tensors": 2238,
     "testing": 480,

@@ -283,6 +283,8 @@ class Engine:
     def start(self, beginning: Beginning, heard: Heard) -> None:
         """Start all processes, wait until each is ready, then start a thread for each. On an error, kill all processes.
 
+        If another thread calls `close` meanwhile, all processes are killed, too.
+
         Args:
             beginning: what a process needs before its first job.
             heard: the object to which the results are reported.
@@ -295,17 +297,21 @@ class Engine:
         self._beginning, self._heard = beginning, heard
         try:
             self._host.open()
-            for _ in range(self._count):  # start all before waiting for one: each needs seconds to import torch
-                self._crew.append(_Member(self._host.begin(beginning)))
-            for member in self._crew:
+            # Start all before waiting for one: each needs seconds to import torch.
+            crew = [self._take_on(self._host.begin(beginning)) for _ in range(self._count) if not self._closed]
+            for member in filter(None, crew):
                 member.process.ready()
         except BaseException:
             self.close()
             raise
-        for member in self._crew:
-            thread = threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._lock:
+            if not self._closed:
+                for member in self._crew:
+                    thread = threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+                return
+        self._host.close()  # it may have been opened after `close`
 
     def put(self, job: Job) -> None:
         """Queue a job; its result is reported later. If its process ends, the job is repeated, up to a limit."""
@@ -400,14 +406,19 @@ class Engine:
         LOG.warning("%s of the simulation %s%s; starting another one in its place", self._host.kind, how, doing)
         for job in begun:
             self._begin_again(job, how, is_stuck=member.stuck == job.ticket.id)
-        substitute = _Member(self._begun())
+        substitute = self._take_on(self._begun())
+        with self._lock:
+            self._hand_out()
+        return substitute
+
+    def _take_on(self, process: Process) -> _Member | None:
+        """Add a process to the engine. If the engine was closed meanwhile, end the process and return None."""
         with self._lock:
             if not self._closed:
-                self._crew.append(substitute)
-                self._hand_out()
-                return substitute
-        substitute.process.kill()
-        substitute.process.bury()
+                self._crew.append(member := _Member(process))
+                return member
+        process.kill()
+        process.bury()
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:

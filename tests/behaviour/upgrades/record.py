@@ -21,8 +21,10 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from conversation import Recording, save  # noqa: E402
 
-COMMITS = {"d4b817c4": 11, "cff38b2f": 12, "f62228de": 13}
-"""Commit → version of its journal: before the page of a run, before identity, and with identity and policy."""
+COMMITS = {"d4b817c4": 11, "cff38b2f": 12, "f62228de": 13, "b5d0dbf8": 14}
+"""Commit → version of its journal: before the page of a run, before identity, with identity and policy, and with
+workflows that survive a kill.
+"""
 RECORDED = HERE / "recorded"
 _DOCUMENT = "import json; from atoll.protocol.openapi import openapi; print(json.dumps(openapi('')))"
 

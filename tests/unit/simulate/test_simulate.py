@@ -190,6 +190,34 @@ def test_close_waits_for_a_process_that_starts() -> None:
 
 
 @pytest.mark.covers("V2")
+def test_a_closed_engine_ends_what_still_starts() -> None:
+    """If the engine closes while its first processes start, each of them is ended, whichever had started by then."""
+    ends: list[int] = []
+
+    class Starting(Ends):
+        """The engine closes while this host starts the second process."""
+
+        def begin(self, beginning: Any) -> Any:
+            process = Starting()
+            process.pid = len(begun.pids()) + 1
+            if process.pid == 2:
+                begun.close()
+            return process
+
+        def kill(self) -> None:
+            ends.append(self.pid)
+
+        def bury(self) -> str:
+            ends.append(-self.pid)
+            return "ended"
+
+    begun = engine.Engine(Starting(), 3)
+    begun.start(None, Starting())  # type: ignore[arg-type]
+    assert ends == [1, -1, 2, -2]  # killed, then waited for; the third was not started
+    assert begun.pids() == []
+
+
+@pytest.mark.covers("V2")
 def test_a_second_result_of_a_job_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """If a process returns two results for one job, the second is ignored and the log says so."""
     host = Ends("returns twice")
