@@ -48,7 +48,7 @@ class BackgroundWriter:
         self._metrics_in_turn = asyncio.Lock()
         self._durable_in_turn = asyncio.Lock()
         self._durable_at_s: dict[int, float] = {}  # fragment → when the last fsync of its versions began
-        self._durable_soon: set[int] = set()  # fragments whose newest version is fsynced after a pause
+        self._durable_soon: set[int] = set()  # fragments with an fsync of the newest version after a pause
         self._best_in_turn = asyncio.Lock()
         self._measured: Measurement | None = None  # the best version, as long as it can be saved
         self.unsaved: dict[str, str] = {}
