@@ -80,6 +80,7 @@ def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: 
         sync(journal, fd, what)
 
     monkeypatch.setattr(Journal, "sync", slow)
+    monkeypatch.setattr(background_writes, "DURABLE_S", 0.0)
     waits.set()
     versions = set()
     with plain_server(tmp_path, nn.Linear(4, 3), rounds=7) as server:
