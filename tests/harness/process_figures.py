@@ -12,15 +12,24 @@ SAMPLE_S = 0.025
 def anonymous_kb(pid: int) -> int:
     """Anonymous resident memory in KiB: what is neither a file nor shared; 0 of a process that has ended."""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY)  # three system calls; `read_text` makes eight
+        fd = _open_status(pid)
     except OSError:
         return 0
     try:
-        text = os.read(fd, 2**16)
-    except ProcessLookupError:  # it has ended meanwhile
-        return 0
+        return _anonymous_kb_in(fd)
     finally:
         os.close(fd)
+
+
+def _open_status(pid: int) -> int:
+    return os.open(f"/proc/{pid}/status", os.O_RDONLY)
+
+
+def _anonymous_kb_in(status_fd: int) -> int:
+    try:
+        text = os.pread(status_fd, 2**16, 0)
+    except ProcessLookupError:  # it has ended meanwhile
+        return 0
     line = next((line for line in text.splitlines() if line.startswith(b"RssAnon:")), b"RssAnon: 0")
     return int(line.split()[1])
 
@@ -51,7 +60,7 @@ class Peaks:
         self._lock = threading.Lock()
         self._baseline_kb: dict[int, int] = {}
         self._peak_kb: dict[int, int] = {}
-        self._watched: set[int] = set()
+        self._status_fds: dict[int, int] = {}  # kept open: a look at a process is then one system call
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="atoll-peaks", daemon=True)
         self._thread.start()
@@ -59,13 +68,13 @@ class Peaks:
     def begin(self, pid: int) -> None:
         """What the process has now is its baseline."""
         with self._lock:
-            self._baseline_kb[pid] = self._peak_kb[pid] = anonymous_kb(pid)
-            self._watched.add(pid)
+            self._status_fds[pid] = fd = _open_status(pid)
+            self._baseline_kb[pid] = self._peak_kb[pid] = _anonymous_kb_in(fd)
 
     def end(self, pid: int) -> None:
         """What the process does from now on does not count."""
         with self._lock:
-            self._watched.discard(pid)
+            os.close(self._status_fds.pop(pid))
 
     def peak_mb(self, pid: int) -> float:
         """In 10⁶ bytes."""
@@ -75,9 +84,11 @@ class Peaks:
     def close(self) -> None:
         self._end.set()
         self._thread.join()
+        for pid in [*self._status_fds]:
+            self.end(pid)
 
     def _sample(self) -> None:
         while not self._end.wait(SAMPLE_S):
             with self._lock:
-                for pid in self._watched:
-                    self._peak_kb[pid] = max(self._peak_kb[pid], anonymous_kb(pid))
+                for pid, fd in self._status_fds.items():
+                    self._peak_kb[pid] = max(self._peak_kb[pid], _anonymous_kb_in(fd))

@@ -266,9 +266,11 @@ class LocalSite:
             Conflict: the digest is not that of the parts.
             UpdateRefused: the update contains NaN or Inf, or is refused for another reason.
         """
+        last = None
         for part, each in enumerate(stats):
-            self._served.updates.record_part(self.lease, ticket.id, part, each)
-        receipt, _ = await self._served.updates.submit(self.lease, ticket.id, message)
+            completes = part == len(stats) - 1
+            last = self._served.updates.record_part(self.lease, ticket.id, part, each, completes=completes)
+        receipt, _ = await self._served.updates.submit(self.lease, ticket.id, message, last)
         return receipt
 
     async def submit_file(self, ticket: messages.Ticket, report: messages.Report, fd: int) -> messages.Receipt:

@@ -15,7 +15,7 @@ import re
 import sqlite3
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -95,8 +95,9 @@ class Journal:
         self._checkpointing = threading.Lock()
         self._checkpoints: sqlite3.Connection | None = None  # copies the write-ahead log beside this thread's changes
         self._copied_changes = 0  # number of changed rows when it last did
-        # tables of a query → query, its values, how it was fetched → the answer
-        self._answers: defaultdict[frozenset[str], dict[tuple[Any, ...], Any]] = defaultdict(dict)
+        self._changes = Counter[str]()  # table → number of statements so far that may have changed it
+        # tables of a query → the sum of their changes, and (query, its values, how it was fetched) → the answer
+        self._answers: dict[frozenset[str], tuple[int, dict[tuple[Any, ...], Any]]] = {}
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
         self._open_files()
@@ -283,9 +284,8 @@ class Journal:
 
     def _begin_change(self, sql: str) -> None:
         assert self._depth, "a change outside of a transaction"
-        changed = _tables_in(sql)
-        for tables in [tables for tables in self._answers if not tables.isdisjoint(changed)]:
-            del self._answers[tables]
+        for table in _tables_in(sql):
+            self._changes[table] += 1
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
         """Return the rows of a table that match `where`, as dataclass objects.
@@ -295,12 +295,11 @@ class Journal:
             where: an SQL clause `WHERE … ORDER BY …`, with a `?` for each of `values`; empty for all rows.
             values: values for the clause.
         """
-        return [table.read(row) for row in self.rows(f"{table.select} {where}", *values)]
+        return list(self._ask(f"{table.select} {where}", values, table.read_all))
 
     def first(self, table: Table[Row], where: str = "", *values: Any) -> Row | None:
         """Return the first row that `select` would return; None if there is no row."""
-        row = self.row(f"{table.select} {where}", *values)
-        return None if row is None else table.read(row)
+        return self._ask(f"{table.select} {where}", values, table.read_first)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return every row of a query. Do not change the list."""
@@ -320,10 +319,12 @@ class Journal:
         with self.lock, self._translated:
             if not (tables := _tables_in(sql)) or not tables <= REMEMBERED:
                 return fetch(self._db.execute(sql, values))
-            known, key = self._answers[tables], (sql, values, fetch)
+            changes, key = sum(self._changes[table] for table in tables), (sql, values, fetch)
+            as_of, known = self._answers.get(tables, (-1, {}))
+            if as_of != changes or len(known) >= MOST_ANSWERS:
+                known = {}
+                self._answers[tables] = changes, known
             if key not in known:
-                if len(known) >= MOST_ANSWERS:
-                    known.clear()
                 known[key] = fetch(self._db.execute(sql, values))
             answer: Answer = known[key]
             return answer

@@ -548,6 +548,15 @@ class Table(Generic[Row]):
         """Convert one row of a query that begins with `self.select` to the table's dataclass."""
         return self._row(*[load(value) if load else value for load, value in zip(self._loads, values, strict=True)])
 
+    def read_first(self, cursor: sqlite3.Cursor) -> Row | None:
+        """Return the first row of a query that begins with `self.select`; None if there is none."""
+        values = cursor.fetchone()
+        return None if values is None else self.read(values)
+
+    def read_all(self, cursor: sqlite3.Cursor) -> list[Row]:
+        """Return the rows of a query that begins with `self.select`."""
+        return [self.read(values) for values in cursor]
+
     def write(self, row: Row) -> list[Any]:
         """Convert a dataclass value to the SQL values for the statement `self.insert`."""
         values = ((column, getattr(row, name)) for name, column in self._columns.items())

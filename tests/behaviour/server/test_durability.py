@@ -24,6 +24,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
+from atoll.server.coordinator import background_writes
 from atoll.store.journal import Journal
 from atoll.store.versions import Versions
 
@@ -79,6 +80,7 @@ def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: 
         sync(journal, fd, what)
 
     monkeypatch.setattr(Journal, "sync", slow)
+    monkeypatch.setattr(background_writes, "DURABLE_S", 0.0)
     waits.set()
     versions = set()
     with plain_server(tmp_path, nn.Linear(4, 3), rounds=7) as server:
@@ -96,6 +98,32 @@ def test_keeps_few_versions_while_the_disk_is_slow(tmp_path: Path, monkeypatch: 
     assert most_at_once == 1
     assert max(versions) <= 5
     assert synced <= 5  # versions 0, 1, 2, 6 and 7; fewer where the first write begins late
+
+
+@pytest.mark.covers("F26")
+def test_quick_versions_become_durable_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that follow each other quickly are fsynced once, after a pause; the last one at the end of the run."""
+    monkeypatch.setattr(background_writes, "DURABLE_S", 600.0)
+    synced = 0
+    sync = Journal.sync
+
+    def counted(journal: Journal, fd: int, what: str) -> None:
+        nonlocal synced
+        synced += Path(what).name.startswith("version-")
+        sync(journal, fd, what)
+
+    monkeypatch.setattr(Journal, "sync", counted)
+    with plain_server(tmp_path, nn.Linear(4, 3), rounds=6) as server:
+        with ManualSite(server.url, site="a", folder=tmp_path / "workers") as client:
+            while (number := client.next_round()) is not None:
+                if number == 2:
+                    wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
+                if number == 6:
+                    assert server.status().durable_version == 1
+                client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
+        server.run()
+        assert server.status().durable_version == 6
+    assert synced == 3  # versions 0, 1 and 6
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Writes files in the background after a version was committed: metrics, exported models, best version, result.
 
-Afterwards, the newest version is fsynced, so that it survives a power loss.
+Afterwards, at most once a second, the newest version is fsynced, so that it survives a power loss.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import shlex
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
@@ -26,6 +27,9 @@ LOG = logging.getLogger("atoll.server")
 
 T = TypeVar("T")
 
+DURABLE_S = 1.0
+"""Least time between two fsyncs of a fragment's versions. A power loss costs at most so much more training."""
+
 LAST = " The server ends only after that, or with Ctrl-C. Ctrl-C loses nothing: the next start writes the file."
 """Text for the log about a file that is written after the last round."""
 
@@ -43,6 +47,8 @@ class BackgroundWriter:
         self.best = BestVersion(plan, store, self.exports.folder)
         self._metrics_in_turn = asyncio.Lock()
         self._durable_in_turn = asyncio.Lock()
+        self._durable_at_s: dict[int, float] = {}  # fragment → when the last fsync of its versions began
+        self._durable_soon: set[int] = set()  # fragments with an fsync of the newest version after a pause
         self._best_in_turn = asyncio.Lock()
         self._measured: Measurement | None = None  # the best version, as long as it can be saved
         self.unsaved: dict[str, str] = {}
@@ -80,8 +86,8 @@ class BackgroundWriter:
             at: time at which the version was written; None: the metrics are written later, by `write_metrics`.
             heads: number of the newest version of each fragment.
             last: whether all fragments have now finished this round.
-            finished: whether the run is finished. If so, the persistor does not get the model here, but from
-                `save_result`.
+            finished: whether the run is finished. If so, the persistor gets the model from `save_result`, and
+                `make_durable` makes it durable.
         """
         loop, version = asyncio.get_running_loop(), summary.version or 0
         every = self._settings.disk.export_every
@@ -100,13 +106,28 @@ class BackgroundWriter:
         except (AtollError, OSError) as error:
             self._go_on_after(error, version)
         try:
-            # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
-            async with self._durable_in_turn:
-                await loop.run_in_executor(self._io, self._store.versions.write_durable, summary.fragment)
+            if not finished:  # at the end of the run, `make_durable` follows
+                await self._write_durable(summary.fragment)
             if self._measured is not None and not self.best.path.exists():  # a user has removed it
                 await self.save_best(self._measured)
         except (AtollError, OSError) as error:
             self._go_on_after(error, version)
+
+    async def _write_durable(self, fragment: int) -> None:
+        """Make the newest version of a fragment durable; after a pause, if an earlier one was a moment ago.
+
+        Calls during the pause return at once, because the version that is the newest at its end is written.
+        """
+        if fragment in self._durable_soon:
+            return
+        loop = asyncio.get_running_loop()
+        self._durable_soon.add(fragment)
+        await asyncio.sleep(self._durable_at_s.get(fragment, -math.inf) + DURABLE_S - loop.time())
+        self._durable_soon.discard(fragment)
+        # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
+        async with self._durable_in_turn:
+            self._durable_at_s[fragment] = loop.time()
+            await loop.run_in_executor(self._io, self._store.versions.write_durable, fragment)
 
     async def _append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         loop = asyncio.get_running_loop()
@@ -179,6 +200,13 @@ class BackgroundWriter:
         heads = self._store.versions.heads()
         await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
+
+    async def make_durable(self) -> None:
+        """At the end of the run: make the newest versions durable, without a pause."""
+        async with self._durable_in_turn:
+            for fragment in range(len(self._plan.fragments)):
+                write = functools.partial(self._store.versions.write_durable, fragment)
+                await self.saved("the newest version", write, LAST)
 
     async def save_metrics(self) -> None:
         """At the end of the run: complete the metrics file, because lines may be missing."""

@@ -221,6 +221,7 @@ class Coordinator:
         run = self._run
         path = await self._background.save_result()
         await wait_for_end(self._last_write)
+        await self._background.make_durable()
         await wait_for_end(self._saving_best)  # the last version's evaluation may have begun this
         await self._background.save_metrics()
         await asyncio.wrap_future(self._background.persistor.idle())
