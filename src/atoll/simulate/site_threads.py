@@ -180,14 +180,15 @@ class _Threads:
             site, error = self._ended.get()
             training -= 1
             self._server.wait(0.0)  # raises the error of a failed run
-            if self._server.status().finished:
+            finished = self._server.status().finished
+            if finished and error is None:
                 continue
-            if isinstance(error, ConfigError):  # such a site cannot take part in the run
+            if isinstance(error, ConfigError) and not finished:  # such a site cannot take part in the run
                 raise error
             why = "its script returned before the end of the run" if error is None else str(error)
             result = result_of_error(error) if error is not None else None
             self._failed[site] = result.error if result is not None else why
-            if training < floor:
+            if training < floor and not finished:
                 raise RunFailed(
                     f"Only {training} of {len(self._names)} sites are left, and a round needs {floor}; the last that "
                     f"ended is {site}: {self._failed[site].rstrip('.')}.",

@@ -218,9 +218,32 @@ def test_a_run_that_lacks_a_site_can_continue(tmp_path: Path, script: Any, why: 
 def test_a_run_goes_on_without_an_unneeded_site(tmp_path: Path) -> None:
     """If a site fails that the rounds do not need, `atoll.run` goes on with the others."""
     # Round 2 is that of a alone: 2, then 2 + 1.
-    done = run(tmp_path, raise_in_round_2, **{"rounds.min_sites": 1})
+    begun = threading.Event()
+
+    def train(worker: Any) -> None:
+        for fl_round in worker:
+            if fl_round.number == 2 and worker.site == "b":
+                begun.set()
+                raise ValueError("no data at b")
+            assert fl_round.number == 1 or begun.wait(60)  # else the run could end before b has begun its round 2
+            fl_round.submit({"w": fl_round.state_dict()["w"] + MOVES[worker.site]}, weight=1.0)
+
+    done = run(tmp_path, train, **{"rounds.min_sites": 1})
     assert done.failed == {"b": "ValueError: no data at b"}
     assert weights_of(done) == [3.0] * 3
+
+
+def test_an_error_after_the_last_round_is_told(tmp_path: Path) -> None:
+    """If a site's function raises after the run has finished, the result says so, and has the model."""
+
+    def train(worker: Any) -> None:
+        move(worker)
+        if worker.site == "b":
+            raise ValueError("no summary")
+
+    done = run(tmp_path, train)
+    assert done.failed == {"b": "ValueError: no summary"}
+    assert weights_of(done) == [4.0] * 3
 
 
 def test_the_result_counts_refused_updates(tmp_path: Path) -> None:
