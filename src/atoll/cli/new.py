@@ -80,7 +80,7 @@ WORKFLOW = (
     "disk.durability",
     "workflow.steps",
 )
-"""The settings of a run file for templates whose server sends tasks."""
+"""The settings of a run file for templates that work by tasks."""
 
 ALGORITHMS = registry.TABLES["algorithms"]
 
@@ -143,8 +143,10 @@ def command(
     require_known("template", template, [*TEMPLATES])
     chosen = TEMPLATES.get(template or "")
     if chosen is not None and algorithm and (chosen.sends_tasks or algorithm == "diloco"):
-        why = "whose script runs the rounds itself" if chosen.sends_tasks else "whose script trains in rounds"
-        raise UsageError(f"Both --algorithm {algorithm} and --template {template}, {why}.", "Leave --algorithm out.")
+        why = "runs the rounds itself" if chosen.sends_tasks else "trains in rounds"
+        raise UsageError(
+            f"--algorithm is {algorithm}, but the script of --template {template} {why}.", "Leave --algorithm out."
+        )
     algorithm = algorithm or "fedavg"
     script = template or ("diloco" if algorithm == "diloco" else "fedavg")  # all federated algorithms share one
     is_workflow = chosen is not None and chosen.sends_tasks
@@ -225,7 +227,7 @@ def run_file(algorithm: str, name: str) -> str:
 
 
 def workflow_file(name: str) -> str:
-    """Return the text of a run file for a template whose server sends tasks."""
+    """Return the text of a run file for a template that works by tasks."""
     steps = [{"path": "train.py:main", "args": {"rounds": 10}, "start_timeout_s": 3600}]
     chosen = _chosen_for(name) | {"run.script": "train.py", "workflow.steps": steps}
     return _text(chosen, {key: default_of(key) for key in FIELDS}, {*WORKFLOW})
