@@ -114,8 +114,10 @@ def shards_of(like: Path) -> tuple[list[Shard], str]:
         return [_shard(like, name) for name in names], INDEX if weights == INDEX else ""
     except OSError as error:
         raise file_error(error, error.filename or like) from error
-    except (BadRequest, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{like / weights} cannot be used: {error}", f"{SAVED}.") from error
+    except BadRequest as error:
+        raise UsageError(f"The folder {str(like)!r} cannot be used: {error.message}", f"{SAVED}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{like / weights} is no list of weights: {error!s}.", f"{SAVED}.") from error
 
 
 def _shard(like: Path, name: str) -> Shard:
@@ -134,7 +136,11 @@ def _copy(like: Path, new: Path, index: str) -> None:
             if name.startswith(".") or (name.endswith(OTHER_WEIGHTS) and name != index):
                 continue
             to.mkdir(parents=True, exist_ok=True)
-            replace_file(to / name, [read_named(Path(folder) / name)], mode=NAMED_FILE)
+            try:
+                data = read_named(Path(folder) / name)
+            except OSError as error:
+                raise file_error(error, Path(folder) / name) from error
+            replace_file(to / name, [data], mode=NAMED_FILE)
 
 
 def _convert(model: Path, shards: Sequence[Shard], new: Path, like: Path) -> None:
@@ -164,21 +170,20 @@ def _require_same(run: Header, wanted: Sequence[TensorSpec], like: Path) -> str:
     both = [(name, mine, spec) for name, (mine, spec) in pairs.items() if mine is not None]
     casts = [f"{name!r}: {mine.dtype} and {spec.dtype}" for name, mine, spec in both if not _castable(mine, spec)]
     faults = {
-        f"{like} has tensors that the run lacks": [
+        f"The folder {str(like)!r} has tensors that the run lacks": [
             f"{name!r} {[*spec.shape]}" for name, (mine, spec) in pairs.items() if mine is None
         ],
-        f"the run has tensors that {like} lacks": [
+        f"The run has tensors that the folder {str(like)!r} lacks": [
             f"{name!r} {[*spec.shape]}" for name, spec in ours.items() if tied.get(name, name) not in found
         ],
-        f"shapes differ in the run and in {like}": [
+        f"Shapes differ in the run and in {str(like)!r}": [
             f"{name!r}: {[*mine.shape]} and {[*spec.shape]}" for name, mine, spec in both if mine.shape != spec.shape
         ],
-        f"dtypes in the run cannot be cast to those in {like}": casts,
+        f"Dtypes in the run cannot be cast to those in {str(like)!r}": casts,
     }
-    if said := [f"{fault}: {_listed(names)}" for fault, names in faults.items() if names]:
-        message = "; ".join(said)
+    if said := [f"{fault}: {_listed(names)}." for fault, names in faults.items() if names]:
         remedy = f"{SAVED}, with the same configuration and the same release of Transformers or PEFT."
-        raise UsageError(f"{message[0].upper()}{message[1:]}.", remedy)
+        raise UsageError(" ".join(said), remedy)
     return prefix
 
 

@@ -85,6 +85,7 @@ def head_of(path: Path) -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.covers("S18")
 @pytest.mark.parametrize("server", [False, True], ids=["of a folder", "of a server"])
 def test_from_pretrained_opens_an_export(exported, tmp_path, server: bool) -> None:
     """The export has the run's values in FOLDER's dtype, names and shards, with its tokenizer; the head stays tied."""
@@ -110,7 +111,7 @@ def test_from_pretrained_opens_an_export(exported, tmp_path, server: bool) -> No
     assert {path.name for path in tmp_path.iterdir()} == {"like", "out", "state"}
 
 
-@pytest.mark.covers("S17")
+@pytest.mark.covers("S17", "S18")
 def test_peft_opens_an_export_of_an_adapter(exported, tmp_path) -> None:
     """The export of an adapter has the run's values, and PEFT opens it without a warning of missing tensors."""
     import peft
@@ -129,6 +130,7 @@ def test_peft_opens_an_export_of_an_adapter(exported, tmp_path) -> None:
     assert names == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
 
 
+@pytest.mark.covers("S18")
 def test_a_model_within_another_module_is_exported(exported, tmp_path) -> None:
     """A run whose names all have the same beginning, such as that of an attribute, is exported without it."""
     from transformers import AutoModelForCausalLM
@@ -139,6 +141,7 @@ def test_a_model_within_another_module_is_exported(exported, tmp_path) -> None:
     require_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), model.state_dict())
 
 
+@pytest.mark.covers("S18")
 def test_a_folder_may_have_both_names_of_tied_tensors(exported, tmp_path) -> None:
     """A folder of an untied model gets a tied model's tensor under both names."""
     like = like_model(tmp_path / "like", config={"tie_word_embeddings": False})
@@ -147,33 +150,45 @@ def test_a_folder_may_have_both_names_of_tied_tensors(exported, tmp_path) -> Non
     require_equal(load_file(tmp_path / "out" / "model.safetensors"), dict(model.state_dict()))
 
 
+@pytest.mark.covers("S18")
+def test_a_folder_may_have_the_other_name_of_a_tied_tensor(exported, tmp_path) -> None:
+    """A folder with the head, but not the embedding that it is tied to, gets the head alone."""
+    like = like_model(tmp_path / "like")
+    rewritten(like, lambda each: each.update({HEAD: each.pop(EMBEDDING)}))
+    model = causal_lm(1)
+    assert exported(model, like).returncode == 0
+    wanted = dict(model.state_dict())
+    del wanted[EMBEDDING]
+    require_equal(load_file(tmp_path / "out" / "model.safetensors"), wanted)
+
+
 WIDER = {"vocab_size": 40}
 REMEDY = r"Save the model that the sites begin with there: model\.save_pretrained\(FOLDER\), with the same "
 
 
-@pytest.mark.covers("X3")
+@pytest.mark.covers("S18", "X3")
 @pytest.mark.parametrize(
     ("run", "folder", "said"),
     [
         (
             {"num_hidden_layers": 1},
             {},
-            r"like has tensors that the run lacks: 'model\.layers\.1\.\S+' \[\S.*\], .* and 6 more\. ",
+            r"The folder '\S*like' has tensors that the run lacks: 'model\.layers\.1\.\S+' \[\S.*\], .* and 6 more\. ",
         ),
         (
             {},
             {"num_hidden_layers": 1},
-            r"The run has tensors that \S*like lacks: 'model\.layers\.1\.\S+' \[\S.*\], .* and 6 more\. ",
+            r"The run has tensors that the folder '\S*like' lacks: 'model\.layers\.1\.\S+' \[\S.*\], .* and 6 more\. ",
         ),
         (
             {"tie_word_embeddings": False},
             {},
-            r"The run has tensors that \S*like lacks: 'lm_head\.weight' \[32, 16\]\. ",
+            r"The run has tensors that the folder '\S*like' lacks: 'lm_head\.weight' \[32, 16\]\. ",
         ),
         (
             WIDER,
             {},
-            r"Shapes differ in the run and in \S*like: 'model\.embed_tokens\.weight': \[40, 16\] and \[32, 16\]\. ",
+            r"Shapes differ in the run and in '\S*like': 'model\.embed_tokens\.weight': \[40, 16\] and \[32, 16\]\. ",
         ),
     ],
     ids=["missing", "extra", "untied", "another shape"],
@@ -204,16 +219,16 @@ def index_with(name: object) -> Callable[[Path], object]:
     return write
 
 
-CANNOT = r"model\.safetensors\.index\.json cannot be used: "
+CANNOT = r"model\.safetensors\.index\.json is no list of weights: "
 
 
-@pytest.mark.covers("X3")
+@pytest.mark.covers("S18", "X3")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (
             lambda folder: rewritten(folder, lambda each: each.update({NORM: each[NORM].to(torch.int8)})),
-            r"Dtypes in the run cannot be cast to those in \S*like: 'model\.norm\.weight': F32 and I8\.",
+            r"Dtypes in the run cannot be cast to those in '\S*like': 'model\.norm\.weight': F32 and I8\.",
         ),
         (
             lambda folder: rewritten(folder, lambda each: each.update({NORM: each[NORM].half()})),
@@ -228,11 +243,15 @@ CANNOT = r"model\.safetensors\.index\.json cannot be used: "
         (index_with(5), CANNOT),
         (index_with("gone.safetensors"), r"gone\.safetensors cannot be used \(No such file or directory\)"),
         (
+            lambda folder: (folder / "notes.md").symlink_to("gone"),
+            r"like/notes\.md cannot be used \(No such file or directory\)\.",
+        ),
+        (
             lambda folder: (folder / "model.safetensors").write_bytes(b"short"),
-            r"model\.safetensors cannot be used: model\.safetensors has only 5 bytes",
+            r"like' cannot be used: model\.safetensors has only 5 bytes",
         ),
     ],
-    ids=["int8", "overflow", "no weights", "no config", "outside", "no name", "no shard", "truncated"],
+    ids=["int8", "overflow", "no weights", "no config", "outside", "no name", "no shard", "dangling link", "truncated"],
 )
 def test_an_unfit_folder_is_refused(exported, tmp_path, change: Callable[[Path], object], said: str) -> None:
     """A folder without weights, with a damaged file, or in a dtype that cannot hold the run is refused by name."""

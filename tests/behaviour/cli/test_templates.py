@@ -19,8 +19,10 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit.processes import Outcome, command, run_commands
+from kit.workflows import AnsweringSites, Handler
 from safetensors.torch import load_file
 
+import atoll
 from atoll.cli import new
 from atoll.testing.run import history
 
@@ -74,7 +76,7 @@ def accuracies(printed: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("X1", "T9")
+@pytest.mark.covers("X45", "T9")
 @pytest.mark.parametrize("template", ["xgboost", "sklearn"])
 def test_tabular_templates_train_by_the_printed_commands(nursery: Nursery, tmp_path: Path, template: str) -> None:
     """The script trains alone, with three sites by `atoll run`, and with two workers at a server; each learns."""
@@ -122,7 +124,7 @@ def require_opens(template: str, folder: Path, sites: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("X1", "S17")
+@pytest.mark.covers("X45", "S17", "S18")
 def test_the_peft_template_trains_and_opens(nursery: Nursery, tmp_path: Path) -> None:
     """The printed commands train the adapter, and the export opens with PEFT: it predicts better than before."""
     folder, (alone, here, serve, work, _, _, _, folders, export) = made("peft", tmp_path)
@@ -222,6 +224,55 @@ def test_moments_are_those_of_all_rows_together(script: Any) -> None:
     np.testing.assert_allclose(model["scale"], rows.std(0))
     constant = ((np.full((4, 1), 3.0), None), None)
     assert script.start([script.measure(constant)])["scale"].tolist() == [1.0]
+
+
+def run_main(script: Any, folder: Path, handlers: dict[str, Handler]) -> None:
+    """Run one round of a script's workflow, as its run file does, with two sites that answer by these functions."""
+    steps = [{"path": script.main, "args": {"rounds": 1}, "start_timeout_s": 60}]
+    settings = {"workflow.steps": steps, "rounds.sites": 2, "network.port": 0, "disk.state_dir": folder / "state"}
+    with atoll.Server(settings=settings) as server, AnsweringSites(server.url, "ab", handlers):
+        assert server.wait(60)
+
+
+@pytest.mark.parametrize("script", ["sklearn"], indirect=True)
+def test_coefficients_are_averaged_by_rows(script: Any, tmp_path: Path) -> None:
+    """Sites with 1 and 3 rows: the mean of their coefficients 0 and 4 is (1·0 + 3·4)/4 = 3, of 4 and 0 it is 1.
+
+    The column has the sum 2 + 6 and the squares 4 + 28 in 4 rows: its mean is 2, its deviation √(32/4 − 2²) = 2.
+    """
+    measured = iter([(1, 2.0, 4.0), (3, 6.0, 28.0)])
+    trained = iter([(1, 0.0, 4.0), (3, 4.0, 0.0)])
+    began = []
+
+    def measure(_: Any) -> dict[str, Any]:
+        rows, total, squares = next(measured)
+        return {"rows": rows, "sum": np.array([total]), "squares": np.array([squares])}
+
+    def train(model: Any) -> dict[str, Any]:
+        began.append({name: each.tolist() for name, each in model.items()})
+        rows, coefficient, intercept = next(trained)
+        return {"rows": rows, "accuracy": 0.5, "coef": np.array([[coefficient]]), "intercept": np.array([intercept])}
+
+    run_main(script, tmp_path, {"measure": measure, "train": train})
+    assert began == [{"mean": [2.0], "scale": [2.0], "coef": [[0.0]], "intercept": [0.0]}] * 2
+    result = np.load(script.RESULT)
+    assert {name: result[name].tolist() for name in ("coef", "intercept")} == {"coef": [[3.0]], "intercept": [1.0]}
+
+
+@pytest.mark.parametrize("script", ["xgboost"], indirect=True)
+def test_two_sites_share_the_learning_rate(script: Any, tmp_path: Path) -> None:
+    """Each of two sites gets half of 0.3, and the result has the trees of both."""
+    import xgboost
+
+    rates = []
+
+    def train(task: Any) -> dict[str, Any]:
+        rates.append(task["rate"])
+        return dict(script.train(task, script.load_data("a")))
+
+    run_main(script, tmp_path, {"train": train})
+    assert rates == [0.15, 0.15]
+    assert xgboost.Booster(model_file=script.RESULT).num_boosted_rounds() == 2 * script.TREES
 
 
 # -- the files
