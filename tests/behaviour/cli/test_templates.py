@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +20,9 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit.processes import Outcome, command, run_commands
-from kit.workflows import AnsweringSites, Handler
+from kit.workflows import run_workflow
 from safetensors.torch import load_file
 
-import atoll
 from atoll.cli import new
 from atoll.testing.run import history
 
@@ -226,14 +226,6 @@ def test_moments_are_those_of_all_rows_together(script: Any) -> None:
     assert script.start([script.measure(constant)])["scale"].tolist() == [1.0]
 
 
-def run_main(script: Any, folder: Path, handlers: dict[str, Handler]) -> None:
-    """Run one round of a script's workflow, as its run file does, with two sites that answer by these functions."""
-    steps = [{"path": script.main, "args": {"rounds": 1}, "start_timeout_s": 60}]
-    settings = {"workflow.steps": steps, "rounds.sites": 2, "network.port": 0, "disk.state_dir": folder / "state"}
-    with atoll.Server(settings=settings) as server, AnsweringSites(server.url, "ab", handlers):
-        assert server.wait(60)
-
-
 @pytest.mark.parametrize("script", ["sklearn"], indirect=True)
 def test_coefficients_are_averaged_by_rows(script: Any, tmp_path: Path) -> None:
     """Sites with 1 and 3 rows: the mean of their coefficients 0 and 4 is (1·0 + 3·4)/4 = 3, of 4 and 0 it is 1.
@@ -253,7 +245,7 @@ def test_coefficients_are_averaged_by_rows(script: Any, tmp_path: Path) -> None:
         rows, coefficient, intercept = next(trained)
         return {"rows": rows, "accuracy": 0.5, "coef": np.array([[coefficient]]), "intercept": np.array([intercept])}
 
-    run_main(script, tmp_path, {"measure": measure, "train": train})
+    run_workflow(tmp_path, partial(script.main, rounds=1), {"measure": measure, "train": train}, "ab")
     assert began == [{"mean": [2.0], "scale": [2.0], "coef": [[0.0]], "intercept": [0.0]}] * 2
     result = np.load(script.RESULT)
     assert {name: result[name].tolist() for name in ("coef", "intercept")} == {"coef": [[3.0]], "intercept": [1.0]}
@@ -270,7 +262,7 @@ def test_two_sites_share_the_learning_rate(script: Any, tmp_path: Path) -> None:
         rates.append(task["rate"])
         return dict(script.train(task, script.load_data("a")))
 
-    run_main(script, tmp_path, {"train": train})
+    run_workflow(tmp_path, partial(script.main, rounds=1), {"train": train}, "ab")
     assert rates == [0.15, 0.15]
     assert xgboost.Booster(model_file=script.RESULT).num_boosted_rounds() == 2 * script.TREES
 
