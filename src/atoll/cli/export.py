@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from blake3 import blake3
 
+from atoll.cli.export_like import export_like
 from atoll.cli.stored_status import stored_status
 from atoll.cli.text import ELSEWHERE, next_step, require_file, still
 from atoll.cli.which_run import RunArgument, RunDir, named_run, newest_run, require_one
@@ -42,7 +43,10 @@ ATTEMPTS = 4
 
 
 def command(
-    out: Annotated[Path, typer.Argument(help="File to write; never left incomplete.", metavar="OUT.safetensors")],
+    out: Annotated[
+        Path,
+        typer.Argument(help="File to write, or folder with --like; never left incomplete.", metavar="OUT.safetensors"),
+    ],
     run: RunArgument = None,
     state_dir: RunDir = None,
     server: Annotated[
@@ -54,36 +58,52 @@ def command(
     best: Annotated[
         bool, typer.Option("--best", help="Export the best version by rounds.best_metric instead of the newest.")
     ] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder from save_pretrained (Transformers, PEFT): write a folder OUT that from_pretrained opens.",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Write the model of a run to OUT.safetensors, with tied tensors under each of their names.
 
     Without RUN and --server, it is the run of the server at port 8512 here; if none answers there, the newest run here.
     """
     require_one(run, state_dir, has_server=server is not None)
-    require_file(out, "model.safetensors")
-    if out.suffix != ".safetensors":
+    if like is None:
+        require_file(out, "model.safetensors")
+    if like is None and out.suffix != ".safetensors":
         name = out.with_suffix(".safetensors")
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
     found = named_run(run, state_dir)
-    with still(f"still writing {visible(str(out))}"):
+    call = f"atoll export {out} RUN" + (f" --like {like}" if like is not None else "")
+
+    def write(file: Path) -> int:
         if found is not None:
-            written = _from_run(found, out, version, best=best)
-        else:
-            written = _from_server_or_newest(server, out, version, best=best)
+            return _from_run(found, file, version, best=best)
+        return _from_server_or_newest(server, file, version, best=best, call=call)
+
+    with still(f"still writing {visible(str(out))}"):
+        written = write(out) if like is None else export_like(out, like, write)
     print(f"version {written}: {out}")
-    next_step(f"safetensors.torch.load_file({str(out)!r}), then model.load_state_dict(...)")
+    if like is None:
+        next_step(f"safetensors.torch.load_file({str(out)!r}), then model.load_state_dict(...)")
+    else:
+        next_step(f"AutoModel.from_pretrained({str(out)!r}), or PeftModel.from_pretrained(base, {str(out)!r})")
 
 
-def _from_server_or_newest(server: str | None, out: Path, version: int | None, *, best: bool) -> int:
+def _from_server_or_newest(server: str | None, out: Path, version: int | None, *, best: bool, call: str) -> int:
     address = server_address(server)
     try:
         return best_of_server(address, out) if best else from_server(address, out, version)
     except ServerUnreachable as error:
         if server or os.environ.get("ATOLL_SERVER") or error.is_other or not (newest := newest_run(error.message)):
             raise ServerUnreachable(
-                error.message, f"{error.remedy} Without a server, name the run: atoll export {out} RUN.".strip()
+                error.message, f"{error.remedy} Without a server, name the run: {call}.".strip()
             ) from error
     return _from_run(newest, out, version, best=best)
 

@@ -132,7 +132,8 @@ def command(
     elif quiet:
         print(run.folder if is_app else run.model)
     else:
-        run.view.say(f"next: {run.next or _next(example, run.folder, is_app=is_app)}")
+        of = "app" if is_app else "workflow" if settings.model.source is None else ""
+        run.view.say(f"next: {run.next or _next(example, run.folder, of=of)}")
 
 
 def _example(name: str, run_file: Path | None) -> Path:
@@ -185,8 +186,8 @@ def _compared(run: Any, twin: Path) -> dict[str, str]:
     return {"undisturbed": str(twin), "undisturbed_digest": digests["undisturbed"]}
 
 
-def _next(example: str | None, folder: Path, *, is_app: bool = False) -> str:
-    if is_app:  # its ServerApp writes the model where it likes
-        return f"{folder / 'server.log'} has what the app printed; atoll page {quoted(folder)} shows the run"
+def _next(example: str | None, folder: Path, *, of: str = "") -> str:
+    if of:  # a ServerApp or a workflow writes the model where it likes
+        return f"{folder / 'server.log'} has what the {of} printed; atoll page {quoted(folder)} shows the run"
     own = f"; for data of your own, copy {EXAMPLES / example} and change load_data in train.py" if example else ""
     return f"{after_run(quoted(folder))}; all runs: atoll runs{own}"

@@ -179,6 +179,15 @@ WRONG = [
     ("config sho", "No such command 'sho'. Did you mean 'show'? `atoll config --help` shows how to use it."),
     ("--versio", "atoll has no option --versio. Did you mean --version?"),
     ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
+    ("new mine --template xgbost", "There is no template 'xgbost'. Did you mean 'xgboost'?"),
+    (
+        "new mine --template sklearn --algorithm fedprox",
+        "--algorithm is fedprox, but the script of --template sklearn runs the rounds itself. Leave --algorithm out.",
+    ),
+    (
+        "new mine --template peft --algorithm diloco",
+        "--algorithm is diloco, but the script of --template peft trains in rounds. Leave --algorithm out.",
+    ),
 ]
 
 
