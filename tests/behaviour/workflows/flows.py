@@ -39,11 +39,11 @@ def as_they_come(controller: Any) -> None:
     controller.sites(at_least=4, timeout_s=90)
     order: list[str] = []
     results = controller.broadcast(
-        "late", {"w": torch.ones(2000)}, min_responses=2, timeout_s=5, on_result=lambda each: order.append(each.site)
+        "late", {"w": torch.ones(2000)}, min_responses=2, timeout_s=6, on_result=lambda each: order.append(each.site)
     )
     note("order.txt", " ".join(order))
     try:
-        controller.broadcast("late", {"w": torch.ones(3)}, sites=["c", "d"], min_responses=1, timeout_s=1)
+        controller.broadcast("late", {"w": torch.ones(3)}, sites=["c", "d"], min_responses=1, timeout_s=6)
     except atoll.AtollError as error:
         note("error.txt", str(error))
     w = sum(result.payload["w"] for result in results if result.ok)

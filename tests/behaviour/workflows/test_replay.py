@@ -174,7 +174,7 @@ def trained(controller: Any, **changed: Any) -> Any:
 
 def second_start(folder: Path, function: Function, **settings: Any) -> None:
     with workflow_server(folder, function, **settings) as server:
-        server.wait(30)
+        assert server.wait(60), "the workflow has not ended"
         server.run()
 
 
