@@ -59,7 +59,7 @@ ONE_LEVEL_DOWN = {
         "build_codecs",
     ],
     "filters": ["About", "CHUNK_ELEMENTS", "Cast", "Drop", "Filter", "NormClip", "Outgoing"],
-    "functional": ["init", "is_running", "receive", "send", "skip"],
+    "functional": ["init", "is_running", "receive", "send", "skip", "state"],
     "integrations": ["lightning", "nvflare", "peft", "transformers"],
     "objects": ["LazyTensor", "Publisher", "Stream", "fetch", "publish", "register", "withdraw"],
     "outer_optimizers": ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"],

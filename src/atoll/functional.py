@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from atoll.worker.training.functional_loop import init, is_running, receive, send, skip
+from atoll.worker.training.functional_loop import init, is_running, receive, send, skip, state
 
-__all__ = ["init", "is_running", "receive", "send", "skip"]
+__all__ = ["init", "is_running", "receive", "send", "skip", "state"]

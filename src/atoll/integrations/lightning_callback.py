@@ -29,6 +29,7 @@ from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, requir
 from atoll.registry import ReceivedName
 from atoll.runtime import ensure_lines
 from atoll.tensors.module_tensors import named_tensors
+from atoll.worker.exchange.script_state import WorkerState
 from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.ranks import RankGroup
 
@@ -138,6 +139,15 @@ class AtollCallback(Callback):
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
                 self.driver.load_state_dict(state)
+
+    @property
+    def worker_state(self) -> WorkerState:
+        """What this site keeps for itself with its updates, as `Worker.state`: use it within a fit of a federated run.
+
+        Raises:
+            UsageError: no round of a federated run has begun.
+        """
+        return self.driver.worker_state
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in the Trainer's checkpoint: the run, the site, and the versions it trains from."""

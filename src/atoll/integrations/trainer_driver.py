@@ -22,6 +22,7 @@ from atoll.protocol import messages
 from atoll.runtime import ensure_lines
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import site_of, weight_of
+from atoll.worker.exchange.script_state import WorkerState
 from atoll.worker.log_lines import LOG
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.diloco_loop import DiLoCo, require_checkpoint, require_same_run
@@ -122,6 +123,20 @@ class TrainerDriver:
         """What the run tells this site for the open round; in a DiLoCo run, for the newest one. Else empty."""
         source = self.round if self.round is not None else self.diloco
         return source.config if source is not None else RoundConfig({}, is_alone=True)
+
+    @property
+    def worker_state(self) -> WorkerState:
+        """What this site keeps for itself with its updates: `Worker.state`. Change it before the training ends.
+
+        Raises:
+            UsageError: no round of a federated run has begun.
+        """
+        if self.worker is None:
+            raise UsageError(
+                f"Site {self._given_site or 'alone'} has no state now: no round of a federated run has begun.",
+                "Use it within a fit of such a run. With DiLoCo, or alone, keep such values in your own checkpoint.",
+            )
+        return self.worker.state
 
     def forget(self) -> None:
         """Leave the run, and forget it. The next training that uses this driver joins again."""

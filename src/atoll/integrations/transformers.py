@@ -29,6 +29,7 @@ from atoll.format_text import number_of
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
 from atoll.runtime import ensure_lines
 from atoll.worker.arguments import finite_metrics, require_counts
+from atoll.worker.exchange.script_state import WorkerState
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG
 
 try:
@@ -112,6 +113,15 @@ class AtollCallback(TrainerCallback):
     def config(self) -> dict[str, Any]:
         """What the run tells this site for the open round, such as a learning rate; empty before training starts."""
         return self.driver.config
+
+    @property
+    def worker_state(self) -> WorkerState:
+        """What this site keeps for itself with its updates, as `Worker.state`: use it within `train()`.
+
+        Raises:
+            UsageError: no round of a federated run has begun.
+        """
+        return self.driver.worker_state
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run. Call this if your program continues after `trainer.train()` has failed. Idempotent.

@@ -57,7 +57,7 @@ class SiteScheduler:
         served: the run.
         sites: names of all simulated sites.
         engine: the processes that train the sites.
-        folder: the folder with the state that sites keep between rounds; None: sites keep no state in this run.
+        folder: the folder with the state that sites keep between rounds.
         on_round: called with the summary of every finished round.
 
     Attributes:
@@ -74,7 +74,7 @@ class SiteScheduler:
         served: ServedRun,
         sites: Sequence[str],
         engine: Engine,
-        folder: Path | None,
+        folder: Path,
         on_round: Callable[[status_messages.RoundSummary], object],
     ) -> None:
         self._run, self._engine, self._folder, self._on_round = served.run, engine, folder, on_round
@@ -257,7 +257,6 @@ class SiteScheduler:
             await asyncio.sleep(0)  # so that a large simulation can be stopped meanwhile
 
     def _require_state(self) -> None:
-        assert self._folder is not None
         for site in sorted(self._sites):
             if self._sites[site].has_counted and not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
@@ -296,7 +295,7 @@ class SiteScheduler:
                 self._ring()  # a round that has just opened: `_configure` comes first
                 return
             told = None
-            if self._folder is not None and self._run.plan.algorithm.state_groups:
+            if self._run.plan.algorithm.state_groups:
                 head = self._run.store.versions.head().version
                 told = state_in(self._folder / site, self._sites[site].counted(), head)
             if (opened := self._sites[site].open_round(told)) is not None:
@@ -309,7 +308,7 @@ class SiteScheduler:
             SiteRound(
                 site=site.site,
                 ticket=opened.ticket,
-                outcomes=() if self._folder is None else site.outcomes(pending(self._folder / site.site)),
+                outcomes=site.outcomes(pending(self._folder / site.site)),
                 counts=has_state and site.has_counted,
                 counted=site.counted() if has_state else None,
             ),

@@ -296,16 +296,14 @@ class Simulation:
         opened = open_run(self.settings, self._model, persistor, self._outer)
         code = UserCode(persistor, self._filters, config=self._config, evaluator=self._evaluator)
         served = assemble(opened, code, simulated=True)
-        run, plan = served.run, served.run.plan
+        run = served.run
         self._model = None  # version 0 is on disk
         self._inputs.write(self.settings.disk.state_dir)
         try:
             beginning = self._beginning(served)
             served.coordinator.start()
             keep_status(served)
-            lasts = plan.algorithm.state_groups or plan.codec.feedback or plan.schema.kept
-            folder = Path(beginning.sites) if lasts else None
-            scheduler = SiteScheduler(served, self.sites, self._engine, folder, self._round_ended)
+            scheduler = SiteScheduler(served, self.sites, self._engine, Path(beginning.sites), self._round_ended)
             if not run.state.finished:
                 await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, scheduler)
             first, begin_s = run.state.rounds[0].done, time.monotonic()

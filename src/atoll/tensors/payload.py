@@ -69,15 +69,20 @@ class Packed:
     arrays: frozenset[int]
 
 
-def pack(payload: Any) -> Packed:
+def pack(payload: Any, place: str = "payload", verb: str = "send") -> Packed:
     """Separate a payload into skeleton and tensors. Tensors are not copied.
+
+    Args:
+        payload: the payload.
+        place: what errors call the payload.
+        verb: what errors say that Atoll cannot do with a value.
 
     Raises:
         UsageError: a value in the payload cannot be sent. The message names its place.
     """
-    packer = _Packer()
+    packer = _Packer(verb)
     with no_gc():
-        skeleton = packer.node(payload, "payload")
+        skeleton = packer.node(payload, place)
     return Packed(skeleton, tuple(packer.tensors), frozenset(packer.arrays))
 
 
@@ -115,7 +120,8 @@ def unpack(
 
 
 class _Packer:
-    def __init__(self) -> None:
+    def __init__(self, verb: str) -> None:
+        self._cannot = f"which Atoll cannot {verb}"
         self.tensors: list[Tensor | Stream] = []
         self.arrays: set[int] = set()
         self._index_of: dict[tuple[object, ...], int] = {}
@@ -151,7 +157,7 @@ class _Packer:
         if type(value) is Stream and self._kinds:
             return {"$": "stream", "index": self._stream(value, path)}
         raise UsageError(
-            f"{path} is of type {_name(value)}, which Atoll cannot send.",
+            f"{path} is of type {_name(value)}, {self._cannot}.",
             "Use dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, or types "
             "registered with atoll.objects.register.",
         )
@@ -164,7 +170,7 @@ class _Packer:
                 "Remove this cycle.",
             )
         if len(self._open) == DEPTH:
-            raise UsageError(f"{path} is {DEPTH} levels deep, more than Atoll can send.", "Send a flatter payload.")
+            raise UsageError(f"{path} is {DEPTH} levels deep, {self._cannot}.", "Use fewer levels.")
         self._open[id(value)] = path
         try:
             return write(value, path)
@@ -192,7 +198,7 @@ class _Packer:
     def _stream(self, stream: Stream, path: str) -> int:
         if stream.dtype not in NAMES or any(type(size) is not int or size < 0 for size in stream.shape):
             raise UsageError(
-                f"{path} is a stream of {stream.dtype}{list(stream.shape)}, which Atoll cannot send.",
+                f"{path} is a stream of {stream.dtype}{list(stream.shape)}, {self._cannot}.",
                 f"Use one of these dtypes: {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         return self._add(replace(stream, where=path), stream)
@@ -201,7 +207,7 @@ class _Packer:
         for key in value:
             if type(key) not in _KEYS:
                 raise UsageError(
-                    f"{path} has the key {key!r} of type {_name(key)}, which Atoll cannot send.",
+                    f"{path} has the key {key!r} of type {_name(key)}, {self._cannot}.",
                     "Use strings, numbers, booleans or None as keys.",
                 )
         if all(type(key) is str for key in value) and "$" not in value:
@@ -216,10 +222,10 @@ class _Packer:
         if not plain or tensor.layout is not torch.strided:
             kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"of type {_name(tensor)}"
             kind = "a nested tensor" if tensor.is_nested else kind
-            raise UsageError(f"{path} is {kind}, which Atoll cannot send.", "Make it a dense tensor first.")
+            raise UsageError(f"{path} is {kind}, {self._cannot}.", "Make it a dense tensor first.")
         if tensor.is_quantized or tensor.dtype not in NAMES:
             raise UsageError(
-                f"{path} is a tensor of {tensor.dtype}, which Atoll cannot send.",
+                f"{path} is a tensor of {tensor.dtype}, {self._cannot}.",
                 f"Convert it to one of {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         if tensor.is_meta:
@@ -228,7 +234,7 @@ class _Packer:
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
         if isinstance(array, np.ma.MaskedArray):
-            raise UsageError(f"{path} is a masked array, which Atoll cannot send.", "Send data and mask as two arrays.")
+            raise UsageError(f"{path} is a masked array, {self._cannot}.", "Send data and mask as two arrays.")
         try:
             tensor = from_numpy(array)
             travels = tensor.dtype in NAMES
@@ -236,7 +242,7 @@ class _Packer:
             travels = False
         if not travels:
             raise UsageError(
-                f"{path} is an array of {array.dtype}, which Atoll cannot send.",
+                f"{path} is an array of {array.dtype}, {self._cannot}.",
                 "Convert it to an array of numbers or booleans.",
             )
         number = self._add(tensor, array)

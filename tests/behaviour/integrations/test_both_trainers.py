@@ -182,6 +182,44 @@ def test_a_transformers_callback_has_the_rounds_configuration(tmp_path: Path) ->
     assert seen == [0.1] * STEPS + [0.01] * STEPS
 
 
+@pytest.mark.covers("X46")
+def test_a_transformers_callback_has_the_sites_state(tmp_path: Path) -> None:
+    """A Transformers callback has the state that the site keeps with its updates, within training."""
+    import transformers
+
+    with plain_server(tmp_path, transformers_world.One(), algorithm="fedavg", rounds=2, sites=1) as server:
+        trainer = trainer_of(server, tmp_path / "w", sync_every=STEPS)
+        callback, found = callback_of(trainer), list[int]()
+        with pytest.raises(UsageError, match="has no state now: no round of a federated run has begun"):
+            assert callback.worker_state
+
+        class Count(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                found.append(callback.worker_state.get("steps", 0))
+                callback.worker_state["steps"] = found[-1] + 1
+
+        trainer.add_callback(Count)
+        trainer.train()
+    assert found == list(range(2 * STEPS))
+
+
+@pytest.mark.covers("X46")
+def test_a_lightning_callback_has_the_sites_state(tmp_path: Path) -> None:
+    """A Lightning callback has the state that the site keeps with its updates, within a fit."""
+    found = list[int]()
+
+    class Counts(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            (callback,) = (each for each in self.trainer.callbacks if hasattr(each, "driver"))
+            found.append(callback.worker_state.get("steps", 0))
+            callback.worker_state["steps"] = found[-1] + 1
+
+    with lightning_world.serve(tmp_path, sites=1) as server:
+        fit_rounds(patched(server, tmp_path / "w"), Counts())
+    assert found == list(range(len(found)))
+    assert len(found) == 2 * len(data())
+
+
 # -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused
 
 OTHER_RUN = "f" * 32

@@ -25,9 +25,11 @@ from atoll.simulate import engine, simulated_site
 from atoll.simulate.engine import Beginning, Job, JobResult
 from atoll.simulate.simulated_site import result_of_error
 from atoll.simulate.simulation import threads_of
+from atoll.tensors.payload import pack
 from atoll.tensors.schema import TensorSpec
 from atoll.worker.exchange import local_state
 from atoll.worker.exchange.local_state import Owner, TwoPhaseFile
+from atoll.worker.exchange.script_state import ScriptState
 
 # -- versions that are pinned while sites train from them
 
@@ -347,6 +349,57 @@ def test_an_interrupted_return_keeps_the_old_state(tmp_path: Path, monkeypatch: 
         local_state.write_kept(here, local_state.read_kept(there))
     monkeypatch.undo()
     assert value(here) == 1.0  # the update of ticket 1 was counted, that of ticket 2 is formed again
+
+
+def script_kept(folder: Path, ticket: int) -> None:
+    """A round of a script: it finds what counts, and keeps that and the ticket's number."""
+    folder.mkdir(exist_ok=True)
+    files = ScriptState(folder, Owner("a", "r"))
+    files.given = pack({"tickets": [*files.load(outcome).get("tickets", []), ticket], "w": torch.ones(3)})
+    files.begin()
+    files.keep()
+    files.belongs_to(ticket, ticket)
+
+
+def script_finds(folder: Path) -> list[int]:
+    found: list[int] = ScriptState(folder, Owner("a", "r")).load(outcome).get("tickets", [])
+    return found
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_an_interrupted_return_keeps_the_scripts_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """If bringing back a script's state is interrupted at any step, the site has the state from before, or the new."""
+    # Each of six rounds; in the last one, the steps are: the note, the file, the note.
+    here, there = tmp_path / "sites" / "here", tmp_path / "there"
+    for ticket in range(1, 7):
+        local_state.put_kept(there, local_state.read_kept(here))
+        script_kept(there, ticket)
+        if ticket < 6:
+            local_state.write_kept(here, local_state.read_kept(there))
+            assert local_state.read_kept(here) == local_state.read_kept(there)
+            assert local_state.pending(here) == set(range(max(1, ticket - 3), ticket + 1))
+    done = 0
+
+    def once_too_often() -> None:
+        nonlocal done
+        done += 1
+        if done == step + 1:
+            raise KeyboardInterrupt
+
+    write_note, replace_file = local_state.write_note, local_state.replace_file
+    monkeypatch.setattr(local_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
+    monkeypatch.setattr(
+        local_state, "replace_file", lambda *given, **how: (once_too_often(), replace_file(*given, **how))
+    )
+    if step < 3:
+        with pytest.raises(KeyboardInterrupt):
+            local_state.write_kept(here, local_state.read_kept(there))
+    else:
+        local_state.write_kept(here, local_state.read_kept(there))
+    monkeypatch.undo()
+    assert script_finds(here) == list(range(1, 7 if step == 3 else 6))
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], lambda data: b""])

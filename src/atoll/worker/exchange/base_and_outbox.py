@@ -586,7 +586,7 @@ def _lock(folder: Path, site: str, within: Path) -> Lock | None:
 
 _OURS = re.compile(
     r"lock|(base|base-next)(-f\d+)?\.(safetensors|json|tmp)|(outbox|delta)(-f\d+)?\.(bin|json|tmp)|"
-    r"(algorithm|residual|kept)(-f\d+)?(-[01]\.bin|\.json|\.tmp)|held\.(json|tmp)|local\.safetensors|\.local\.safetensors\.tmp|"
+    r"(algorithm|residual|kept|script)(-f\d+)?(-[0-3]\.bin|\.json|\.tmp)|held\.(json|tmp)|local\.safetensors|\.local\.safetensors\.tmp|"
     r"flower-state\.safetensors|"
     r"(version|state|spool)-\d+-\d+\.(safetensors|bin)"
 )

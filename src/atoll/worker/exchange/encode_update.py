@@ -42,6 +42,7 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.schema import FIRST, PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
 from atoll.worker.exchange.local_state import AlgorithmState, KeptTensors, LocalState, Owner, Residuals
+from atoll.worker.exchange.script_state import ScriptState
 from atoll.worker.log_lines import LOG, error_text
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -541,8 +542,10 @@ class LocalFragment:
         algorithm_state: the tensors that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it
             keeps none.
         kept: the tensors that the site keeps for itself; None: it sends all tensors.
+        script: what the site's script keeps (`worker.state`); None: of a fragment, or a loop that counts local steps.
         decided: names of the buffers that got their shapes from the run's first update while this worker took part.
-        state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
+        state: all files of the site's local state: those of `residuals`, `algorithm_state`, `kept` and
+            `script`.
         measures: whether to measure the norm of each update.
         from_zero: whether the algorithm's tensors in the base count as zero, because its state begins anew there.
     """
@@ -560,6 +563,7 @@ class LocalFragment:
     residuals: Residuals | None = field(init=False, default=None)
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
     kept: KeptTensors | None = field(init=False, default=None)
+    script: ScriptState | None = field(init=False, default=None)
     decided: frozenset[str] = frozenset()
     measures: bool = False
     state: LocalState = field(init=False)
@@ -583,6 +587,8 @@ class LocalFragment:
         if schema.kept:
             self.kept = KeptTensors(folder, schema.kept, name_of("kept", self.number), owner)
             opened.callback(self.kept.close)
+        if self.number is None and not self.info.sync_every:
+            self.script = ScriptState(folder, owner)
         self._place = folder, opened, sparse
         self._open_residuals()
 
@@ -605,7 +611,7 @@ class LocalFragment:
             owner, name = Owner(self.site, self.info.run), name_of("residual", self.number)
             self.residuals = Residuals(folder, self.layouts.schema, name, owner=owner, sparse=sparse)
             opened.callback(self.residuals.close)
-        self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept)
+        self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept, script=self.script)
 
     def follow(self, ticket: Ticket, counted: messages.Counted | None) -> bool:
         """Bring the algorithm's state at this site to the one with which an update for this ticket is formed.
@@ -760,6 +766,8 @@ class LocalFragment:
         self.state.begin(ticket.id)
         if self.kept is not None:
             self.kept.keep(tensors)
+        if self.script is not None:
+            self.script.keep()
         if self.residuals is not None:
             self.residuals.follow(ticket.base.number, self.site)
         read_change = filtered.change_or_none if filtered is not None else partial(change_of, self.base, tensors)

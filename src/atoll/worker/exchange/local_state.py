@@ -8,17 +8,17 @@ this update counted. A refused or lost update changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 from safetensors.torch import load
 from torch import Tensor
 
 from atoll.errors import ConfigError
-from atoll.json_files import note_from, read_note, write_note
+from atoll.json_files import NoteDamaged, note_from, peek_note, read_note, write_note
 from atoll.posix import no_sync, own_folder, read_own, replace_file, usable
 from atoll.protocol import messages
 from atoll.protocol.messages import Counted
@@ -276,16 +276,36 @@ def _is_sound(note: TwoPhaseNote) -> bool:
     return note.current in (0, 1) and isinstance(note.digests, list | tuple) and len(note.digests) == 2
 
 
+class FilesOfScript(Protocol):
+    """What `LocalState` calls of a `ScriptState`."""
+
+    def begin(self) -> None:
+        """Prepare to write the state with a new update."""
+
+    def belongs_to(self, ticket: int, version: int, update: str) -> None:
+        """Record that the state is written, and which update it belongs to."""
+
+    def moves_to(self, ticket: int, version: int, before: int) -> None:
+        """Record that the update with the ticket `before` has another ticket, and is for another version."""
+
+
 class LocalState:
     """All files of a site's local state. Each method applies to every file.
 
     Args:
         outcome_of: returns the state of a ticket's update.
         files: the files; None for a state that the run does not have.
+        script: what the site's script keeps; None: nothing.
     """
 
-    def __init__(self, outcome_of: Callable[[int], messages.Outcome], *files: TwoPhaseFile | None) -> None:
+    def __init__(
+        self,
+        outcome_of: Callable[[int], messages.Outcome],
+        *files: TwoPhaseFile | None,
+        script: FilesOfScript | None = None,
+    ) -> None:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
+        self._script = script
 
     def adopt_if_counted(self) -> None:
         """In each file, switch to the values after the pending update if this update counted."""
@@ -298,17 +318,23 @@ class LocalState:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.adopt_if_counted(self._outcome_of)
             file.begin()
+        if self._script is not None:
+            self._script.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
         """Record in every file which update the new values belong to. See `TwoPhaseFile.belongs_to`."""
         for file in self._all:
             file.belongs_to(ticket, version, update)
+        if self._script is not None:
+            self._script.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
         """Record that the pending update with ticket `before` now has the ticket `ticket`, and is for `version`."""
         for file in self._all:
             if file.note.pending == before:
                 file.passes_to(ticket, version)
+        if self._script is not None:
+            self._script.moves_to(ticket, version, before)
 
 
 # -- Error feedback: the worker keeps the encoding error e of an update and adds e to its next update.
@@ -622,6 +648,25 @@ class KeptTensors(TwoPhaseFile):
         cast(WholeFile, file).rewrite(chain([safetensors_header(schema.tensors, {})], runs))
 
 
+# -- What a site's script keeps: `ScriptState`.
+
+
+@dataclass(frozen=True)
+class ScriptNote:
+    """The JSON note of what a site's script keeps.
+
+    Attributes:
+        site, run: the owner of the files.
+        states: the fields of each `SavedState`, the newest first.
+        dropped: whether there were earlier states, which are no longer kept.
+    """
+
+    site: str
+    run: str
+    states: Sequence[dict[str, Any]] = ()
+    dropped: bool = False
+
+
 # -- Move the local state of a site between disks: read its files as bytes, and write them again.
 #
 # The files are written in the same order as in a round: the note without the pending update, the pending file, then the
@@ -637,9 +682,15 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Return the tickets of a site's pending updates, read from the notes in its folder."""
+    """Return the tickets of a site's pending updates, and of the states of its script, from the notes in its folder."""
+    if not folder.is_dir():
+        return set()
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
-    return {note.pending for note in notes if note is not None and note.pending}
+    tickets = {note.pending for note in notes if note is not None and note.pending}
+    with suppress(NoteDamaged):  # `ScriptState` refuses such a note
+        script: ScriptNote | None = peek_note(folder / "script.json", ScriptNote)
+        tickets |= {each["ticket"] for each in script.states} if script is not None else set()
+    return tickets
 
 
 def state_in(folder: Path, counted: Counted, head: int) -> messages.SiteState:
@@ -700,6 +751,8 @@ def write_kept(folder: Path, kept: Kept) -> None:
         folder: the site's folder.
         kept: the files after the round.
     """
+    if "script.json" in kept:
+        _write_script(folder, kept)
     for name in NAMES:
         if f"{name}.json" not in kept:
             continue
@@ -714,6 +767,21 @@ def write_kept(folder: Path, kept: Kept) -> None:
         other = files[1 - note.current]
         _write(other, kept[other.name])
         write_note(path, TwoPhaseNote(**asdict(note)))
+
+
+def _write_script(folder: Path, kept: Kept) -> None:
+    """Replace what a site's script keeps: the note without the states that are written, their files, the full note."""
+    note, path = note_from(kept["script.json"], ScriptNote), folder / "script.json"
+    before: ScriptNote | None = read_note(path, ScriptNote)
+    known = [] if before is None else list(before.states)
+    if before is None:
+        own_folder(folder, folder.parents[1])
+    elif list(note.states) != known:
+        write_note(path, replace(note, states=[each for each in note.states if each in known]))
+    for each in note.states:
+        if each not in known:
+            _write(folder / f"script-{each['place']}.bin", kept[f"script-{each['place']}.bin"])
+    write_note(path, note)
 
 
 def _write(path: Path, content: bytes) -> None:

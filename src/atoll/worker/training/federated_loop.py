@@ -36,7 +36,7 @@ from atoll.errors import NotSimulated, UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Next, Open, Wait
+from atoll.protocol.values import Finished, Next, Open, Wait
 from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import Arrays, require_framework, require_model, to_numpy
 from atoll.tensors.dtypes import torch_dtype
@@ -46,6 +46,7 @@ from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import finite_metrics, require_accepted, require_joined, site_of, steps_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
+from atoll.worker.exchange.script_state import WorkerState
 from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
@@ -70,6 +71,12 @@ def _finish_load_(backend: RoundBackend, model: nn.Module | dict[str, Tensor], l
     if backend.local is not None:
         backend.local.put_first_(model, loaded)
         backend.local.load_kept_(model)
+
+
+def _kept_by_script(backend: RoundBackend) -> dict[str, Any]:
+    """Return what the script has kept with the last update of this site that counts."""
+    local = backend.local
+    return {} if local is None or local.script is None else local.script.load(local.outcome_of)
 
 
 NEWEST = -1
@@ -99,8 +106,11 @@ class Round:
         copies: WeightCopies,
         clock: ReportClock,
         session: Session | None = None,
+        state: WorkerState | None = None,
     ) -> None:
         self._backend, self._ticket, self._copies, self._clock, self._session = backend, ticket, copies, clock, session
+        self._state = WorkerState(backend.site) if state is None else state
+        self._state.begin(_kept_by_script(backend))
         self.done = False
         self._hooks: StepHooks | None = None
         self._optimizers: Sequence[Optimizer] = ()
@@ -178,8 +188,11 @@ class Round:
             loaded = self._backend.to_fill(own, version)
             return loaded
 
+        before = self._ticket
         with self._clock.waiting():
-            self._ticket = self._backend.pull(self._ticket, into)
+            self._ticket = self._backend.pull(before, into)
+        if self._ticket.id != before.id:  # the server may have gone back meanwhile
+            self._state.begin(_kept_by_script(self._backend))
         assert loaded is not None
         return loaded
 
@@ -329,6 +342,7 @@ class Round:
             if self._backend.local is not None:
                 require_accepted(weight, steps, self._backend.local.info)
             finish = self._finish(groups, steps)
+            self._give_state()
         found = finite_metrics({} if metrics is None else metrics, self._backend.site)
         report = self._clock.report(weight, steps, found)
         if weight:
@@ -368,8 +382,15 @@ class Round:
                 "Call submit or skip once in each round.",
             )
 
+    def _give_state(self) -> None:
+        """Let the update that is formed next have the script's state with it. A script that keeps nothing has none."""
+        packed, script = self._state.packed(), self._backend.local.script if self._backend.local is not None else None
+        if script is not None:
+            script.given = packed if len(self._state) or not script.is_empty else None
+
     def _end(self) -> None:
         self.done = True
+        self._state.end(f"round {self.number} is over for this site")
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
 
@@ -471,6 +492,17 @@ class Worker(TaskWorker):
         self._copies.discover_all()
         self._clock = ReportClock()
         self._round: Round | None = None
+        self._state = WorkerState(backend.site)
+
+    @property
+    def state(self) -> WorkerState:
+        """What this site keeps for itself from update to update: names → tensors, numbers, texts, lists, dicts.
+
+        As a round begins, it has what it had when the site submitted its last update that counts, also after a kill.
+        What changes before `submit` counts with that update. It is in the site's folder; nothing of it is sent. Tensors
+        come back on the CPU.
+        """
+        return self._state
 
     @property
     def schema(self) -> Schema:
@@ -541,12 +573,16 @@ class Worker(TaskWorker):
 
     def _ask(self, wait_s: float | None) -> Next | None:
         with self._clock.waiting():
-            return self._backend.next_round(wait_s)
+            reply = self._backend.next_round(wait_s)
+        if isinstance(reply, Finished) and self._session is not None:
+            self._state.begin(_kept_by_script(self._backend))
+            self._state.end("the run is finished")
+        return reply
 
     def _new_round(self, ticket: Ticket) -> Round:
         if _begin_random is not None:
             _begin_random(self.site, ticket.round)
-        return Round(self._backend, ticket, self._copies, self._clock, self._session)
+        return Round(self._backend, ticket, self._copies, self._clock, self._session, self._state)
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         if self is _simulated:

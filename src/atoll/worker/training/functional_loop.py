@@ -22,6 +22,7 @@ from torch import nn
 from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter
 from atoll.tensors.arrays import Arrays
+from atoll.worker.exchange.script_state import WorkerState
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.federated_loop import Model, Round, Worker, join
 
@@ -179,6 +180,16 @@ def skip(*, metrics: dict[str, float] | None = None) -> None:
     part.round.skip(metrics=metrics)
     part.round.params = {}
     part.round, part.has_received, part.owes_update = None, False, False
+
+
+@public_api
+def state() -> WorkerState:
+    """Return what this site keeps for itself from update to update: `Worker.state`.
+
+    Raises:
+        UsageError: `init` was not called.
+    """
+    return _current().worker.state
 
 
 def forget() -> None:
