@@ -155,7 +155,7 @@ LINES: dict[str, int] = {
     "reducers": 259,
     "rounds": 1262,
     "server": 2346,
-    "server/coordinator": 4955,
+    "server/coordinator": 4961,
     "server/http": 1546,
     "server/swarm": 733,
     "server/tasks": 1919,

@@ -126,6 +126,21 @@ def test_quick_versions_become_durable_together(tmp_path: Path, monkeypatch: pyt
     assert synced == 3  # versions 0, 1 and 6
 
 
+@pytest.mark.covers("F26")
+def test_a_stop_does_not_wait_for_a_pause_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is stopped in the pause between two fsyncs makes its newest version durable first."""
+    monkeypatch.setattr(background_writes, "DURABLE_S", 600.0)
+    with plain_server(tmp_path, nn.Linear(4, 3), rounds=6) as server:
+        with ManualSite(server.url, site="a", folder=tmp_path / "workers") as client:
+            while (number := client.next_round()) is not None and number < 4:
+                if number == 2:
+                    wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
+                client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
+            assert server.status().durable_version == 1
+        server.stop()
+    assert ask_journal(tmp_path, "SELECT version, durable_version FROM heads") == [(3, 3)]
+
+
 @contextmanager
 def slow_disk(newest: int) -> Iterator[None]:
     """While it lasts, no version above `newest` becomes durable."""

@@ -72,4 +72,4 @@ def test_a_simulated_site_has_the_state_of_a_real_one(
         build(), script=f"{SCRIPT}:train", sites=list(sites), engine=engine, processes=2, **told
     )
     require_equal(load_file(simulation.run().model), world.result)
-    assert mark.exists() == (engine == "local")
+    assert mark.exists() or engine == "ray"  # actors have the environment with which this process first began Ray

@@ -6,6 +6,7 @@ Afterwards, at most once a second, the newest version is fsynced, so that it sur
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -200,6 +201,12 @@ class BackgroundWriter:
         heads = self._store.versions.heads()
         await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
+
+    async def end_pauses(self) -> None:
+        """As the server stops: make those versions durable that wait for the end of a pause, if the disk takes them."""
+        for fragment in self._durable_soon:
+            with contextlib.suppress(AtollError, OSError):  # the next start makes it durable
+                await asyncio.to_thread(self._store.versions.write_durable, fragment)  # the pool has ended
 
     async def make_durable(self) -> None:
         """At the end of the run: make the newest versions durable, without a pause."""

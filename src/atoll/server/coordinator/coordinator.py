@@ -111,6 +111,7 @@ class Coordinator:
         """
         self._place.cancel()
         await self._run.end_tasks()
+        await self._background.end_pauses()
         self._evaluation.stop()
         await (self._extensions.rest() if begins_again else self._extensions.close())
         self._place.close()
