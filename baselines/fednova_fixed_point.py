@@ -12,6 +12,7 @@ of the weighted mean of the losses is Σ p_i·e_i.
 from __future__ import annotations
 
 import tempfile
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ TARGETS, STEPS, SHARES, RATE, ROUNDS = [0.0, 1.0, 4.0], [1, 5, 20], [0.5, 0.3, 0
 SITES = ["a", "b", "c"]
 
 
-def train(worker: atoll.Worker) -> None:
+def train(worker: Any) -> None:
     """Take the site's number of steps towards its target in each round."""
     place, model = SITES.index(worker.site), nn.ParameterDict({"x": torch.zeros(1, dtype=torch.float64)})
     for fl_round in worker:

@@ -89,7 +89,7 @@ def by_classes(pictures: TensorDataset, per_site: int, seed: int) -> atoll.data.
     return atoll.data.Partition(pictures, [f"site-{site:04}" for site in range(SITES)], parts)
 
 
-def train(worker: atoll.Worker) -> None:
+def train(worker: Any) -> None:
     """Train a site for its epochs in each round. Arguments: the split, its seed, the epochs."""
     kind, seed, epochs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     images, labels = split(kind, seed).subset(worker.site)[:]

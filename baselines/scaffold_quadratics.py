@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,7 +23,7 @@ RATE, ROUNDS, BEGIN = 0.1, 30, 10.0
 DISSIMILARITIES, LOCAL_STEPS = (1.0, 10.0, 100.0), (1, 2, 10)
 
 
-def train(worker: atoll.Worker, dissimilarity: float, steps: int) -> None:
+def train(worker: Any, dissimilarity: float, steps: int) -> None:
     """Take some steps on the site's quadratic in each round."""
     model = nn.ParameterDict({"x": torch.zeros(1, dtype=torch.float64)})
     for fl_round in worker:

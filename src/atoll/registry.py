@@ -196,10 +196,10 @@ def is_sendable(name: str) -> bool:
 # -- Looking up names
 
 
-def _installed(kind: str, **chosen: str) -> Iterable[EntryPoint]:
-    from importlib import metadata  # a slow import, which most commands do not need
+def _installed(kind: str) -> Iterable[EntryPoint]:
+    from importlib.metadata import entry_points  # a slow import, which most commands do not need
 
-    return metadata.entry_points(group=f"atoll.{kind}", **chosen)  # type: ignore[no-any-return, call-overload, unused-ignore]
+    return entry_points(group=f"atoll.{kind}")
 
 
 def names(kind: str) -> list[str]:
@@ -222,7 +222,7 @@ def package_of(kind: str, name: str) -> str:
         return f"atoll {version('atoll')}"
     if (kind, name) in _registered:
         return ""
-    dists = [point.dist for point in _installed(kind, name=name)]
+    dists = [point.dist for point in _installed(kind) if point.name == name]
     return f"{dists[0].name} {dists[0].version}" if dists and dists[0] is not None else ""
 
 

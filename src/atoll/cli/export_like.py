@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atoll.cli.text import require_short
+from atoll.cli.text import require_short, some
 from atoll.errors import BadRequest, UsageError
 from atoll.posix import (
     NAMED_FILE,
@@ -38,8 +38,6 @@ OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpac
 """Endings of files that are not copied: they have weights that are not the run's, or list such files."""
 NOT_COPIED = (".", "checkpoint-")
 """Beginnings of names that are not copied: hidden files, and the checkpoints of Transformers' Trainer."""
-MOST_NAMED = 3
-"""How many tensors a message names."""
 
 ELSEWHERE = "Give a folder in a place where this user may write."
 SAVED = "Save the model that the sites begin with there: model.save_pretrained(FOLDER)"
@@ -181,7 +179,7 @@ def _require_same(run: Header, wanted: Sequence[TensorSpec], like: Path) -> str:
         ],
         f"Dtypes in the run cannot be cast to those in {str(like)!r}": casts,
     }
-    if said := [f"{fault}: {_listed(names)}." for fault, names in faults.items() if names]:
+    if said := [f"{fault}: {some(names)}." for fault, names in faults.items() if names]:
         remedy = f"{SAVED}, with the same configuration and the same release of Transformers or PEFT."
         raise UsageError(" ".join(said), remedy)
     return prefix
@@ -196,11 +194,6 @@ def _prefix(ours: Collection[str], theirs: Collection[str]) -> str:
 
 def _castable(mine: TensorSpec, spec: TensorSpec) -> bool:
     return mine.dtype == spec.dtype or {mine.dtype, spec.dtype} <= FLOATS
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _content(shard: Shard, prefix: str, tensor: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:

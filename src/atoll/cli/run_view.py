@@ -18,6 +18,7 @@ from atoll.cli.text import (
     log_lines,
     numbers,
     size,
+    some,
     telling_what_is_awaited,
     time_left,
 )
@@ -176,7 +177,7 @@ class RunView:
         missing = [site for site in self._sites if site not in self._joined | self.ended.keys()]
         if missing and not self._round:
             imports = "imports" if len(missing) == 1 else "import"
-            return f"waiting for {_some(missing)}, which {imports} the script"
+            return f"waiting for {some(missing)}, which {imports} the script"
         if status.paused:
             return f"the run is paused; to go on: atoll resume {self._named}"
         fragment = status.fragments[0]
@@ -241,8 +242,3 @@ class RunView:
 
 def _last_round(status: Status) -> int:
     return max((each.round for each in status.history if each.fragment == 0), default=0)
-
-
-def _some(sites: Sequence[str]) -> str:
-    more = len(sites) - 3
-    return ", ".join(sites[:3]) + (f" and {more} more" if more > 0 else "")

@@ -7,7 +7,6 @@ import json as jsons
 import logging
 import sys
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +29,7 @@ from atoll.cli.text import (
     numbers,
     say_stopping,
     size,
+    some,
     telling_what_is_awaited,
 )
 from atoll.format_text import Seldom
@@ -43,7 +43,6 @@ LOG = logging.getLogger("atoll.cli")
 
 LINE_S = 1.0
 """Minimum seconds between two lines of progress."""
-NAMED = 3
 
 
 def command(
@@ -181,8 +180,8 @@ def summary(done: Simulated) -> str:
         f"{_pace(done.worker_rounds_per_s)} worker-rounds/s",
         f"a run with real sites would have sent {size(done.bytes_up)} up and {size(done.bytes_down)} down",
         f"{number_of(done.late, 'update')} too late to count" if done.late else "",
-        f"{number_of(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
-        f"{number_of(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
+        f"{number_of(sum(done.refused.values()), 'update')} refused: {some(done.refused)}" if done.refused else "",
+        f"{number_of(len(done.failed), 'simulated site')} failed: {some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
         faults_of_evaluation(
             {str(version): why for version, why in done.not_evaluated.items()}, done.not_evaluated_count
@@ -190,12 +189,6 @@ def summary(done: Simulated) -> str:
         str(done.model),
     ]
     return "; ".join(filter(None, parts))
-
-
-def _some(sites: Collection[str]) -> str:
-    """Return a text with the names of the first `NAMED` sites and the number of the others."""
-    more = len(sites) - NAMED
-    return ", ".join(list(sites)[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _pace(per_s: float) -> str:

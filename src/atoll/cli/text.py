@@ -12,7 +12,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -55,6 +55,8 @@ LONGEST_S = 60.0
 
 UNTRAINED = "no round made a version, so the model is as it began"
 
+SOME = 3
+"""Number of names that `some` shows."""
 MOST_NAMED = 20
 """Largest number of sites that a line names."""
 NAME_BYTES = 255
@@ -156,6 +158,12 @@ def staleness(counts: Mapping[str, int]) -> str:
         return ""
     mean = sum(int(behind) * count for behind, count in counts.items()) / total
     return f"staleness {mean:.2g} on average, at most {max(map(int, counts))}"
+
+
+def some(names: Collection[str]) -> str:
+    """Return a text with the first `SOME` names, and the number of the others."""
+    more = len(names) - SOME
+    return ", ".join(list(names)[:SOME]) + (f" and {more} more" if more > 0 else "")
 
 
 def awaited(fragment: status_messages.FragmentStatus, *, has_times: bool = True) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def build() -> dict[str, Tensor]:
     return {"w": torch.zeros(5)}
 
 
-def train(worker) -> None:  # type: ignore[no-untyped-def]
+def train(worker: Any) -> None:
     for fl_round in worker:
         model, state = fl_round.state_dict(), worker.state
         rounds, mean = state.get("rounds", []), state.get("mean", torch.full((5,), float(len(worker.site))))

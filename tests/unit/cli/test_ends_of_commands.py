@@ -16,7 +16,7 @@ from atoll import errors
 from atoll.child_processes import Terminated
 from atoll.cli import simulate, worker
 from atoll.cli.main import run_command
-from atoll.cli.text import log_lines, say_stopping
+from atoll.cli.text import SOME, log_lines, say_stopping
 from atoll.simulate.simulation import Simulated
 
 
@@ -196,10 +196,10 @@ def test_a_simulation_is_summed_up_in_one_line() -> None:
         "finished at version 3 after 4.0 s; 3 rounds, 12 worker-rounds, 3 worker-rounds/s; "
         "a run with real sites would have sent 12.0 MB up and 24.0 MB down; loss 0.5; model.safetensors"
     )
-    failed = {f"site-{number}": "ValueError" for number in range(simulate.NAMED + 2)}
+    failed = {f"site-{number}": "ValueError" for number in range(SOME + 2)}
     line = simulate.summary(simulated(late=1, refused={"a": 2, "b": 1}, failed=failed))
     assert "1 update too late to count; 3 updates refused: a, b; " in line
-    assert f"{simulate.NAMED + 2} simulated sites failed: " in line
+    assert f"{SOME + 2} simulated sites failed: " in line
     assert " and 2 more" in line
 
 
